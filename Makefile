@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -72,14 +72,11 @@ bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.engine.install_peers
+	$(BIN)/python -m benchmarks.install_peers
 
 bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
-
-gpu-docs: setup  ## Draw the figures of a run of benchmarks/gpu.py into docs/gpu.md: make gpu-docs JSON=DIR/gpu.json
-	$(BIN)/python -m benchmarks.gpu_figures $(JSON)
 
 bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull

@@ -1,10 +1,10 @@
-"""Measures and checks everything that needs a GPU, in one call: `python benchmarks/gpu.py --seconds 540 --out DIR`.
+"""Measures everything that needs a GPU, in one call: `python benchmarks/gpu.py --seconds 540 --out DIR`.
 
 Each section is a process of its own with a deadline. DIR/gpu.json is written anew when a section ends, so a run that is
 cut short keeps the sections before. DIR/gpu.log has the messages of the libraries. The run needs Python 3.11, torch,
-triton and numpy, and of Tandem core, engine, kv_transfer and model_files alone; transformers and nixl are used if they
-are installed. `--rehearse` runs the same sections on a CPU with tiny shapes: a test of this program, not a measurement.
-`make gpu-docs JSON=DIR/gpu.json` draws the figures into docs/gpu.md.
+triton and numpy, and of Tandem core, engine, kv_transfer and model_files alone; nixl is used if it is installed.
+`--rehearse` runs the same sections on a CPU with tiny shapes: a test of this program, not a measurement. DIR/gpu.md
+has the tables for docs/gpu.md. `python -m pytest tests/gpu` checks results on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def main() -> int:
     parser.add_argument("--allowed-s", type=float, default=60.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        from benchmarks.gpu_sections.section import run_section
+        from benchmarks.gpu_sections.section import Section, run_section
 
-        return run_section(options.child, options.allowed_s, options.rehearse)
+        with (options.out / "messages").open("w", buffering=1, encoding="utf-8") as messages:
+            run_section(Section(options.allowed_s, options.rehearse, messages), options.child)
     run = Run(Path(__file__).resolve(), options.out, options.seconds, options.rehearse, options.commit)
     return run_sections(run, options.sections)
 

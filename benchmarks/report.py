@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +66,13 @@ class Line:
             return self.value >= self.least
         return None if self.most is None else self.value <= self.most
 
+    def text(self) -> str:
+        beside = f"  {number(self.ratio)} x {self.peer}" if self.ratio is not None else ""
+        floor = f"  {number(self.share_of_floor)} of the floor" if self.floor is not None else ""
+        goal = f"  goal: {self.goal}" if self.goal else ""
+        verdict = {None: "", True: "  holds", False: "  MISSED"}[self.holds]
+        return f"{self.measure:64s} {number(self.value):>8s} {self.unit}{beside}{floor}{goal}{verdict}"
+
     def _speed_beside(self, other: float) -> float:
         ours, theirs = (other, self.value) if self.unit in DURATIONS else (self.value, other)
         return ours / theirs if theirs else 0.0
@@ -93,24 +100,21 @@ class Report:
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
-        beside = f"  {number(line.ratio)} x {line.peer}" if line.ratio is not None else ""
-        floor = f"  {number(line.share_of_floor)} of the floor" if line.floor is not None else ""
-        goal = f"  goal: {line.goal}" if line.goal else ""
-        verdict = {None: "", True: "  holds", False: "  MISSED"}[line.holds]
-        text = f"{line.measure:64s} {number(line.value):>8s} {line.unit}{beside}{floor}{goal}"
-        self.say(text + verdict)
+        self.say(line.text())
 
     def write(self) -> None:
         OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
-        lines = [
-            asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
-            for line in self.lines
-        ]
         output = OUTPUT_DIR / f"{self.name}.json"
-        output.write_text(json.dumps(circumstances() | {"lines": lines}, indent=1) + "\n", encoding="utf-8")
+        content = circumstances() | {"lines": [line_json(line) for line in self.lines]}
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         output.with_suffix(".md").write_text(table([line.row() for line in self.lines]), encoding="utf-8")
         missed = sum(line.holds is False for line in self.lines)
         self.say(f"{len(self.lines)} lines in {output} and {output.with_suffix('.md').name}, {missed} goals missed")
+
+
+def line_json(line: Line) -> dict[str, Any]:
+    """The fields, and what follows from them."""
+    return asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

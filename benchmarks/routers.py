@@ -14,20 +14,17 @@ import argparse
 import os
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from benchmarks.replays import Measure, ReplayRun, by_seed, percent_ms, run_replays, say_missed
 from benchmarks.report import Line, Report
 from simulator import workloads
 from simulator.cost_model import layout_8b
-from simulator.processes import CountEnded, run_all
-from simulator.replay import Replay
 from simulator.replay_config import ReplayConfig
-from simulator.replay_result import ReplayResult, imbalance, percentile
+from simulator.replay_result import ReplayResult, imbalance
 
 TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
 NUM_ROUTERS = (1, 2, 4)
@@ -49,80 +46,60 @@ SHAPES = {
     "8": Shape("8 + 8 workers", 8),
     "4-short": Shape("4 + 4 workers, prompts / 32", 4, divisor=32, block_size=16),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    shape: Shape
-    num_routers: int
-    seed: int
-    arguments: argparse.Namespace = field(compare=False)
-
-    def run(self, on_progress: CountEnded) -> ReplayResult:
-        shape, options = self.shape, self.arguments
-        workload = workloads.mooncake(options.trace, options.requests, shape.divisor, options.output_divisor)
-        config = ReplayConfig(
-            num_routers=self.num_routers,
-            num_prefill=shape.num_workers,
-            num_decode=shape.num_workers,
-            prefill_pool_tokens=options.pool_tokens // shape.divisor,
-            layout=layout_8b(shape.block_size),
-            load=options.load,
-            sticky=shape.sticky,
-            seed=self.seed,
-        )
-        return Replay(workload, config).run(on_progress)
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    name: str
-    unit: str
-    of: Callable[[ReplayResult], float]
-    is_goal: bool = False
-
-
 MEASURES = (
     Measure("hit ratio", "", lambda result: result.hit_ratio, is_goal=True),
     Measure("share of an infinite cache's hit ratio", "", lambda result: result.hit_share),
-    Measure("TTFT p50", "ms", lambda result: percentile(result.ttft_s, 50) * 1e3, is_goal=True),
-    Measure("TTFT p90", "ms", lambda result: percentile(result.ttft_s, 90) * 1e3, is_goal=True),
-    Measure("TTFT p99", "ms", lambda result: percentile(result.ttft_s, 99) * 1e3, is_goal=True),
-    Measure("TPOT p50", "ms", lambda result: percentile(result.tpot_s, 50) * 1e3),
-    Measure("TPOT p90", "ms", lambda result: percentile(result.tpot_s, 90) * 1e3),
-    Measure("queue of the prefill workers, p50", "ms", lambda result: percentile(result.prefill_queue_s, 50) * 1e3),
-    Measure("queue of the prefill workers, p90", "ms", lambda result: percentile(result.prefill_queue_s, 90) * 1e3),
-    Measure("queue of the routers, p99", "ms", lambda result: percentile(result.router_queue_s, 99) * 1e3),
+    Measure("TTFT p50", "ms", percent_ms("ttft_s", 50), is_goal=True),
+    Measure("TTFT p90", "ms", percent_ms("ttft_s", 90), is_goal=True),
+    Measure("TTFT p99", "ms", percent_ms("ttft_s", 99), is_goal=True),
+    Measure("TPOT p50", "ms", percent_ms("tpot_s", 50)),
+    Measure("TPOT p90", "ms", percent_ms("tpot_s", 90)),
+    Measure("queue of the prefill workers, p90", "ms", percent_ms("prefill_queue_s", 90)),
+    Measure("queue of the routers, p99", "ms", percent_ms("router_queue_s", 99)),
     Measure("busiest prefill worker, beside the mean", "", lambda result: imbalance(result.prefill_busy)),
     Measure("busiest decode worker, beside the mean", "", lambda result: imbalance(result.decode_busy)),
 )
+load_trace = cache(workloads.mooncake)
+
+
+def replay_of(shape: Shape, num_routers: int, seed: int, options: argparse.Namespace) -> ReplayRun:
+    config = ReplayConfig(
+        num_routers=num_routers,
+        num_prefill=shape.num_workers,
+        num_decode=shape.num_workers,
+        prefill_pool_tokens=options.pool_tokens // shape.divisor,
+        layout=layout_8b(shape.block_size),
+        load=options.load,
+        sticky=shape.sticky,
+        seed=seed,
+    )
+    return ReplayRun(
+        partial(load_trace, options.trace, options.requests, shape.divisor, options.output_divisor), config
+    )
 
 
 def report_shape(report: Report, shape: Shape, results: dict[int, list[ReplayResult]]) -> list[Line]:
     """Print the lines of a shape. Returns those with a goal. `results`: by number of routers, one for each seed."""
     one = results[1]
-    first = one[0]
     report.say(
-        f"\n{shape.name}: {first.num_requests} requests in {first.duration_s:.0f} s, an infinite cache would hit "
-        f"{first.infinite_hit_ratio:.4f}, prefill workers busy {statistics.fmean(first.prefill_busy):.0%}, "
+        f"\n{shape.name}: {one[0].num_requests} requests in {one[0].duration_s:.0f} s, an infinite cache would hit "
+        f"{one[0].infinite_hit_ratio:.4f}, prefill workers busy {statistics.fmean(one[0].prefill_busy):.0%}, "
         f"{sum(r.num_failed for found in results.values() for r in found)} requests failed in all runs"
     )
     goals = []
     for measure in MEASURES:
-        values = {count: [measure.of(result) for result in found] for count, found in results.items()}
-        medians = {count: statistics.median(found) for count, found in values.items()}
-        for count, median in medians.items():
-            name = f"{shape.name}, {count} router{'s' * (count > 1)}: {measure.name}"
-            if count == 1:
-                report.add(Line(name, median, measure.unit))
-                continue
-            least = round(1 - WITHIN if measure.unit == "" else 1 / (1 + WITHIN), 3) if measure.is_goal else None
-            line = Line(name, median, measure.unit, "one router", medians[1], least_ratio=least)
+        alone = measure.median(one)
+        report.add(Line(f"{shape.name}, 1 router: {measure.name}", alone, measure.unit))
+        least = round(1 - WITHIN if measure.unit == "" else 1 / (1 + WITHIN), 3) if measure.is_goal else None
+        for count in NUM_ROUTERS[1:]:
+            name, value = f"{shape.name}, {count} routers: {measure.name}", measure.median(results[count])
+            line = Line(name, value, measure.unit, "one router", alone, least_ratio=least)
             report.add(line)
             goals += [line] * measure.is_goal
         if measure.is_goal and len(one) > 1:
+            values = [measure.of(result) for result in one]
             name = f"{shape.name}, 1 router: {measure.name}, seeds apart by"
-            report.add(Line(name, (max(values[1]) - min(values[1])) / medians[1] * 100, "%"))
+            report.add(Line(name, (max(values) - min(values)) / alone * 100, "%"))
     return goals
 
 
@@ -144,28 +121,13 @@ def main() -> None:
         sys.exit(f"no trace at {options.trace}: {(__doc__ or '').splitlines()[-1]}")
     report = Report("routers")
     report.say(f"{options.requests} requests, prefill load {options.load:g} without a cache, {options.seeds} seeds")
-    tasks = [
-        Task(SHAPES[name], count, seed, options)
-        for name in options.shapes
-        for seed in range(options.seeds)
-        for count in NUM_ROUTERS
+    shapes = [SHAPES[name] for name in options.shapes]
+    runs = [replay_of(*case, options) for case in product(shapes, NUM_ROUTERS, range(options.seeds))]
+    found = by_seed(run_replays(report, runs, options.processes), options.seeds)
+    goals = [
+        line for shape in shapes for line in report_shape(report, shape, {count: next(found) for count in NUM_ROUTERS})
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=report.console, disable=not report.console.is_terminal) as progress:
-        bar = progress.add_task("requests", total=len(tasks) * options.requests)
-        found = run_all(tasks, options.processes, lambda done: progress.update(bar, completed=done))
-    results = dict(zip(tasks, found, strict=True))
-    goals: list[Line] = []
-    for name in options.shapes:
-        by_count: defaultdict[int, list[ReplayResult]] = defaultdict(list)
-        for task in tasks:
-            if task.shape is SHAPES[name]:
-                by_count[task.num_routers].append(results[task])
-        goals += report_shape(report, SHAPES[name], by_count)
-    missed = [line for line in goals if not line.holds]
-    report.say(f"\nWithin {WITHIN:.0%} of one router: {len(goals) - len(missed)} of {len(goals)} figures")
-    for line in missed:
-        report.say(f"  not {line.measure}: {line.ratio:.3f} x the speed of one router")
+    say_missed(report, goals, f"Within {WITHIN:.0%} of one router")
     report.write()
 
 

@@ -16,19 +16,17 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
+from benchmarks.processes import serving
 from benchmarks.report import Line, Report
-from benchmarks.tandem_serve import serving
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
-from tandem_client.stubs import inference_pb2
 
 ADDRESS = "127.0.0.1:50651"
 TIMEOUT_S = 300.0
@@ -36,48 +34,18 @@ SETTLE_S = 1.0
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
 SHORT_PROMPT = 16  # tokens, of the first question after a start
 MB = 1 << 20
-FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request."""
-
-    ttft_ms: float
-    tpot_ms: float
-    num_tokens: int
-
-
-def fleet(arguments: argparse.Namespace) -> AbstractContextManager[int]:
-    """`tandem serve`, with its process id."""
-    command: list[str | Path] = [
-        Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
-        "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
-        "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
-    ]  # fmt: skip
-    return serving(command)
-
-
-async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Sample:
-    request = inference_pb2.GenerateRequest()
-    request.token_ids.ids.extend(rng.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(prompt_tokens))
-    request.sampling.temperature = 0.0
-    request.stop.max_tokens = output_tokens
-    request.stop.ignore_eos = True
-    start = time.perf_counter()
-    first = last = 0.0
-    num_tokens = 0
-    async for response in client.generate(request, TIMEOUT_S):
-        if response.HasField("tokens"):
-            last = time.perf_counter()
-            first = first or last
-            num_tokens += len(response.tokens.token_ids)
-    return Sample((first - start) * 1e3, (last - first) * 1e3 / max(1, num_tokens - 1), num_tokens)
+async def ask_once(client: AsyncClient, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Answer:
+    prompt = [rng.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(prompt_tokens)]
+    answer = await ask(client, prompt, output_tokens, TIMEOUT_S, time.perf_counter())
+    assert len(answer.times) == output_tokens, answer.error
+    return answer
 
 
 async def first_token() -> None:
     async with AsyncClient(ADDRESS) as client:
-        await ask(client, random.Random(0), SHORT_PROMPT, 1)
+        await ask_once(client, random.Random(0), SHORT_PROMPT, 1)
 
 
 def settled_sizes(pid: int) -> list[int]:
@@ -104,31 +72,31 @@ def memory(report: Report, arguments: argparse.Namespace, sizes: list[int]) -> N
 
 async def load(report: Report, arguments: argparse.Namespace) -> None:
     """Each repeat has every level of concurrency in turn."""
-    samples: defaultdict[int, list[Sample]] = defaultdict(list)
+    answers: defaultdict[int, list[Answer]] = defaultdict(list)
     tokens_per_s: defaultdict[int, list[float]] = defaultdict(list)
+    sizes = arguments.prompt_tokens, arguments.output_tokens
 
-    async def one_client(client: AsyncClient, seed: int) -> list[Sample]:
+    async def one_client(client: AsyncClient, seed: int) -> list[Answer]:
         rng = random.Random(seed)
-        sizes = arguments.prompt_tokens, arguments.output_tokens
-        return [await ask(client, rng, *sizes) for _ in range(arguments.requests)]
+        return [await ask_once(client, rng, *sizes) for _ in range(arguments.requests)]
 
     async with AsyncClient(ADDRESS) as client:
-        await ask(client, random.Random(0), arguments.prompt_tokens, 4)  # connects the workers
+        await ask_once(client, random.Random(0), arguments.prompt_tokens, 4)  # connects the workers
         for repeat in range(arguments.repeats):
             for level in arguments.concurrency:
                 seeds = [(repeat * 100 + level) * 1000 + index for index in range(level)]
                 start = time.perf_counter()
                 per_client = await asyncio.gather(*(one_client(client, seed) for seed in seeds))
-                seconds = time.perf_counter() - start
-                found = [sample for samples_of_one in per_client for sample in samples_of_one]
-                samples[level] += found
-                tokens_per_s[level].append(sum(sample.num_tokens for sample in found) / seconds)
+                found = [answer for of_one in per_client for answer in of_one]
+                tokens_per_s[level].append(len(found) * arguments.output_tokens / (time.perf_counter() - start))
+                answers[level] += found
     for level in arguments.concurrency:
         clients = f"{level} client{'s' if level > 1 else ''}"
-        ttft, tpot = ([getattr(sample, name) for sample in samples[level]] for name in ("ttft_ms", "tpot_ms"))
+        ttft = [answer.times[0] for answer in answers[level]]
+        tpot = [statistics.fmean(answer.gaps or [0.0]) for answer in answers[level]]
         for word, times in (("TTFT", ttft), ("TPOT", tpot)):
-            report.add(Line(f"{clients}: {word}, median", statistics.median(times), "ms"))
-            report.add(Line(f"{clients}: {word}, worst", max(times), "ms"))
+            report.add(Line(f"{clients}: {word}, median", statistics.median(times) * 1e3, "ms"))
+            report.add(Line(f"{clients}: {word}, worst", max(times) * 1e3, "ms"))
         report.add(Line(f"{clients}: tokens of all together", statistics.median(tokens_per_s[level]), "tokens/s"))
 
 
@@ -147,10 +115,15 @@ def main() -> None:
     report = Report("serving")
     report.say(f"{arguments.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens, "
                f"{arguments.prefill} prefill and {arguments.decode} decode workers")  # fmt: skip
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
+        "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
+        "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
+    ]  # fmt: skip
     starts = []
     for left in reversed(range(arguments.starts)):
         begun = time.perf_counter()
-        with fleet(arguments) as pid:
+        with serving(command) as pid:
             asyncio.run(first_token())
             starts.append(time.perf_counter() - begun)
             if left == 0:

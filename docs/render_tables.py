@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_figures
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
 from runtime.prometheus.metrics import ALIASES, METRICS, TYPES
@@ -144,8 +143,6 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "aliases": ("metrics.md", draw_aliases),
     "spans": ("traces.md", draw_spans),
     "attributes": ("traces.md", draw_attributes),
-    "gpu pools": ("gpu.md", gpu_figures.draw_pools),
-    "gpu figures": ("gpu.md", gpu_figures.draw_figures),
 }
 
 

@@ -1,6 +1,6 @@
 """Other people's clients against `tandem serve --http` with the real model: `make clients`.
 
-Each client lives in an environment of its own (install.py) and runs as its users run it. Command, version, result and
+Each client lives in an environment of its own and runs as its users run it. Command, version, result and
 output of each run are in build/clients/<name>.json; the table in docs/clients.md is made from them with --write-docs.
 """
 
@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from benchmarks.clients import install
-from benchmarks.clients.traces import write_short_trace
-from benchmarks.engine import install_peers
-from benchmarks.tandem_serve import serving
+from benchmarks import install_peers
+from benchmarks.processes import serving
+from model_files.catalogue import default_cache_dir
 
 HERE = Path(__file__).parent
 OUTPUT_DIR = Path("build/clients")
@@ -30,6 +31,12 @@ MODEL = install_peers.MODEL
 HTTP_PORT, GRPC_PORT = 18_411, 18_412
 URL = f"http://127.0.0.1:{HTTP_PORT}"
 CLIENT_TIMEOUT_S = 300.0
+TRACE_REQUESTS = 9  # aiperf gives more to processes of its own, which find no tokenizer in a local directory
+TRACE_MS, TRACE_BLOCK = 8_000, 512
+MAX_INPUT, MAX_OUTPUT = 1024, 16  # tokens of a request of a trace
+Package = tuple[str, str]  # name and version of an environment
+PYTHON, NODE = ("openai-python", "3.54.0"), ("openai-node", "6.49.0")
+AIPERF, GUIDELLM = ("aiperf", "0.13.0"), ("guidellm", "0.8.1")
 NO_ERRORS = "Request Error Rate (%) │ 0.00"  # in the table of aiperf
 LAST_CHARS = 20_000  # of an output that is kept
 
@@ -37,7 +44,7 @@ LAST_CHARS = 20_000  # of an output that is kept
 @dataclass(frozen=True, slots=True)
 class Client:
     name: str
-    package: tuple[str, str]  # name and version of its environment
+    package: Package
     command: Callable[[Path], list[str]]  # from a directory for its files
     shows: str
     good: str  # a part of its output if the run was good, with single spaces
@@ -59,36 +66,58 @@ def _weights() -> str:
     return str(install_peers.vllm_weights())
 
 
-def _tool(name: str, version: str, program: str) -> str:
-    return str(install.directory_of(name, version) / "bin" / program)
+def _tool(package: Package, program: str) -> str:
+    return str(directory_of(package) / "bin" / program)
 
 
 def _aiperf(directory: Path, *options: str) -> list[str]:
     return [
-        _tool("aiperf", install.AIPERF, "aiperf"), "profile", "--model", MODEL, "--url", URL, "--endpoint-type", "chat",
+        _tool(AIPERF, "aiperf"), "profile", "--model", MODEL, "--url", URL, "--endpoint-type", "chat",
         "--streaming", "--tokenizer", _weights(), "--ui", "none", "--artifact-dir", str(directory), *options,
     ]  # fmt: skip
 
 
+def write_short_trace(source: Path, target: Path) -> None:
+    """The first requests of a Mooncake trace for aiperf, cut to what a small model can take.
+
+    Equal hash ids, one for each 512 tokens, mean equal text, so cut prompts share the prefixes of the whole ones.
+    """
+    with source.open(encoding="utf-8") as lines:
+        requests = [json.loads(line) for line in islice(lines, TRACE_REQUESTS)]
+    first, last = requests[0]["timestamp"], requests[-1]["timestamp"]
+    with target.open("w", encoding="utf-8") as lines:
+        for request in requests:
+            length = min(request["input_length"], MAX_INPUT)
+            cut = {
+                "timestamp": round((request["timestamp"] - first) * TRACE_MS / max(1, last - first)),
+                "input_length": length,
+                "output_length": max(1, min(request["output_length"], MAX_OUTPUT)),
+                "hash_ids": request["hash_ids"][: -(-length // TRACE_BLOCK)],
+            }
+            lines.write(json.dumps(cut) + "\n")
+
+
 def clients(trace: Path | None) -> list[Client]:
+    """Without a trace, its replay is left out."""
+
     def mooncake(directory: Path) -> list[str]:
+        assert trace is not None
         cut = directory / "trace.jsonl"
         write_short_trace(trace, cut)
         options = ("--input-file", str(cut), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule")
         return _aiperf(directory, *options)
 
-    python, node = ("openai-python", install.OPENAI_PYTHON), ("openai-node", install.OPENAI_NODE)
-    aiperf, guidellm = ("aiperf", install.AIPERF), ("guidellm", install.GUIDELLM)
+    replay = Client("aiperf, Mooncake trace", AIPERF, mooncake, "9 requests at the times of the trace", NO_ERRORS)
     return [
         Client(
-            "openai for Python", python,
-            lambda _: [str(install.python_of(*python)), str(HERE / "openai_client.py"), URL, MODEL],
+            "openai for Python", PYTHON,
+            lambda _: [_tool(PYTHON, "python"), str(HERE / "openai_client.py"), URL, MODEL],
             "chat, streaming, completions, responses, tools, errors, retries, cancellation", "cancellation: no request",
         ),
         Client(
-            "openai for Node", node, lambda _: ["node", str(HERE / "openai_client.mjs"), URL, MODEL],
+            "openai for Node", NODE, lambda _: ["node", str(HERE / "openai_client.mjs"), URL, MODEL],
             "chat, streaming, tools, errors, retries, cancellation", "cancellation: no request",
-            {"OPENAI_MODULES": str(install.directory_of(*node))},
+            {"OPENAI_MODULES": str(directory_of(NODE))},
         ),
         Client(
             "vllm bench serve", ("vllm", install_peers.VLLM_VERSION),
@@ -102,16 +131,16 @@ def clients(trace: Path | None) -> list[Client]:
             {"HF_HUB_OFFLINE": "1"},
         ),
         Client(
-            "aiperf", aiperf,
+            "aiperf", AIPERF,
             lambda directory: _aiperf(directory, "--request-count", "10", "--concurrency", "2",
                                       "--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16"),
             "10 requests, 2 at once", NO_ERRORS,
         ),
-        Client("aiperf, Mooncake trace", aiperf, mooncake, "9 requests at the times of the trace", NO_ERRORS),
+        *[replay] * (trace is not None),
         Client(
-            "guidellm", guidellm,
+            "guidellm", GUIDELLM,
             lambda _: [
-                _tool("guidellm", install.GUIDELLM, "guidellm"), "run", "--backend",
+                _tool(GUIDELLM, "guidellm"), "run", "--backend",
                 f"kind=openai_http,target={URL},model={MODEL}", "--tokenizer",
                 f"kind=huggingface_auto,model={_weights()}", "--profile", "kind=synchronous",
                 "--constraint", "kind=max_requests,count=6",
@@ -154,16 +183,44 @@ def file_name(name: str) -> str:
     return name.replace(" ", "-").replace(",", "").lower()
 
 
+def directory_of(package: Package) -> Path:
+    return default_cache_dir() / "clients" / "-".join(package)
+
+
 def install_all(wanted: list[Client]) -> dict[str, str]:
     """Name of a client -> the reason why it cannot run."""
-    reasons: dict[tuple[str, str], str] = {}
-    for package in dict.fromkeys(client.package for client in wanted):
-        if package in install.STEPS:
-            reasons[package] = install.install_client(*package)
-        else:
-            installed = install_peers.is_installed(install_peers.vllm_dir())
-            reasons[package] = "" if installed else "not installed: run `make bench-peers`"
+    reasons = {package: install_client(package) for package in dict.fromkeys(client.package for client in wanted)}
     return {client.name: reasons[client.package] for client in wanted if reasons[client.package]}
+
+
+def install_client(package: Package) -> str:
+    """The reason why the client cannot be installed; empty if it is installed."""
+    name, version = package
+    try:
+        if name == "vllm":
+            installed = install_peers.is_installed(install_peers.vllm_dir())
+            return "" if installed else "not installed: run `make bench-peers`"
+        install_peers.install(directory_of(package), partial(STEPS[name], version))
+    except install_peers.InstallFailed as reason:
+        return str(reason)
+    return ""
+
+
+def _with_pip(project: str, version: str, directory: Path) -> None:
+    before = [(f"torch=={install_peers.TORCH_VERSION}",)] * (project == "guidellm")  # else a build for GPUs
+    install_peers.make_environment(directory, *before, (f"{project}=={version}",))
+
+
+def _install_node(version: str, directory: Path) -> None:
+    install_peers.npm_install(directory, '{"private": true, "type": "module"}', f"openai@{version}")
+
+
+STEPS: dict[str, Callable[[str, Path], None]] = {
+    "openai-python": partial(_with_pip, "openai"),
+    "openai-node": _install_node,
+    "aiperf": partial(_with_pip, "aiperf"),
+    "guidellm": partial(_with_pip, "guidellm"),
+}
 
 
 def write_outcome(outcome: Outcome) -> None:
@@ -198,7 +255,7 @@ def write_docs(outcomes: list[Outcome]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="parts of the names of the clients to run")
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace; without one, a made-up one is used")
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace, whose first requests aiperf replays")
     parser.add_argument("--write-docs", action="store_true", help=f"write the results into {DOCUMENT}")
     arguments = parser.parse_args()
     wanted = [c for c in clients(arguments.trace) if not arguments.only or any(o in c.name for o in arguments.only)]

@@ -16,11 +16,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from benchmarks.dataplane import dynamo, load, python_parts
-from benchmarks.dataplane.cpu_limits import can_limit, limited, pinned_to
+from benchmarks.dataplane import decisions, dynamo, load, steps, tokenizing
+from benchmarks.dataplane.cpu_limits import pinned_to
 from benchmarks.dataplane.http2_load import Connection
 from benchmarks.dataplane.load import Counter, Measured
-from benchmarks.dataplane.processes import cores, running
+from benchmarks.dataplane.processes import MeasuredProcess, cores, running
 from benchmarks.dataplane.program import Role
 from benchmarks.report import Line, Report
 
@@ -36,7 +36,6 @@ INTERVAL_MS = 50  # of clients that ask for joined messages
 ONE_TOKEN_S = 5.0
 ONE_TOKEN_CALLS = 64  # at once
 MEMORY_TIMEOUT_S = 3600.0
-PART_OF_A_CORE = 0.2  # for each of two routers, so that neither the worker nor the load client is the limit
 BARE = "bare grpc.aio"
 
 
@@ -54,35 +53,26 @@ def out_of_a_worker(step_s: float | None, num_streams: int = STREAMS) -> tuple[M
     return found, (after["idle_s"] - before["idle_s"]) / (after["step_s"] - before["step_s"])
 
 
-def through_routers(
-    step_s: float, num_streams: int = STREAMS, min_interval_ms: int = 0, num_routers: int = 1, share: float = 0.0
-) -> Measured:
-    """Clients of routers with one decode worker. `share`: the part of a core that each router may use; 0 = all."""
+def through_router(step_s: float, num_streams: int = STREAMS, min_interval_ms: int = 0) -> Measured:
+    """Clients of a router with one decode worker."""
     measured, other = cores()
-    roles = [Role("router", (measured, other)[index % 2], ordinal=index) for index in range(num_routers)]
-    with running(Role("worker", other, step_s=step_s), *roles) as [worker, *routers], pinned_to(other):
-        for router in routers:
-            router.follow([worker])
-        with limited([router.process_id for router in routers], share):
-            counter = Counter(load.tokens_of_response)
-            request = load.generate_request(load.ENDLESS, min_interval_ms)
-            addresses = [router.address for router in routers]
-            connections = load.start_streams(addresses, num_streams, request, counter, WARM_UP_S)
-            found = load.measure(connections, counter, MEASURE_S, routers)
-        load.close(connections)
+    with running(Role("worker", other, step_s=step_s), Role("router", measured)) as [worker, router], pinned_to(other):
+        router.follow([worker])
+        return streams_of(router, num_streams, load.generate_request(load.ENDLESS, min_interval_ms))
+
+
+def streams_of(server: MeasuredProcess, num_streams: int, request: bytes) -> Measured:
+    counter = Counter(load.tokens_of_response)
+    connections = load.start_streams(server.address, num_streams, request, counter, WARM_UP_S)
+    found = load.measure(connections, counter, MEASURE_S, [server])
+    load.close(connections)
     return found
 
 
 def bare_grpc(tokens_per_message: int) -> Measured:
     measured, other = cores()
     with running(Role("bare", measured, tokens_per_message=tokens_per_message)) as [server], pinned_to(other):
-        counter = Counter(load.tokens_of_response)
-        connections = load.start_streams(
-            [server.address], STREAMS, load.generate_request(10_000_000), counter, WARM_UP_S
-        )
-        found = load.measure(connections, counter, MEASURE_S, [server])
-        load.close(connections)
-    return found
+        return streams_of(server, STREAMS, load.generate_request(10_000_000))
 
 
 def one_token_requests(num_requests: Sequence[int] = ()) -> tuple[float, float, list[float]]:
@@ -129,20 +119,22 @@ def worker(report: Report, repeats: int) -> None:
 
 def router(report: Report, repeats: int) -> None:
     variants: dict[str, Callable[[], Measured]] = {
-        "own": lambda: through_routers(OWN_STEP_S),
-        "joined": lambda: through_routers(JOINED_STEP_S),
-        "fastest": lambda: through_routers(FASTEST_STEP_S),
-        "interval": lambda: through_routers(JOINED_STEP_S, min_interval_ms=INTERVAL_MS),
+        "own": lambda: through_router(OWN_STEP_S),
+        "joined": lambda: through_router(JOINED_STEP_S),
+        "fastest": lambda: through_router(FASTEST_STEP_S),
+        "interval": lambda: through_router(JOINED_STEP_S, min_interval_ms=INTERVAL_MS),
     }
-    with_dynamo = dynamo.is_installed()
-    if with_dynamo:
+    if dynamo.is_installed():
         variants["dynamo"] = lambda: dynamo.through_frontend(STREAMS, WARM_UP_S, MEASURE_S)
     else:
         report.say("Dynamo is not installed and left out; `make bench-peers` installs it")
     found: dict[str, list[Measured]] = defaultdict(list)
     for _ in range(repeats):
         for name, take in variants.items():
-            found[name].append(take())
+            try:
+                found[name].append(take())
+            except dynamo.Refused as error:
+                report.say(f"Dynamo is left out of this repeat: {error}")
         found["bare own"].append(bare_grpc(1))
         found["bare joined"].append(bare_grpc(max(1, round(per_message(found["joined"][-1:])))))
     through = f"through one router, {STREAMS} streams"
@@ -162,7 +154,7 @@ def router(report: Report, repeats: int) -> None:
         report.add(Line(f"{through}, {words}", rate(measured), "tokens/s", peer, peer_value, least=least))
         report.add(Line(f"{through}, {words}: tokens in a message", per_message(measured), ""))
         report.add(Line(f"{through}, {words}: CPU", cpu_us(measured, "router"), "us a token", most=most))
-    if with_dynamo:
+    if found["dynamo"]:
         peer = f"Dynamo {dynamo.VERSION}"
         best, theirs = rate(found["fastest"]), rate(found["dynamo"])
         report.add(Line(f"{through}, joined, beside Dynamo", best, "tokens/s", peer, theirs, least_ratio=1.0))
@@ -171,25 +163,12 @@ def router(report: Report, repeats: int) -> None:
 
 
 def ages(report: Report, repeats: int) -> None:
-    runs = [through_routers(CALM_STEP_S, FEW_STREAMS) for _ in range(repeats)]
+    runs = [through_router(CALM_STEP_S, FEW_STREAMS) for _ in range(repeats)]
     for name, share, most in (("p50", 0.50, 1.0), ("p99", 0.99, 5.0)):
         value = statistics.median(percentile(run.ages_s, share) for run in runs)
         report.add(
             Line(f"a token from sampled to the client, {FEW_STREAMS} streams, {name}", value * 1e3, "ms", most=most)
         )
-
-
-def pair(report: Report, repeats: int) -> None:
-    """Two routers need two cores, and the load needs one more: each router gets a fifth of a core instead."""
-    if not can_limit():
-        report.say("this machine lets nobody limit the CPU of a process: one router beside two is not measured")
-        return
-    one, two = [], []
-    for _ in range(repeats):
-        one.append(through_routers(FASTEST_STEP_S, share=PART_OF_A_CORE))
-        two.append(through_routers(FASTEST_STEP_S, num_routers=2, share=PART_OF_A_CORE))
-    report.add(Line("two routers with a fifth of a core each, joined", rate(two), "tokens/s", "one router with a fifth",
-                    rate(one), least_ratio=1.8))  # fmt: skip
 
 
 def requests(report: Report, repeats: int) -> None:
@@ -229,9 +208,10 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
     "worker": worker,
     "router": router,
     "ages": ages,
-    "pair": pair,
     "requests": requests,
-    "python": python_parts.measure,
+    "steps": steps.measure,
+    "decisions": decisions.measure,
+    "tokenizing": tokenizing.measure,
 }
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import selectors
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
+from benchmarks import install_peers
 from benchmarks.dataplane.cpu_limits import pinned_to
 from benchmarks.dataplane.load import Measured
 from benchmarks.dataplane.processes import cores
-from benchmarks.engine import install_peers
+from benchmarks.processes import background, cpu_s
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200
@@ -34,7 +31,10 @@ EVENT = b"data: {"  # begins each event but the last one, "data: [DONE]"
 RECEIVE_BYTES = 1 << 18
 START_TIMEOUT_S = 90.0
 POLL_S = 0.5
-STOP_TIMEOUT_S = 10.0
+
+
+class Refused(RuntimeError):
+    """The server answered a request of the load with an error."""
 
 
 def is_installed() -> bool:
@@ -49,54 +49,37 @@ def through_frontend(num_streams: int, warm_up_s: float, seconds: float) -> Meas
         with pinned_to(other):
             clients = [EventClient(PORT, MODEL) for _ in range(num_streams)]
             receive(clients, warm_up_s)
-            before, start = _cpu_s(frontend), time.perf_counter()
+            before, start = cpu_s(frontend), time.perf_counter()
             num_tokens = receive(clients, seconds)
             elapsed = time.perf_counter() - start
-            cpu_s = _cpu_s(frontend) - before
+            used_s = cpu_s(frontend) - before
             for client in clients:
                 client.socket.close()
     return Measured(
         tokens_per_s=num_tokens / elapsed,
         messages_per_s=num_tokens / elapsed,
-        cpu_s_per_token={"frontend": cpu_s / max(1, num_tokens)},
-        share_of_core={"frontend": cpu_s / elapsed},
+        cpu_s_per_token={"frontend": used_s / max(1, num_tokens)},
+        share_of_core={"frontend": used_s / elapsed},
     )
 
 
 @contextlib.contextmanager
-def _serving(directory: Path, frontend_core: int, mocker_core: int) -> Iterator[psutil.Process]:
-    """The frontend, once it lists the model."""
+def _serving(directory: Path, frontend_core: int, mocker_core: int) -> Iterator[int]:
+    """The process id of the frontend, once it lists the model."""
     python = install_peers.dynamo_dir() / "bin" / "python"
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "DYN_FILE_KV": str(directory / "discovery"), "DYN_LOG": "error",
-    }  # fmt: skip
-    model = ["--model-path", str(install_peers.vllm_weights()), "--model-name", MODEL]
-    commands = [
-        (frontend_core, ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT),
-                         "--discovery-backend", "file", "--router-mode", "kv"]),
-        (mocker_core, ["-m", "dynamo.mocker", *model, "--discovery-backend", "file",
-                       "--num-workers", str(NUM_WORKERS), "--block-size", "16", "--speedup-ratio", "100"]),
-    ]  # fmt: skip
-    log = (directory / "log").open("w+")
-    processes = [
-        subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), python, *command], env=environment, stdout=log, stderr=log
-        )
-        for core, command in commands
-    ]
-    try:
+    environment = {"HF_HUB_OFFLINE": "1", "DYN_FILE_KV": str(directory / "discovery"), "DYN_LOG": "error"}
+    frontend = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT),
+                "--discovery-backend", "file", "--router-mode", "kv"]  # fmt: skip
+    mocker = ["-m", "dynamo.mocker", "--model-path", str(install_peers.vllm_weights()), "--model-name", MODEL,
+              "--discovery-backend", "file", "--num-workers", str(NUM_WORKERS), "--block-size", "16",
+              "--speedup-ratio", "100"]  # fmt: skip
+    with (
+        (directory / "log").open("w") as log,
+        background([python, *frontend], environment, frontend_core, log) as process_id,
+        background([python, *mocker], environment, mocker_core, log),
+    ):
         _wait_for_model(directory / "log")
-        yield psutil.Process(processes[0].pid)
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        log.close()
+        yield process_id
 
 
 def _wait_for_model(log: Path) -> None:
@@ -139,7 +122,7 @@ class EventClient:
             raise RuntimeError("the server closed a connection")
         data = self._tail + received
         if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
-            raise RuntimeError(f"the server refuses the load: {data[:500].decode(errors='replace')}")
+            raise Refused(f"the server refuses the load: {data[:500].decode(errors='replace')}")
         self.num_events += data.count(EVENT)
         # The end of the data may hold the start of an event or of the response's end, but no whole event.
         ended = b"\r\n0\r\n\r\n" in data
@@ -163,8 +146,3 @@ def receive(clients: list[EventClient], seconds: float) -> int:
     finally:
         selector.close()
     return sum(client.num_events for client in clients) - before
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)

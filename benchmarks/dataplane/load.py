@@ -80,12 +80,10 @@ def measure(
 
 
 def start_streams(
-    addresses: list[str], num_streams: int, message: bytes, counter: Counter, warm_up_s: float
+    address: str, num_streams: int, message: bytes, counter: Counter, warm_up_s: float
 ) -> list[Connection]:
     """Open calls of Generate, spread over connections, and wait for the first messages of all of them."""
-    connections = [
-        Connection(address, counter.take) for address in addresses for _ in range(NUM_CONNECTIONS // len(addresses))
-    ]
+    connections = [Connection(address, counter.take) for _ in range(NUM_CONNECTIONS)]
     for index in range(num_streams):
         connections[index % len(connections)].call(GENERATE, message)
     receive_for(connections, FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages >= num_streams)

@@ -1,8 +1,9 @@
-"""Starts the measured processes, each pinned to a core, and reads the CPU time that they take."""
+"""Starts the measured processes, each pinned to a core."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,18 +11,18 @@ from dataclasses import asdict
 
 import psutil
 
-from benchmarks.child_process import ChildProcess
 from benchmarks.dataplane.program import Role
+from benchmarks.processes import ChildProcess
 
 
 class MeasuredProcess(ChildProcess):
-    """`endpoint` is the first line of the process: the id and the address of its service."""
+    """`endpoint`: the id and the address of its service."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        super().__init__(role.name, [sys.executable, "-m", "benchmarks.dataplane.program"])
-        self._counted = psutil.Process(self.process_id)
-        self.endpoint: dict[str, str] = self.ask(asdict(role))
+        command = [sys.executable, "-m", "benchmarks.dataplane.program", json.dumps(asdict(role))]
+        super().__init__(role.name, command, core=role.core)
+        self.endpoint: dict[str, str] = self.call("endpoint")
 
     @property
     def address(self) -> str:
@@ -29,19 +30,15 @@ class MeasuredProcess(ChildProcess):
 
     def follow(self, workers: list[MeasuredProcess]) -> None:
         """For a router: these are the workers of the fleet."""
-        self.ask({"workers": [worker.endpoint for worker in workers]})
+        self.call("follow", workers=[worker.endpoint for worker in workers])
 
     def step_times(self) -> dict[str, float]:
         """For a worker: seconds in steps and between steps, since the start."""
-        found: dict[str, float] = self.ask({"stats": True})
+        found: dict[str, float] = self.call("step_times")
         return found
 
-    def cpu_s(self) -> float:
-        times = self._counted.cpu_times()
-        return float(times.user + times.system)
-
     def resident_mb(self) -> float:
-        return float(self._counted.memory_info().rss) / (1 << 20)
+        return float(psutil.Process(self.process_id).memory_info().rss) / (1 << 20)
 
 
 @contextlib.contextmanager

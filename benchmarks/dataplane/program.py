@@ -1,12 +1,7 @@
-"""One measured process: a decode worker, a router, or a bare gRPC server. `python -m benchmarks.dataplane.program`
+"""One measured process: `python -m benchmarks.dataplane.program ROLE`, where ROLE is a `Role` as JSON.
 
-The first line of standard input is a `Role` as JSON. The process answers with one line, the id and the address of its
-service, and then obeys one command a line:
-
-    {"workers": [...]}    a router: follow these workers, each as the worker's own first line
-    {"stats": true}       a worker: {"step_s": ..., "idle_s": ...}, the seconds in steps and between them
-
-The process ends with its standard input. Workers and routers start as in a fleet, in a `ServiceHost` on uvloop.
+A decode worker, a router, or a bare gRPC server. It obeys the commands of `Service`. Workers and routers start as in a
+fleet, in a `ServiceHost` on uvloop.
 """
 
 from __future__ import annotations
@@ -14,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import pickle
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 import grpc.aio
 import uvloop
 
 from benchmarks.dataplane.sleeping_runner import SleepingRunner
+from benchmarks.processes import obey, take_stdout
 from cli.compose import build_decode_worker, build_router
 from core.config import EngineConfig, GatewayConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
 from core.lifecycle import ServiceRole
@@ -94,29 +89,34 @@ def build_sleeping_runner(step_s: float) -> SleepingRunner:
     return SleepingRunner(info, NUM_BLOCKS, BLOCK_SIZE, step_s)
 
 
-def statistics_of(host: ServiceHost) -> dict[str, float]:
-    worker: Any = host._service
-    executor = worker._parts.executor
-    return {"step_s": executor.step_seconds, "idle_s": executor.idle_seconds}
+class Service:
+    """Each public method is a command, called on a thread."""
+
+    def __init__(self, host: ServiceHost, endpoint: Endpoint) -> None:
+        self._host, self._endpoint, self._loop = host, endpoint, asyncio.get_running_loop()
+
+    def endpoint(self) -> dict[str, str]:
+        return {"id": self._endpoint.service_id, "address": self._endpoint.address}
+
+    def follow(self, workers: list[dict[str, str]]) -> None:
+        """The router's fleet: the endpoints of decode workers."""
+        followed = [Endpoint(w["id"], w["address"], ServiceRole.DECODE) for w in workers]
+        asyncio.run_coroutine_threadsafe(self._host.set_fleet(followed, routers=[]), self._loop).result()
+
+    def step_times(self) -> dict[str, float]:
+        worker: Any = self._host._service
+        executor = worker._parts.executor
+        return {"step_s": executor.step_seconds, "idle_s": executor.idle_seconds}
 
 
-async def serve() -> None:
-    role = Role(**json.loads(sys.stdin.readline()))
-    if role.core is not None:
-        os.sched_setaffinity(0, {role.core})
+async def serve(role: Role, answers: TextIO) -> None:
     if (step_s := role.step_s) is not None:
         factory.build_runner = lambda *_, **__: build_sleeping_runner(step_s)
     host = ServiceHost()
     endpoint = await (start_bare(role) if role.name == "bare" else start_service(host, role))
-    print(json.dumps({"id": endpoint.service_id, "address": endpoint.address}), flush=True)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        command = json.loads(line)
-        if "workers" in command:
-            followed = [Endpoint(w["id"], w["address"], ServiceRole.DECODE) for w in command["workers"]]
-            await host.set_fleet(followed, routers=[])
-        print(json.dumps(statistics_of(host) if "stats" in command else {}), flush=True)
+    await asyncio.to_thread(obey, Service(host, endpoint), answers)
     await host.stop()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve())
+    uvloop.run(serve(Role(**json.loads(sys.argv[1])), take_stdout()))

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.child_process import ChildEnded
+from benchmarks.engine import programs
 from benchmarks.engine.figures import (
     BATCHES,
     CONTEXTS,
@@ -29,15 +30,8 @@ from benchmarks.engine.figures import (
     Figures,
     percent_around,
 )
-from benchmarks.engine.programs import (
-    FIRST_WORD_ID,
-    LAST_WORD_ID,
-    Launch,
-    Program,
-    launch_llama,
-    launch_tandem,
-    launch_vllm,
-)
+from benchmarks.engine.programs import FIRST_WORD_ID, LAST_WORD_ID, Start
+from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Report
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
@@ -50,41 +44,43 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
 MAX_MESSAGE_BYTES = 4 << 20
+SHORT_PROMPT = 16  # tokens, of a program's first answer
 TIMEOUT_S = 300.0
 PARTS = ("prefill", "decode", "serving", "quantized")
 
 
 @contextlib.contextmanager
 def running(
-    launches: dict[str, Launch | None], core: int, report: Report, figures: Figures
-) -> Iterator[dict[str, Program]]:
+    starts: dict[str, Start | None], core: int, report: Report, figures: Figures
+) -> Iterator[dict[str, ChildProcess]]:
     """Start the programs one after another and record each one's time to its first token."""
-    programs: dict[str, Program] = {}
-    try:
-        for name, launch in launches.items():
-            if launch is None:
+    with contextlib.ExitStack() as stack:
+        found: dict[str, ChildProcess] = {}
+        for name, start in starts.items():
+            if start is None:
                 report.say(f"{name} is not installed and left out; `make bench-peers` installs it")
                 continue
-            programs[name] = Program(name, launch, core)
+            started_at = time.perf_counter()
+            program = start(core)
+            stack.callback(program.stop)
             try:
-                figures.first_token_s[name] = programs[name].first_token_s()
+                program.call("prefill", tokens=SHORT_PROMPT)
             except ChildEnded as error:
                 report.say(f"left out: {error}")
-                programs.pop(name).stop()
-        if not programs.keys() & {OURS, PLAIN}:
+                continue
+            found[name] = program
+            figures.first_token_s[name] = time.perf_counter() - started_at
+        if not found.keys() & {OURS, PLAIN}:
             raise SystemExit("Tandem's engine did not start")
-        yield programs
-    finally:
-        for program in programs.values():
-            program.stop()
+        yield found
 
 
-def measure_decode(programs: dict[str, Program], context: int, repeats: int, figures: Figures) -> None:
+def measure_decode(running: dict[str, ChildProcess], context: int, repeats: int, figures: Figures) -> None:
     """Every batch size at one context. Batches only shrink: sequences end, and none is added."""
-    for name, program in programs.items():
+    for name, program in running.items():
         program.call("fill", batch=1 if name == LLAMA else max(BATCHES), context=context)
     for batch in BATCHES:
-        turns = {name: program for name, program in programs.items() if name != LLAMA or batch == 1}
+        turns = {name: program for name, program in running.items() if name != LLAMA or batch == 1}
         for program in turns.values():
             program.call("keep", batch=batch)
         for _ in range(repeats):
@@ -93,16 +89,16 @@ def measure_decode(programs: dict[str, Program], context: int, repeats: int, fig
                     figures.steps[name, context, batch, part] += values[1:]
 
 
-def measure_prefill(programs: dict[str, Program], repeats: int, figures: Figures) -> None:
+def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Figures) -> None:
     for tokens in PROMPTS:
         for _ in range(repeats * PROMPTS_PER_REPEAT):
-            for name, program in programs.items():
+            for name, program in running.items():
                 figures.prefill_ms[name, tokens].append(program.call("prefill", tokens=tokens)["ms"])
 
 
 def measure_serving(config: EngineConfig, core: int) -> float:
     """The percentage of a step outside the model while a decode worker streams its largest batch to this process."""
-    worker = Program("a decode worker", launch_tandem(config, serve_on_core=core))
+    worker = programs.tandem("a decode worker", config, serve_on_core=core)(None)
     try:
         asyncio.run(ask(worker.call("address"), max(BATCHES), QUANTIZED_CONTEXT))
         return percent_around(worker.call("model_steps"), max(BATCHES))
@@ -143,23 +139,25 @@ def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None
     core = max(os.sched_getaffinity(0))
     plain = EngineConfig(model=arguments.model, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
     if {"prefill", "decode"} & set(arguments.parts):
-        launches = {OURS: launch_tandem(plain)} | ({VLLM: launch_vllm(core)} if arguments.peers else {})
-        with running(launches, core, report, figures) as programs:
-            figures.take_floors(programs[OURS].call("floors"))
+        starts: dict[str, Start | None] = {OURS: programs.tandem(OURS, plain)}
+        starts |= {VLLM: programs.vllm(core)} if arguments.peers else {}
+        with running(starts, core, report, figures) as found:
+            figures.take_floors(found[OURS].call("floors"))
             if "prefill" in arguments.parts:
-                measure_prefill(programs, arguments.repeats, figures)
+                measure_prefill(found, arguments.repeats, figures)
             for context in CONTEXTS if "decode" in arguments.parts else ():
-                measure_decode(programs, context, arguments.repeats, figures)
-            figures.take_floors(programs[OURS].call("floors"))
+                measure_decode(found, context, arguments.repeats, figures)
+            figures.take_floors(found[OURS].call("floors"))
     if "serving" in arguments.parts:
         figures.serving_percent = measure_serving(replace(plain, kv_memory_mb=768), core)
     if "quantized" in arguments.parts:
         small = replace(plain, kv_memory_mb=512)
-        launches = {PLAIN: launch_tandem(small)}
-        launches |= {f"{OURS} {name}": launch_tandem(replace(small, quantization=name)) for name in FORMATS}
-        launches |= {LLAMA: launch_llama()} if arguments.peers else {}
-        with running(launches, core, report, figures) as programs:
-            measure_decode(programs, QUANTIZED_CONTEXT, arguments.repeats, figures)
+        starts = {PLAIN: programs.tandem(PLAIN, small)}
+        for name in FORMATS:
+            starts[f"{OURS} {name}"] = programs.tandem(f"{OURS} {name}", replace(small, quantization=name))
+        starts |= {LLAMA: programs.llama()} if arguments.peers else {}
+        with running(starts, core, report, figures) as found:
+            measure_decode(found, QUANTIZED_CONTEXT, arguments.repeats, figures)
 
 
 def main() -> None:

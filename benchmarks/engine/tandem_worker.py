@@ -16,7 +16,6 @@ import ctypes
 import functools
 import json
 import mmap
-import os
 import pickle
 import random
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine.programs import FIRST_WORD_ID, LAST_WORD_ID
+from benchmarks.processes import obey, take_stdout
 from core.config import EngineConfig, SchedulerConfig, TandemConfig
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool
@@ -43,7 +43,7 @@ from worker.core import WorkerCore
 
 NEVER = float("inf")
 MAX_OUTPUT = 1024
-SCHEDULER = SchedulerConfig(512, 64, slo_itl_ms=60_000.0)  # a limit of steps would keep the prompts of a full batch apart
+SCHEDULER = SchedulerConfig(512, 64, slo_itl_ms=60_000.0)  # a limit would keep prompts of a full batch apart
 READ_BYTES = 1 << 29  # far more than any cache
 MATRIX = 2048
 FLOOR_TRIES = 5
@@ -259,16 +259,8 @@ async def serve(engine: EngineConfig, core: int, answers: TextIO) -> None:
     await host.stop()
 
 
-def obey(worker: Worker | Serving, answers: TextIO) -> None:
-    print(json.dumps({}), file=answers)  # ready
-    for line in sys.stdin:
-        command = json.loads(line)
-        print(json.dumps(getattr(worker, command.pop("do"))(**command)), file=answers)
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries may print; answers have standard output to themselves
+    answers = take_stdout()
     config = EngineConfig(**json.loads(sys.argv[1]))
     if len(sys.argv) > 2:
         asyncio.run(serve(config, int(sys.argv[2]), answers))

@@ -11,20 +11,18 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.child_process import ChildProcess
-from benchmarks.engine import install_peers, programs
-from benchmarks.tandem_serve import serving
+from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask
+from benchmarks.engine import programs
+from benchmarks.processes import ChildProcess, serving
 from simulator.trace import TraceRequest
-from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs import inference_pb2
+from tandem_client import AsyncClient
 
 ADDRESS = "127.0.0.1:18651"
 CORES = "0-1"
-FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
 KV_MEMORY_MB = 1024  # of each worker
 
 
@@ -36,16 +34,9 @@ class Row:
     timeout_s: float  # from the first arrival
 
 
-@dataclass(slots=True)
-class Answer:
-    """Times in seconds on the clock of the arrivals, one for each token."""
-
-    times: list[float] = field(default_factory=list)
-    error: str = ""
-
-
 class System(Protocol):
-    def serve(self, row: Row) -> list[Answer]: ...
+    def serve(self, row: Row) -> list[Answer]:
+        """The times of the answers are on the clock of the arrivals."""
 
 
 def prompt_of(request: TraceRequest) -> list[int]:
@@ -57,9 +48,6 @@ def prompt_of(request: TraceRequest) -> list[int]:
     return tokens[: request.num_tokens]
 
 
-# ---- Tandem
-
-
 class Fleet:
     """A fleet that serves at ADDRESS."""
 
@@ -68,81 +56,51 @@ class Fleet:
 
     def serve(self, row: Row) -> list[Answer]:
         self._num_rows += 1
-        return asyncio.run(_ask_all(row, salt=f"row {self._num_rows}"))
+        return asyncio.run(self._ask_all(row, salt=f"row {self._num_rows}"))
 
+    async def _ask_all(self, row: Row, salt: str) -> list[Answer]:
+        prompts = [prompt_of(request) for request in row.requests]
 
-async def _ask_all(row: Row, salt: str) -> list[Answer]:
-    prompts = [prompt_of(request) for request in row.requests]
-    async with AsyncClient(ADDRESS) as client:
-        start = time.perf_counter()
-        return await asyncio.gather(
-            *(
-                _ask(client, request, prompt, start, row.timeout_s, salt)
-                for request, prompt in zip(row.requests, prompts, strict=True)
-            )
-        )
+        async def one(request: TraceRequest, prompt: list[int]) -> Answer:
+            await asyncio.sleep(start + request.arrives_at - time.perf_counter())
+            timeout_s = row.timeout_s - request.arrives_at
+            return await ask(client, prompt, request.num_output_tokens, timeout_s, start, salt)
 
-
-async def _ask(
-    client: AsyncClient, request: TraceRequest, prompt: list[int], start: float, timeout_s: float, salt: str
-) -> Answer:
-    wire = inference_pb2.GenerateRequest(cache_salt=salt)
-    wire.token_ids.ids.extend(prompt)
-    wire.sampling.temperature = 0.0
-    wire.stop.max_tokens = request.num_output_tokens
-    wire.stop.ignore_eos = True
-    await asyncio.sleep(start + request.arrives_at - time.perf_counter())
-    answer = Answer()
-    try:
-        async for response in client.generate(wire, timeout_s - request.arrives_at):
-            if response.HasField("tokens"):
-                now = time.perf_counter() - start
-                answer.times += [now] * len(response.tokens.token_ids)
-    except CallFailed as error:
-        answer.error = str(error)
-    return answer
+        async with AsyncClient(ADDRESS) as client:
+            start = time.perf_counter()
+            return await asyncio.gather(*map(one, row.requests, prompts))
 
 
 @contextlib.contextmanager
-def fleet(flags: Sequence[str], checkout: Path | None = None) -> Iterator[Fleet]:
-    """`tandem serve` with these flags, from its ready line to its end; of another checkout if one is given.
-
-    Raises `RuntimeError` if it does not start.
-    """
-    command = [
-        sys.executable, "-c", "from cli.entry import run; run()", "serve",
-        "--port", ADDRESS.rpartition(":")[2], "--kv-memory-mb", str(KV_MEMORY_MB), *flags,
-    ]  # fmt: skip
-    root = (checkout or Path.cwd()).resolve()
-    with serving(command, {"PYTHONPATH": str(root)}, root):
+def fleet(flags: Sequence[str]) -> Iterator[Fleet]:
+    """`tandem serve` with these flags, from its ready line to its end. Raises `RuntimeError` if it does not start."""
+    tandem = Path(sys.executable).with_name("tandem")
+    port = ADDRESS.rpartition(":")[2]
+    with serving([tandem, "serve", "--port", port, "--kv-memory-mb", str(KV_MEMORY_MB), *flags]):
         yield Fleet()
-
-
-# ---- vLLM
 
 
 class VllmEngine:
     def __init__(self, process: ChildProcess) -> None:
         self._process = process
-        process.answer()  # ready
 
     def serve(self, row: Row) -> list[Answer]:
         requests = [
             {"at": request.arrives_at, "prompt": prompt_of(request), "max_tokens": request.num_output_tokens}
             for request in row.requests
         ]
-        answer = self._process.ask({"requests": requests, "timeout_s": row.timeout_s})
-        return [Answer(times) for times in answer["times"]]
+        return [Answer(times) for times in self._process.call("serve", requests=requests, timeout_s=row.timeout_s)]
 
 
 @contextlib.contextmanager
 def vllm() -> Iterator[VllmEngine]:
     """vLLM on both cores, with its defaults. Raises `RuntimeError` if it is not installed, `ChildEnded` if it ends."""
-    launch = programs.launch_vllm_replay(CORES)
-    if launch is None:
-        raise RuntimeError(f"vLLM is not installed in {install_peers.vllm_dir()}: run `make bench-peers`")
-    process = ChildProcess("vLLM", launch.command, launch.environment, launch.directory)
+    start = programs.serving_vllm(CORES)
+    if start is None:
+        raise RuntimeError("vLLM is not installed: run `make bench-peers`")
+    process = start(None)
     try:
+        process.wait_until_ready()
         yield VllmEngine(process)
     finally:
         process.stop()

@@ -34,7 +34,7 @@ def run(section: Section) -> None:
     section.note(f"copies on the device move {copied / 1e12:.3g} TB/s")
     wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
     measure_model(section, wanted, copied, "none")
-    if section.has_time_for(FP8_S if not tiny else 0, "fp8 weights"):
+    if section.has_time_for(FP8_S, "fp8 weights"):
         measure_model(section, [(*case, NO_SAMPLING) for case in cases[:2]], copied, "fp8")
 
 
@@ -60,7 +60,7 @@ def measure_case(
     if needed > runner.num_blocks:
         section.note(f"{name}: needs {needed:,} KV blocks and does not fit")
         return
-    if not section.has_time_for(CASE_S if not section.rehearse else 0, name):
+    if not section.has_time_for(CASE_S, name):
         return
     driver.clear()
     for number in range(batch):

@@ -39,7 +39,7 @@ class StepTime(NamedTuple):
     num_chunks: int
 
 
-def build(section: Section, limits: StepLimits, with_graphs: bool = True, **options: Any) -> GpuRunner:
+def build(section: Section, limits: StepLimits, **options: Any) -> GpuRunner:
     """The runner of a worker: an 8B model on the device, or in a rehearsal a tiny one on the CPU."""
     defaults: dict[str, Any] = {"model": BIG_MODEL, "dtype": "bfloat16", "device": "cuda:0"}
     if section.rehearse:
@@ -48,19 +48,13 @@ def build(section: Section, limits: StepLimits, with_graphs: bool = True, **opti
     else:
         gc.collect()  # an earlier runner is a cycle of objects
         torch.cuda.empty_cache()  # the pool takes what is free
-    return GpuRunner(EngineConfig(**(defaults | options)), limits=limits, with_graphs=with_graphs)
+    return GpuRunner(EngineConfig(**(defaults | options)), limits=limits)
 
 
 def fill_with_noise(runner: GpuRunner) -> None:
     """Zeros are read and multiplied faster than real keys and values."""
     with torch.inference_mode():  # as the pool was allocated
         runner._pool.tensor.normal_()
-    finish(runner._pool.tensor.device)
-
-
-def fill_with_nan(runner: GpuRunner) -> None:
-    with torch.inference_mode():
-        runner._pool.tensor.fill_(float("nan"))
     finish(runner._pool.tensor.device)
 
 
@@ -73,14 +67,11 @@ def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:
 class RunnerDriver:
     """`tokens`: the output of each sequence. `times`: of the steps of the last `run`."""
 
-    def __init__(self, runner: GpuRunner, limits: StepLimits, num_blocks: int = 0) -> None:
-        """`num_blocks`: of the runner's pool; 0 = all."""
+    def __init__(self, runner: GpuRunner, limits: StepLimits) -> None:
         self.runner = runner
-        self.num_blocks = num_blocks or runner.num_blocks
         self._config = SchedulerConfig(limits.max_batched_tokens, limits.max_running, 4096, slo_itl_ms=NO_LIMIT_MS)
         self._begin()
         self.tokens: dict[str, list[int]] = {}
-        self.failed: dict[str, Exception] = {}
         self.times: list[StepTime] = []
         self._engine = ThreadPoolExecutor(1, "engine")
         self._num_added = 0
@@ -121,7 +112,7 @@ class RunnerDriver:
             self._complete(output)
 
     def _complete(self, output: StepOutput) -> None:
-        self.failed |= output.failed
+        assert not output.failed, output.failed
         for event in self.scheduler.complete_step(output):
             self.tokens[event.sequence_id].append(event.token.token_id)
 
@@ -132,7 +123,7 @@ class RunnerDriver:
         self._begin()
 
     def _begin(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
+        self.pool = BlockPool(self.runner.num_blocks)
         eos_token_ids = self.runner.info.eos_token_ids
         self.scheduler = Scheduler(self._config, self.pool, self.runner.layout.block_size, eos_token_ids)
 

@@ -14,15 +14,14 @@ import importlib.util
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-import xxhash
 
 from benchmarks.gpu_sections.measure import copy_rate, finish
-from benchmarks.gpu_sections.owner_process import Owner
-from benchmarks.gpu_sections.pool_end import SEED, PoolEnd, random_bytes
+from benchmarks.gpu_sections.pool import OWNER_SEED, READER_SEED, Pairs, PoolEnd, random_bytes, start_owner
 from benchmarks.gpu_sections.section import Section
+from benchmarks.processes import ChildProcess
 from benchmarks.report import Line
 from core.handoff import DevicePath
 
@@ -30,18 +29,16 @@ NUM_BLOCKS, RUN_BLOCKS, REPEATS = 1024, 64, 7
 TINY_BLOCKS, TINY_RUN_BLOCKS = 16, 4
 PATH_S = 10.0
 
-Pairs = Sequence[tuple[int, int, int]]  # (source block, target block, blocks)
-
 
 def run(section: Section) -> None:
     num_blocks, run_blocks = (TINY_BLOCKS, TINY_RUN_BLOCKS) if section.rehearse else (NUM_BLOCKS, RUN_BLOCKS)
     copied = copy_rate(section.device, 1 << 16 if section.rehearse else 1 << 31) / 2
-    end = PoolEnd(num_blocks, section.rehearse, SEED + 1)
+    end = PoolEnd(num_blocks, section.rehearse, READER_SEED)
     orders = {"runs": in_runs(num_blocks, run_blocks), "shuffled": shuffled(num_blocks)}
-    owner = Owner("pool", section.rehearse, {"num_blocks": num_blocks})
+    owner = start_owner(num_blocks, section.rehearse)
     try:
         with section.case("mapped pool"):
-            base = end.memory.map(base64.b64decode(owner.ask({"do": "export"})["handle"]))
+            base = end.memory.map(base64.b64decode(owner.call("export")))
             for name, pairs in orders.items():
                 rate = checked_rate(end, pairs, lambda pairs: end.copy(base, pairs))
                 seconds = statistics.median(end.seconds_on_device(base, pairs) for _ in range(REPEATS))
@@ -50,12 +47,7 @@ def run(section: Section) -> None:
                 section.add(Line(f"{measure}, with the host's part", rate / 1e9, "GB/s", floor=copied / 1e9))
             end.memory.unmap(base)
         with section.case("digests"):
-            blocks = list(range(num_blocks))
-            size = end.layout.block_bytes
-            rate = rate_of(end, lambda: end.memory.digests(blocks, size))
-            for block in (0, num_blocks - 1):
-                content = end.bytes[block * size : (block + 1) * size].cpu().numpy().tobytes()
-                assert end.memory.digests([block], size) == (xxhash.xxh3_64_intdigest(content),), "wrong digest"
+            rate = rate_of(end, lambda: end.memory.digests(list(range(num_blocks)), end.layout.block_bytes))
             section.add(Line("digests of blocks", rate / 1e9, "GB/s", floor=copied / 1e9))
         for path in DevicePath:
             measure_path(section, end, owner, path, orders, copied)
@@ -64,7 +56,7 @@ def run(section: Section) -> None:
 
 
 def measure_path(
-    section: Section, end: PoolEnd, owner: Owner, path: DevicePath, orders: dict[str, Pairs], copied: float
+    section: Section, end: PoolEnd, owner: ChildProcess, path: DevicePath, orders: dict[str, Pairs], copied: float
 ) -> None:
     """The reads of a worker: transport, notifications and polls included."""
     name = f"transport, path {path.value}"
@@ -73,11 +65,11 @@ def measure_path(
     if not any(importlib.util.find_spec(package) for package in ("nixl_cu13", "nixl_cu12")):
         section.note(f"{name}: not measured, nixl is not installed")
         return
-    if not section.has_time_for(PATH_S if not section.rehearse else 0, name):
+    if not section.has_time_for(PATH_S, name):
         return
     with section.case(name):
-        theirs = owner.ask({"do": "open", "path": path.value})["address"]
-        owner.ask({"do": "connect", "address": end.open("reader", path.value)})
+        theirs = owner.call("open", name="owner", path=path.value)
+        owner.call("connect", address=end.open("reader", path.value))
         lane = end.connect(theirs)
         try:
             for order, pairs in orders.items():
@@ -85,14 +77,14 @@ def measure_path(
                 section.add(Line(f"{name}, lane {lane}, {order}", rate / 1e9, "GB/s", floor=copied / 1e9))
         finally:
             end.close()
-            owner.ask({"do": "close"})
+            owner.call("close")
 
 
 def checked_rate(end: PoolEnd, pairs: Pairs, read: Callable[[Pairs], None]) -> float:
     """Bytes per second of a whole pool. Raises `AssertionError` if a byte differs."""
     end.bytes.zero_()
     rate = rate_of(end, lambda: read(pairs))
-    source = random_bytes(end.bytes.numel(), end.bytes.device, SEED).view(end.num_blocks, -1)
+    source = random_bytes(end.bytes.numel(), end.bytes.device, OWNER_SEED).view(end.num_blocks, -1)
     found = end.bytes.view(end.num_blocks, -1)
     for first, target, count in pairs:
         assert torch.equal(found[target : target + count], source[first : first + count]), f"block {target} differs"

@@ -1,253 +1,115 @@
-"""Every operator against its reference, and what a runner does with them.
+"""Products with fp8 weights and attention over a KV pool of 8 bits, beside the same work in bfloat16.
 
-The references of `engine/gpu/reference.py` compute in float32 on the CPU, on float32 copies of the same inputs. Results
-begin as NaN, and so does every slot of the pool outside the contexts: an operator must write all of its result, nothing
-else, and use no other slot. Several processes share the cases, because most of the time is compilation.
+The shapes are those of an 8B model. Weights and pools do not fit in the device's cache. The keys and values are those
+that `rope_and_cache` writes. tests/gpu and tests/kernels compare the results with the references.
 """
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
-import os
-import time
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
-from benchmarks.gpu_sections import copy_checks, fp8_checks, kv_checks, runner_checks
-from benchmarks.gpu_sections.paged import (
-    LAYOUTS,
-    Shape,
-    chunks_of,
-    empty_pool,
-    fill_contexts,
-    poison,
-    random_heads,
-    scratch,
-)
+from benchmarks.gpu_sections.measure import captured, median_seconds
+from benchmarks.gpu_sections.paged import Chunks, Shape, chunks_of, random_heads, scratch
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
-from engine.fp8 import Fp8Matrix, dequantized
-from engine.gpu import reference
+from core.kv_layout import FLOAT8, KVLayout
+from engine.fp8 import Fp8Matrix
+from engine.gpu.linear import Fp8Linear
 from engine.gpu.ops import ops
+from engine.kv_pool import KVPool
+from engine.rotary import RotaryTable
 
-# Largest relative error of a result, as a whole: norm(found - expected) / norm(expected).
-MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
-MAX_PROCESSES = 6
-THREADS_OF_A_PROCESS = 2  # for the references
-SHARE_OF_TIME = 0.6  # of the section; the other checks follow
-SHAPES = [
-    Shape(num_kv_heads=8, group=4, head_dim=128),
-    Shape(num_kv_heads=3, group=3, head_dim=64),
-    Shape(num_kv_heads=2, group=8, head_dim=128, block_size=32),
-    Shape(num_kv_heads=4, group=1, head_dim=80),
-    Shape(num_kv_heads=2, group=5, head_dim=96, block_size=64),
-    Shape(num_kv_heads=2, group=2, head_dim=256),
-]
-DTYPES = ("bfloat16", "float32")
-TINY_SHAPES = [Shape(num_kv_heads=2, group=3, head_dim=16)]
-HIDDEN_SIZES = [(576, 1536), (4096, 14336)]  # (hidden size, intermediate size)
-TINY_HIDDEN_SIZES = [(48, 112)]
-DECODE_STARTS = [0, 14, 15, 16, 100, 1023, 4095, 2500]
-PREFILLS = [(0, 700), (0, 2), (37, 64), (16, 65), (1000, 130), (2047, 3)]  # (start, tokens)
-
-
-class Found(NamedTuple):
-    operator: str
-    dtype: str
-    error: float  # infinite: not written, or written where nothing belongs
+MATRICES, TINY_MATRICES = [(4096, 28_672), (14_336, 4096)], [(48, 112)]  # (columns, rows)
+PRODUCT_RATIOS = {1: 1.5, 32: 1.5, 64: 1.2, 2048: 0.8}  # tokens -> goal: half the bytes, the same operations
+ATTENTION_RATIOS = {"decode_attention": 1.4, "prefill_attention": 0.7}  # half the bytes, and conversions
+SHAPE, BATCH, CONTEXT = Shape(8, 4, 128), 32, 4096
+TINY_SHAPE, TINY_BATCH, TINY_CONTEXT = Shape(2, 2, 16), 2, 40
+PROMPT = 1024  # tokens of a chunk of prefill, behind a cached prefix
+CASE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    operator: str
-    dtype: str
-    layout: str
-    shape: Shape
-    hidden: tuple[int, int] = (0, 0)
+class Filled:
+    """A pool with the contexts of all chunks, and heads whose first rows are the queries."""
 
-
-def cases(tiny: bool) -> Iterator[Case]:
-    shapes = TINY_SHAPES if tiny else SHAPES
-    for shape, dtype in itertools.product(shapes, DTYPES if not tiny else ("float32",)):
-        for layout in LAYOUTS:
-            yield Case("attention", dtype, layout, shape)
-    if not tiny:
-        yield Case("attention", "float16", LAYOUTS[0], shapes[0])
-    for hidden, dtype in itertools.product(TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES, DTYPES):
-        yield Case("elementwise", dtype, "", shapes[0], hidden)
-    for hidden in TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES:
-        yield Case("fp8", "bfloat16", "", shapes[0], hidden)
+    pool: KVPool
+    heads: torch.Tensor  # rotated, [T, Hq + 2 * Hkv, D]
 
 
 def run(section: Section) -> None:
-    found = list(check_all(section))
-    for operator, dtype in sorted({(result.operator, result.dtype) for result in found}):
-        errors = [result.error for result in found if (result.operator, result.dtype) == (operator, dtype)]
-        measure = f"{operator}, {dtype}: largest error of {len(errors)} cases"
-        section.add(Line(measure, max(errors), "", most=MOST_ERROR[dtype]))
-    copy_checks.run(section)
-    runner_checks.run(section)
-    fp8_checks.run(section)
-    kv_checks.run(section)
+    for size, num_rows in TINY_MATRICES if section.rehearse else MATRICES:
+        if section.has_time_for(CASE_S, f"products of {size:,} x {num_rows:,}"):
+            measure_products(section, size, num_rows)
+    if section.has_time_for(2 * CASE_S, "attention over fp8 KV"):
+        measure_attention(section)
 
 
-def check_all(section: Section) -> Iterator[Found]:
-    wanted = list(cases(section.rehearse))
-    until = time.monotonic() + SHARE_OF_TIME * section.time_left()
-    num_processes = 1 if section.rehearse else min(MAX_PROCESSES, os.cpu_count() or 1)
-    # A forked process could not use the device.
-    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
-        futures = {case: processes.submit(check_in_process, case, str(section.device)) for case in wanted}
-        for case, future in futures.items():
-            try:
-                yield from future.result(max(until - time.monotonic(), 0.0))
-            except TimeoutError:
-                section.note(f"{case}: not measured, for lack of time")
-                future.cancel()
-            except Exception as error:  # noqa: BLE001 (the other cases go on)
-                section.note(f"{case}: {type(error).__name__}: {error}")
-                yield Found(case.operator, case.dtype, float("inf"))
+def measure_products(section: Section, size: int, num_rows: int) -> None:
+    weight = torch.randn(num_rows, size, device=section.device) * size**-0.5
+    matrix = Fp8Matrix(num_rows, size, torch.bfloat16, section.device)
+    matrix.put(0, weight)
+    multiply, plain = Fp8Linear(matrix, None), weight.bfloat16()
+    for num_tokens, least_ratio in PRODUCT_RATIOS.items():
+        inputs = torch.randn(num_tokens, size, device=section.device).bfloat16()
+        ours = seconds_of(section, functools.partial(multiply, inputs))
+        theirs = seconds_of(section, functools.partial(F.linear, inputs, plain))
+        name = f"fp8_linear, {num_tokens:,} x {size:,} x {num_rows:,}"
+        section.add(Line(name, ours * 1e6, "us", "torch, bfloat16", theirs * 1e6, least_ratio=least_ratio))
 
 
-def check_in_process(case: Case, device_name: str) -> list[Found]:
-    torch.set_num_threads(THREADS_OF_A_PROCESS)
-    return list(check(case, torch.device(device_name)))
-
-
-def check(case: Case, device: torch.device) -> Iterator[Found]:
-    torch.manual_seed(zlib.crc32(repr(case).encode()))
-    dtype = getattr(torch, case.dtype)
-    checks: list[tuple[str, Callable[..., float]]] = [
-        ("add_rms_norm", check_add_rms_norm),
-        ("silu_and_multiply", check_silu_and_multiply),
-    ]
-    if case.operator == "fp8":
-        checks = [("fp8_linear", check_fp8_linear)]
-    if case.operator == "attention":
-        checks = [
-            ("rope_and_cache", check_rope_and_cache),
-            ("decode_attention", check_decode_attention),
-            ("prefill_attention", check_prefill_attention),
-        ]
-    for operator, function in checks:
-        yield Found(operator, case.dtype, function(case, dtype, device))
-
-
-def check_add_rms_norm(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    errors = []
-    for num_rows, updated in ((1, False), (33, True)):
-        hidden, update = (torch.randn(num_rows, case.hidden[0], device=device).to(dtype) for _ in range(2))
-        weight, normed = torch.randn(case.hidden[0], device=device).to(dtype), nan_like(hidden)
-        # The kernel rounds the sum to the type of hidden and norms the sum; so does the reference.
-        summed, expected = on_cpu(hidden), nan_like(on_cpu(hidden))
-        reference.add_rms_norm(summed, on_cpu(update) if updated else None, on_cpu(weight), 1e-5, expected)
-        ops.add_rms_norm(hidden, update if updated else None, weight, 1e-5, normed)
-        errors += [error_of(normed, expected), error_of(hidden, summed)]
-    return max(errors)
-
-
-def check_silu_and_multiply(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    gate_up = torch.randn(33, 2 * case.hidden[1], device=device).to(dtype)
-    activated = torch.full((33, case.hidden[1]), float("nan"), dtype=dtype, device=device)
-    expected = nan_like(on_cpu(activated))
-    reference.silu_and_multiply(on_cpu(gate_up), expected)
-    ops.silu_and_multiply(gate_up, activated)
-    return error_of(activated, expected)
-
-
-def check_fp8_linear(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    errors = []
-    matrix = Fp8Matrix(case.hidden[1], case.hidden[0], dtype, device)
-    matrix.put(0, torch.randn(case.hidden[1], case.hidden[0], device=device) * case.hidden[0] ** -0.5)
-    for num_rows, biased in ((1, False), (17, True), (200, False)):
-        inputs = torch.randn(num_rows, case.hidden[0], device=device).to(dtype)
-        bias = torch.randn(case.hidden[1], device=device).to(dtype) if biased else None
-        outputs = torch.full((num_rows, case.hidden[1]), float("nan"), dtype=dtype, device=device)
-        weight = dequantized(matrix.codes.cpu(), matrix.scales.cpu(), torch.float32)
-        expected = torch.nn.functional.linear(on_cpu(inputs), weight, None if bias is None else on_cpu(bias))
-        ops.fp8_linear(inputs, matrix.codes, matrix.scales, bias, outputs)
-        errors.append(error_of(outputs, expected))
-    return max(errors)
-
-
-def check_rope_and_cache(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Tokens at random positions go to random slots. Every other slot keeps its NaN."""
-    shape, num_tokens, num_blocks = case.shape, 70, 24
-    pool = empty_pool(shape, num_blocks, case.layout, dtype, device)
-    poison(pool)
-    heads = random_heads(shape, num_tokens, dtype, device)
-    angles = torch.rand(512, shape.head_dim // 2) * 6.3
-    positions = torch.randint(0, 512, (num_tokens,), dtype=torch.int32)
-    slots = torch.randperm(num_blocks * shape.block_size)[:num_tokens].to(torch.int32)
-    expected_heads, expected_pool = on_cpu(heads), on_cpu(pool)
-    reference.rope_and_cache(expected_heads, angles.cos(), angles.sin(), positions, slots, expected_pool, 0)
-    cosine, sine = angles.cos().to(device), angles.sin().to(device)
-    ops.rope_and_cache(heads, cosine, sine, positions.to(device), slots.to(device), pool, 0)
-    queries = slice(0, shape.num_heads)
-    return max(error_of(heads[:, queries], expected_heads[:, queries]), error_of(pool, expected_pool))
-
-
-def check_decode_attention(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    shape, starts = case.shape, DECODE_STARTS if device.type == "cuda" else [0, 15, 16, 40]
-    num_blocks = sum(-(-(start + 1) // shape.block_size) for start in starts) + 5
-    pool = empty_pool(shape, num_blocks, case.layout, dtype, device)
-    poison(pool)
-    chunks = chunks_of(starts, [1] * len(starts), shape.block_size, num_blocks, device)
-    fill_contexts(pool, chunks)
-    heads = random_heads(shape, len(starts) + 1, dtype, device)  # the last row belongs to no chunk
-    attended = heads.new_full((len(starts) + 1, shape.num_heads, shape.head_dim), float("nan"))
-    expected = nan_like(on_cpu(attended))
-    arguments = (chunks.block_ids, chunks.first_row, chunks.first_block, chunks.num_positions)
-    partial = scratch(shape, len(starts), max(starts) + 1, device)
-    cpu_arguments = [tensor.cpu() for tensor in arguments]
-    attend = reference.REFERENCES["decode_attention"]
-    attend(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, partial.cpu(), expected)
-    ops.decode_attention(heads, pool, 0, *arguments, partial, attended)
-    return error_of(attended, expected)
-
-
-def check_prefill_attention(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    shape, prefills = case.shape, PREFILLS if device.type == "cuda" else [(0, 20), (17, 3)]
-    starts, counts = [start for start, _ in prefills], [count for _, count in prefills]
-    num_blocks = sum(-(-sum(prefill) // shape.block_size) for prefill in prefills) + 5
-    pool = empty_pool(shape, num_blocks, case.layout, dtype, device)
-    poison(pool)
-    chunks = chunks_of(starts, counts, shape.block_size, num_blocks, device)
-    fill_contexts(pool, chunks)
-    heads = random_heads(shape, chunks.num_rows + 1, dtype, device)
-    attended = heads.new_full((chunks.num_rows + 1, shape.num_heads, shape.head_dim), float("nan"))
-    expected = nan_like(on_cpu(attended))
-    arguments = (
-        *(chunks.block_ids, chunks.first_row, chunks.first_block, chunks.start, chunks.num_tokens),
-        *chunks.tiles(),
+def measure_attention(section: Section) -> None:
+    shape, batch, context = (TINY_SHAPE, TINY_BATCH, TINY_CONTEXT) if section.rehearse else (SHAPE, BATCH, CONTEXT)
+    num_blocks, prompt = batch * -(-context // shape.block_size), min(PROMPT, context // 2)
+    decodes = chunks_of([context - 1] * batch, [1] * batch, shape.block_size, num_blocks, section.device)
+    first = Chunks(
+        decodes.block_ids, decodes.first_row[:1], decodes.first_block[:1], decodes.start[:1], decodes.num_tokens[:1], 1
     )
-    cpu_arguments = [tensor.cpu() for tensor in arguments]
-    attend = reference.REFERENCES["prefill_attention"]
-    attend(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, expected)
-    ops.prefill_attention(heads, pool, 0, *arguments, attended)
-    return error_of(attended, expected)
+    behind_prefix = replace(
+        first, start=first.start + 1 - prompt, num_tokens=first.num_tokens * prompt, num_rows=prompt
+    )
+    pools = [filled(shape, decodes, num_blocks, context, dtype, section.device) for dtype in (FLOAT8, "bfloat16")]
+    for operator, measure, chunks in (
+        ("decode_attention", f"{batch} x {context:,}", decodes),
+        ("prefill_attention", f"{prompt:,} tokens at {context - prompt:,}", behind_prefix),
+    ):
+        ours, plain = (seconds_of(section, work_on(pool, shape, chunks, getattr(ops, operator))) for pool in pools)
+        ratio = ATTENTION_RATIOS[operator]
+        name = f"{operator}, fp8 KV, {measure}"
+        section.add(Line(name, ours * 1e6, "us", "bfloat16 KV", plain * 1e6, least_ratio=ratio))
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 copy."""
-    return tensor.detach().to("cpu", torch.float32, copy=True)
+def seconds_of(section: Section, work: Callable[[], object]) -> float:
+    return median_seconds(captured(work, section.device), section.device)
 
 
-def nan_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(tensor, float("nan"))
+def filled(shape: Shape, chunks: Chunks, num_blocks: int, context: int, dtype: str, device: torch.device) -> Filled:
+    """Every context is written by one call of `rope_and_cache`."""
+    layout = KVLayout("kv", dtype, 1, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    pool = KVPool(layout, num_blocks, device)
+    table = RotaryTable(torch.rand(shape.head_dim // 2, device=device), context)
+    positions = torch.arange(context, device=device, dtype=torch.int32)
+    torch.manual_seed(0)  # the pools hold the same keys and values
+    for first in chunks.first_block.tolist():
+        blocks = chunks.block_ids[first + positions.long() // shape.block_size]
+        heads = random_heads(shape, context, torch.bfloat16, device)
+        slots = blocks * shape.block_size + positions % shape.block_size
+        ops.rope_and_cache(heads, table.cosine, table.sine, positions, slots.int(), pool.tensor, 0, pool.scales)
+    return Filled(pool, heads)
 
 
-def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The relative error of the result as a whole; infinite if the two are not written at the same places."""
-    found = on_cpu(found)
-    written = ~expected.isnan()
-    if not torch.equal(written, ~found.isnan()):
-        return float("inf")
-    difference = (found[written] - expected[written]).double().norm()
-    return float(difference / expected[written].double().norm())
+def work_on(filled: Filled, shape: Shape, chunks: Chunks, operator: Callable[..., None]) -> Callable[[], None]:
+    """A call of one of the two attention operators, without host synchronisation."""
+    pool = filled.pool
+    arguments = [filled.heads, pool.tensor, 0, chunks.block_ids, chunks.first_row, chunks.first_block]
+    if chunks.num_rows > len(chunks.start):
+        arguments += [chunks.start, chunks.num_tokens, *chunks.tiles()]
+    else:
+        partial = scratch(shape, len(chunks.start), len(filled.heads), filled.heads.device)
+        arguments += [chunks.num_positions, partial]
+    attended = torch.empty_like(filled.heads[:, : shape.num_heads])
+    return functools.partial(operator, *arguments, attended, pool.scales)

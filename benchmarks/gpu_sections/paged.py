@@ -1,9 +1,6 @@
-"""A paged KV pool with random contexts, and the arguments of the attention operators over it.
+"""A paged KV pool, and the arguments of the attention operators over it. Block tables are random.
 
-    C chunks    T tokens    Hq query heads    Hkv KV heads    D head size
-
-Block tables are random. Each slot that holds no position of a context is NaN, so an operator that uses such a slot
-shows it in its result.
+C chunks    T tokens    Hq query heads    Hkv KV heads    D head size
 """
 
 from __future__ import annotations
@@ -41,10 +38,6 @@ def empty_pool(shape: Shape, num_blocks: int, layout: str, dtype: torch.dtype, d
     if layout == "block-major":
         return torch.empty(num_blocks, shape.num_layers, *inner, dtype=dtype, device=device)
     return torch.empty(shape.num_layers, num_blocks, *inner, dtype=dtype, device=device).transpose(0, 1)
-
-
-def poison(pool: torch.Tensor) -> None:
-    pool.fill_(float("nan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +83,6 @@ def chunks_of(
         num_tokens=_int32(counts, device),
         num_rows=sum(counts),
     )
-
-
-def fill_contexts(pool: torch.Tensor, chunks: Chunks) -> None:
-    """Write random keys and values into the slots of the contexts."""
-    block_size = pool.shape[4]
-    for first, end in zip(chunks.first_block.tolist(), chunks.num_positions.tolist(), strict=True):
-        for place, block in enumerate(chunks.block_ids[first : first + -(-end // block_size)].tolist()):
-            used = min(block_size, end - place * block_size)
-            slots = pool[block, :, :, :, :used]
-            slots.copy_(torch.randn(slots.shape, device=pool.device))
 
 
 def random_heads(shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ def run(section: Section) -> None:
     assert runner.sizes is not None
     for num_tokens, at_once in cases:
         name = f"{num_tokens:,} tokens, {at_once:,} at once"
-        if not section.has_time_for(CASE_S if not section.rehearse else 0, name):
+        if not section.has_time_for(CASE_S, name):
             continue
         driver = RunnerDriver(runner, StepLimits(max_running=8, max_batched_tokens=at_once))
         on_device, served = [], []

@@ -1,6 +1,6 @@
-"""The process of one section: where it runs, the time it has, and the figures it sends to the harness.
+"""The process of one section: where it runs, the time it has, and the figures that it writes for the harness.
 
-A section is a module of this folder with a function `run(section)`. It sends a figure as soon as the figure is known,
+A section is a module of this folder with a function `run(section)`. It writes a figure as soon as the figure is known,
 and begins no case that would pass the deadline.
 """
 
@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ import torch
 
 from benchmarks.report import Line
 
-PACKAGES = ("torch", "triton", "numpy", "transformers", "nixl-cu13", "nixl-cu12", "safetensors")
+PACKAGES = ("torch", "triton", "numpy", "nixl-cu13", "nixl-cu12")
 
 
 class Section:
@@ -44,12 +43,9 @@ class Section:
         """A sentence that stands below the figures: what was skipped, and why."""
         self.send({"note": text})
 
-    def time_left(self) -> float:
-        return self._deadline - time.monotonic()
-
     def has_time_for(self, seconds: float, case: str) -> bool:
-        """Notes a case that would not end before the deadline."""
-        if self.time_left() >= seconds:
+        """Notes a case that would not end before the deadline. A rehearsal has time for every case."""
+        if self.rehearse or self._deadline - time.monotonic() >= seconds:
             return True
         self.note(f"{case}: not measured, for lack of time")
         return False
@@ -60,7 +56,7 @@ class Section:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (noted)
-            traceback.print_exc(file=sys.stderr)
+            traceback.print_exc()
             self.note(f"{name}: {type(error).__name__}: {error}")
             self.failed.append(name)
 
@@ -68,24 +64,19 @@ class Section:
         print(json.dumps(message), file=self._messages, flush=True)
 
 
-def run_section(name: str, allowed_s: float, rehearse: bool) -> int:
-    """The whole life of the process. Returns its exit code."""
-    messages = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries and children may print; the messages have the pipe to themselves
-    section = Section(allowed_s, rehearse, messages)
+def run_section(section: Section, name: str) -> None:
+    """The whole life of the process. A device that failed may hang the end of the process, so it ends at once."""
     try:
-        if not rehearse and not torch.cuda.is_available():
+        if not section.rehearse and not torch.cuda.is_available():
             raise RuntimeError("torch sees no CUDA device: use --rehearse on a CPU")
         section.send({"machine": machine_of(section.device)})
         importlib.import_module(f"benchmarks.gpu_sections.{name}").run(section)
         if section.failed:
             raise RuntimeError(f"these cases failed: {', '.join(section.failed)}")
     except BaseException as error:  # noqa: BLE001 (the harness reports it)
-        traceback.print_exc(file=sys.stderr)
+        traceback.print_exc()
         section.send({"error": f"{type(error).__name__}: {error}"})
-        messages.flush()
-        os._exit(1)  # a device that failed may hang the end of the process
-    messages.flush()
+        os._exit(1)
     os._exit(0)
 
 
@@ -93,26 +84,24 @@ def machine_of(device: torch.device) -> dict[str, str]:
     """The device, the driver, and the versions that a figure depends on."""
     found = {"python": platform.python_version(), "system": platform.release()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
     if device.type != "cuda":
         return {"device": "CPU, a rehearsal"} | found
     about = torch.cuda.get_device_properties(device)
-    return {
+    return found | {
         "device": about.name,
         "device memory": f"{about.total_memory >> 20} MiB",
         "multiprocessors": str(about.multi_processor_count),
         "driver": driver_version(),
         "cuda": str(torch.version.cuda),
-    } | found
+    }
 
 
 def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else "unknown"
+    return found[0] if found else "unknown"

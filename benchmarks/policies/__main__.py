@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from benchmarks.policies import dynamo_replay
-from benchmarks.policies.cases import CASES, CONVERSATION, SLO_TPOT_S, Case, DynamoRun, PolicyRun
+from benchmarks.policies.cases import CASES, CONVERSATION, SLO_TPOT_S, Case, conversation, dynamo_run
 from benchmarks.policies.figures import WITHIN, Results, case_table, goal_lines
 from benchmarks.policies.rivals import OURS, POLICIES
+from benchmarks.replays import by_seed, run_replays, say_missed
 from benchmarks.report import OUTPUT_DIR, Line, Report
-from simulator.processes import run_all
 from simulator.replay_result import ReplayResult
 
 TRACES = Path("../shared/traces")
@@ -30,37 +29,21 @@ QUICK_REQUESTS = 300
 DYNAMO_FLEETS = ((8, 1_000_000), (8, 3_000_000), (16, 3_000_000))
 
 
-def run_with_bar(report: Report, runs: list[PolicyRun] | list[DynamoRun], num_processes: int) -> list[ReplayResult]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    total = sum(run.num_requests for run in runs)
-    with Progress(*columns, console=report.console, disable=not report.console.is_terminal) as progress:
-        bar = progress.add_task("requests", total=total)
-        return run_all(runs, num_processes, lambda done: progress.update(bar, completed=done))
-
-
 def compare(report: Report, options: argparse.Namespace) -> list[Line]:
     """Print every case as soon as it is known. Returns the lines with a goal."""
     goals: list[Line] = []
     tables = []
     policies = [POLICIES[name] for name in options.policies]
-    for key in options.cases:
-        case = CASES[key]
-        runs = [
-            PolicyRun(key, policy, seed, options.traces, options.requests)
-            for policy in policies
-            for seed in range(options.seeds)
-        ]
-        results = run_with_bar(report, runs, options.processes)
-        found: Results = {
-            policy: [result for run, result in zip(runs, results, strict=True) if run.policy is policy]
-            for policy in policies
-        }
-        tables.append(f"{headline(case, results[0])}\n\n{case_table(found)}")
+    for case in (CASES[key] for key in options.cases):
+        seeds = range(options.seeds)
+        runs = [case.run(policy, seed, options.traces, options.requests) for policy in policies for seed in seeds]
+        results = by_seed(run_replays(report, runs, options.processes), options.seeds)
+        found: Results = dict(zip(policies, results, strict=True))
+        tables.append(f"{headline(case, found[policies[0]][0])}\n\n{case_table(found)}")
         report.say("\n" + tables[-1])
-        if OURS in policies and len(policies) > 1:
-            for line in goal_lines(case, found):
-                report.add(line)
-                goals.append(line)
+        for line in goal_lines(case, found) if OURS in policies and len(policies) > 1 else ():
+            report.add(line)
+            goals.append(line)
         OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
         (OUTPUT_DIR / "policies_tables.md").write_text("\n".join(tables), encoding="utf-8")
     return goals
@@ -79,21 +62,18 @@ def beside_dynamo(report: Report, options: argparse.Namespace) -> list[Line]:
     if not dynamo_replay.is_installed():
         report.say("\nDynamo is not installed: `make bench-peers` installs it")
         return []
-    runs = [
-        DynamoRun(num_workers, pool_tokens, is_split, options.traces, options.requests)
-        for num_workers, pool_tokens in DYNAMO_FLEETS
-        for is_split in (False, True)
-    ]
+    workload = partial(conversation, options.traces, options.requests)
+    fleets = [(*fleet, is_split) for fleet in DYNAMO_FLEETS for is_split in (False, True)]
+    results = run_replays(report, [dynamo_run(*fleet, workload) for fleet in fleets], options.processes)
     report.say("\nDynamo's own replay of the conversation trace, at the times of the trace; TTFT by its model of a GPU")
     lines: list[Line] = []
-    for run, ours in zip(runs, run_with_bar(report, runs, options.processes), strict=True):
-        theirs = dynamo_replay.replay(options.traces / CONVERSATION, options.requests, run.num_workers, run.pool_tokens)
-        report.say(
-            f"Dynamo, {run.num_workers} workers: TTFT p50 {theirs.ttft_p50_ms:.0f}, p90 {theirs.ttft_p90_ms:.0f} ms"
-        )
-        line = Line(f"{run.title}: hit ratio", ours.hit_ratio, "", "Dynamo", theirs.hit_ratio, least_ratio=1.0)
-        report.add(line)
-        lines.append(line)
+    for (num_workers, pool_tokens, is_split), ours in zip(fleets, results, strict=True):
+        theirs = dynamo_replay.replay(options.traces / CONVERSATION, options.requests, num_workers, pool_tokens)
+        report.say(f"Dynamo, {num_workers} workers: TTFT p50 {theirs.ttft_p50_ms:.0f}, p90 {theirs.ttft_p90_ms:.0f} ms")
+        shape = f"{num_workers} + {num_workers}" if is_split else f"{num_workers} undivided"
+        measure = f"{shape} workers of {pool_tokens // 1_000_000} M tokens: hit ratio"
+        lines.append(Line(measure, ours.hit_ratio, "", "Dynamo", theirs.hit_ratio, least_ratio=1.0))
+        report.add(lines[-1])
     return lines
 
 
@@ -116,12 +96,7 @@ def main() -> None:
     goals = compare(report, options)
     if not options.no_dynamo:
         goals += beside_dynamo(report, options)
-    missed = [line for line in goals if not line.holds]
-    report.say(
-        f"\nWithin {WITHIN:.0%} of the best rival, or better: {len(goals) - len(missed)} of {len(goals)} figures"
-    )
-    for line in missed:
-        report.say(f"  beaten: {line.measure}: {line.ratio:.3f} x {line.peer}")
+    say_missed(report, goals, f"Within {WITHIN:.0%} of the best rival, or better")
     report.write()
 
 

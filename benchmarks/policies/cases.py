@@ -1,4 +1,4 @@
-"""The cases in which policies are compared: workloads, workers, loads and limits; and one replay of one policy.
+"""The cases in which policies are compared: workloads, workers, loads and limits.
 
 A load is the share of the time in which the prefill workers would be busy if nothing were cached and decode workers
 computed no prompt. Above 1, the queues of a policy that uses no cache grow until the end of the trace.
@@ -13,13 +13,11 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.policies.rivals import OURS, Named
+from benchmarks.replays import ReplayRun
 from core.config import RouterConfig, SchedulerConfig
 from simulator import workloads
 from simulator.cost_model import layout_8b
-from simulator.processes import CountEnded
-from simulator.replay import Replay
 from simulator.replay_config import ReplayConfig
-from simulator.replay_result import ReplayResult
 from simulator.workloads import Workload
 
 CONVERSATION = Path("mooncake") / "conversation_trace.jsonl"
@@ -73,8 +71,10 @@ class Case:
     def title(self) -> str:
         return f"{self.name}, load {self.load:g}"
 
-    def config(self, policy: Named, seed: int) -> ReplayConfig:
-        return replay_config(self.num_workers, self.pool_tokens, policy, self.slo_ttft_s, load=self.load, seed=seed)
+    def run(self, policy: Named, seed: int, traces: Path, limit: int | None) -> ReplayRun:
+        """Of the first `limit` requests."""
+        config = replay_config(self.num_workers, self.pool_tokens, policy, self.slo_ttft_s, load=self.load, seed=seed)
+        return ReplayRun(partial(self.workload, traces, limit), config)
 
 
 def replay_config(
@@ -111,47 +111,12 @@ CASES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    case: str
-    policy: Named
-    seed: int
-    traces: Path
-    limit: int | None  # requests
+def dynamo_run(num_workers: int, pool_tokens: int, is_split: bool, workload: Callable[[], Workload]) -> ReplayRun:
+    """The conversation trace at its own times, with as many workers and tokens of cache as a replay of Dynamo has.
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._workload().requests)
-
-    def _workload(self) -> Workload:
-        return CASES[self.case].workload(self.traces, self.limit)
-
-    def run(self, on_progress: CountEnded) -> ReplayResult:
-        config = CASES[self.case].config(self.policy, self.seed)
-        return Replay(self._workload(), config).run(on_progress)
-
-
-@dataclass(frozen=True, slots=True)
-class DynamoRun:
-    """The conversation trace at its own times, with as many workers and tokens of cache as a replay of Dynamo has."""
-
-    num_workers: int
-    pool_tokens: int
-    is_split: bool  # prefill workers with this cache, and as many decode workers; else decode workers alone
-    traces: Path
-    limit: int | None
-
-    @property
-    def num_requests(self) -> int:
-        return len(conversation(self.traces, self.limit).requests)
-
-    @property
-    def title(self) -> str:
-        shape = f"{self.num_workers} + {self.num_workers}" if self.is_split else f"{self.num_workers} undivided"
-        return f"{shape} workers of {self.pool_tokens // 1_000_000} M tokens"
-
-    def run(self, on_progress: CountEnded) -> ReplayResult:
-        config = replay_config(self.num_workers, self.pool_tokens, OURS, 2.0, load=None, seed=0)
-        if not self.is_split:
-            config = replace(config, num_prefill=0, decode_pool_tokens=self.pool_tokens)
-        return Replay(conversation(self.traces, self.limit), config).run(on_progress)
+    `is_split`: prefill workers with this cache, and as many decode workers; else decode workers alone.
+    """
+    config = replay_config(num_workers, pool_tokens, OURS, 2.0, load=None, seed=0)
+    if not is_split:
+        config = replace(config, num_prefill=0, decode_pool_tokens=pool_tokens)
+    return ReplayRun(workload, config)

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.engine import install_peers
+from benchmarks import install_peers
 
 BLOCK_TOKENS = 512
 TIMEOUT_S = 600.0

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from benchmarks.policies.cases import Case
 from benchmarks.policies.rivals import OURS, Named
-from benchmarks.report import Line, number
-from simulator.replay_result import ReplayResult, percentile
+from benchmarks.replays import Measure, percent_ms, ttft_ms
+from benchmarks.report import Line
+from simulator.replay_result import ReplayResult
 
 WITHIN = 0.02  # of the best rival
 Results = Mapping[Named, Sequence[ReplayResult]]  # one for each seed
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    name: str
-    unit: str  # "ms": the least is best; "": the most is best
-    of: Callable[[ReplayResult], float]
-    is_goal: bool = False
-
-    def median(self, results: Sequence[ReplayResult]) -> float:
-        return statistics.median(map(self.of, results))
-
-
-def ttft_ms(percent: float) -> Callable[[ReplayResult], float]:
-    """A request that failed never got its first token."""
-    return lambda result: percentile((*result.ttft_s, *[math.inf] * result.num_failed), percent) * 1e3
 
 
 MEASURES = (
@@ -38,9 +21,9 @@ MEASURES = (
     Measure("TTFT p99", "ms", ttft_ms(99)),
     Measure("attainment", "", lambda result: result.attainment, is_goal=True),
     Measure("hit ratio", "", lambda result: result.hit_ratio),
-    Measure("TPOT p50", "ms", lambda result: percentile(result.tpot_s, 50) * 1e3),
-    Measure("TPOT p90", "ms", lambda result: percentile(result.tpot_s, 90) * 1e3),
-    Measure("TBT10 p90", "ms", lambda result: percentile(result.tbt10_s, 90) * 1e3),
+    Measure("TPOT p50", "ms", percent_ms("tpot_s", 50)),
+    Measure("TPOT p90", "ms", percent_ms("tpot_s", 90)),
+    Measure("TBT10 p90", "ms", percent_ms("tbt10_s", 90)),
 )
 
 
@@ -68,20 +51,6 @@ def goal_lines(case: Case, results: Results) -> list[Line]:
         if measure.is_goal:
             of_rivals = {policy: measure.median(found) for policy, found in results.items() if policy is not OURS}
             peer = (min if measure.unit else max)(of_rivals, key=lambda policy: of_rivals[policy])
-            least_ratio = round(1 - WITHIN, 3)
-            lines.append(
-                Line(
-                    f"{case.title}: {measure.name}",
-                    measure.median(results[OURS]),
-                    measure.unit,
-                    peer.name,
-                    of_rivals[peer],
-                    least_ratio=least_ratio,
-                )
-            )
+            name, ours = f"{case.title}: {measure.name}", measure.median(results[OURS])
+            lines.append(Line(name, ours, measure.unit, peer.name, of_rivals[peer], least_ratio=round(1 - WITHIN, 3)))
     return lines
-
-
-def spread(measure: Measure, results: Sequence[ReplayResult]) -> str:
-    values = [measure.of(result) for result in results]
-    return f"{measure.name} {number(min(values))} to {number(max(values))} {measure.unit}".strip()

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -216,7 +215,8 @@ class StepPlanner:
             # The last token is computed even if it is cached: the next token is sampled from its logits.
             self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
         num_tokens = self._tokens_within(draft.budget, sequence)
-        if not (self._has_room_for_all_of(sequence) and self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens)):
+        end = sequence.num_planned_tokens + num_tokens
+        if not (self._has_room_for_all_of(sequence) and self.blocks.grow(sequence, end)):
             if not had_blocks:
                 self.blocks.drop(sequence)
             return False

@@ -1,8 +1,9 @@
-"""GpuRunner on a GPU: the tokens of the CPU in float32, with and without graphs. benchmarks/gpu.py checks more."""
+"""GpuRunner on a GPU: the tokens of the CPU in float32, with and without graphs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from core.config import EngineConfig
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
+from tests.support.transformers_models import FAMILIES, save_reference
 from tests.unit.engine.driving import Engine, request
 
 pytestmark = pytest.mark.gpu
@@ -39,4 +41,16 @@ def test_the_tokens_are_those_of_the_cpu(with_graphs: bool) -> None:
     runner._pool.tensor.fill_(float("nan"))
     torch.cuda.synchronize()
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    runner.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
+    """Those of the CPU are the tokens of `transformers` (tests/unit/engine/test_model_against_transformers.py)."""
+    save_reference(family, tmp_path, {"hidden_size": 192, "head_dim": 64})
+    config = replace(CONFIG, model=str(tmp_path))
+    requests = [request(str(length), [token % 128 + 3 for token in PROMPT[:length]]) for length in (1, 16, 90)]
+    expected = Engine(TorchRunner(replace(config, device="cpu")), budget=30).generate(*requests)
+    runner = GpuRunner(config, limits=LIMITS)
+    assert Engine(runner, budget=30).generate(*requests) == expected
     runner.close()

@@ -1,4 +1,4 @@
-"""Sampling and fp8 products on a CUDA device. benchmarks/gpu.py compares and measures more."""
+"""Sampling and fp8 products on a CUDA device. benchmarks/gpu.py measures them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,3 +95,14 @@ def int32(*values: int) -> torch.Tensor:
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert not expected.isnan().any(), "the reference reads a slot of no sequence"
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[expected.dtype])
+
+
+def call_on(
+    device: str, operator: Callable[..., None], arguments: Sequence[object], written: torch.Tensor
+) -> torch.Tensor:
+    """Call the operator with copies of its tensors on the device. Returns the copy of `written`, on the CPU."""
+    copies = [argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+    operator(*copies)
+    (found,) = (copy for copy, argument in zip(copies, arguments, strict=True) if argument is written)
+    assert isinstance(found, torch.Tensor)
+    return found.cpu()

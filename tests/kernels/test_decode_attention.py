@@ -8,15 +8,24 @@ import torch
 from engine.gpu import reference
 from engine.gpu.decode_attention import MAX_SPLITS, num_decode_splits
 from engine.gpu.ops import ops
-from tests.kernels.attention_cases import LAYER, Context, Shape, assert_near, int32, random_context, random_heads
+from tests.kernels.attention_cases import (
+    LAYER,
+    Context,
+    Shape,
+    assert_near,
+    call_on,
+    int32,
+    random_context,
+    random_heads,
+)
 
 
-def compare(shape: Shape, num_positions: list[int], num_splits: int, seed: int = 0) -> None:
+def compare(shape: Shape, num_positions: list[int], num_splits: int, seed: int = 0, device: str = "cpu") -> None:
     generator = torch.Generator().manual_seed(seed)
     context = random_context(shape, num_positions, generator)
     heads = random_heads(shape, len(num_positions) + 1, generator)
     rows = torch.randperm(len(heads), generator=generator, dtype=torch.int32)[: len(num_positions)]
-    compare_rows(shape, context, heads, rows, int32(*num_positions), num_splits)
+    compare_rows(shape, context, heads, rows, int32(*num_positions), num_splits, device)
 
 
 def compare_rows(
@@ -26,16 +35,18 @@ def compare_rows(
     rows: torch.Tensor,
     num_positions: torch.Tensor,
     num_splits: int,
+    device: str = "cpu",
 ) -> None:
+    """The reference computes on the CPU."""
     results = []
-    for attend in (reference.decode_attention, ops.decode_attention):
+    for attend, where in ((reference.decode_attention, "cpu"), (ops.decode_attention, device)):
         attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
         partial = torch.full((len(rows), shape.num_heads, num_splits, shape.head_dim + 2), torch.nan)
-        attend(
+        arguments = (
             heads, context.pool, LAYER, context.block_ids, rows, context.first_block, num_positions, partial, attended,
             context.scales,
         )  # fmt: skip
-        results.append(attended)
+        results.append(call_on(where, attend, arguments, attended))
     expected, found = results
     assert_near(found, expected)
     untouched = torch.ones(len(heads), dtype=torch.bool)

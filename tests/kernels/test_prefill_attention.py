@@ -7,7 +7,7 @@ import torch
 
 from engine.gpu import reference
 from engine.gpu.ops import PREFILL_TILE_TOKENS, ops
-from tests.kernels.attention_cases import LAYER, Shape, assert_near, int32, random_context, random_heads
+from tests.kernels.attention_cases import LAYER, Shape, assert_near, call_on, int32, random_context, random_heads
 
 
 def tiles_of(num_tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,8 +17,8 @@ def tiles_of(num_tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return int32(*tile_chunk), int32(*tile_first)
 
 
-def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0) -> None:
-    """Each chunk is its start and its number of tokens."""
+def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0, device: str = "cpu") -> None:
+    """Each chunk is its start and its number of tokens. The reference computes on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     start, num_tokens = [c[0] for c in chunks], [c[1] for c in chunks]
     context = random_context(shape, [s + n for s, n in chunks], generator)
@@ -27,9 +27,9 @@ def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0) -> None:
     heads = random_heads(shape, first_row[-1] + num_tokens[-1] + 1, generator)
     tile_chunk, tile_first = tiles_of(num_tokens)
     results = []
-    for attend in (reference.prefill_attention, ops.prefill_attention):
+    for attend, where in ((reference.prefill_attention, "cpu"), (ops.prefill_attention, device)):
         attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
-        attend(
+        arguments = (
             heads,
             context.pool,
             LAYER,
@@ -43,7 +43,7 @@ def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0) -> None:
             attended,
             context.scales,
         )
-        results.append(attended)
+        results.append(call_on(where, attend, arguments, attended))
     expected, found = results
     assert_near(found, expected)
     assert (found[[row - 1 for row in first_row]] == 7.0).all()

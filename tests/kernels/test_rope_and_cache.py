@@ -19,14 +19,15 @@ from tests.kernels.attention_cases import (
 )
 
 
-def compare(shape: Shape, positions: list[int], slots: list[int]) -> None:
+def compare(shape: Shape, positions: list[int], slots: list[int], device: str = "cpu") -> None:
     heads = random_heads(shape, len(positions), torch.Generator().manual_seed(0))
     table = RotaryTable(torch.rand(shape.head_dim // 2), 100)
     results = []
-    for rope_and_cache in (reference.rope_and_cache, ops.rope_and_cache):
-        rotated, pool = heads.clone(), poisoned_pool(shape, 6)
-        rope_and_cache(rotated, table.cosine, table.sine, int32(*positions), int32(*slots), pool, LAYER)
-        results.append((rotated, pool))
+    for rope_and_cache, where in ((reference.rope_and_cache, "cpu"), (ops.rope_and_cache, device)):
+        rotated, pool = heads.clone().to(where), poisoned_pool(shape, 6).to(where)
+        tables = table.cosine.to(where), table.sine.to(where)
+        rope_and_cache(rotated, *tables, int32(*positions).to(where), int32(*slots).to(where), pool, LAYER)
+        results.append((rotated.cpu(), pool.cpu()))
     (expected_heads, expected_pool), (found_heads, found_pool) = results
     tolerance = 2e-6 if shape.dtype == torch.float32 else 0.04  # one rounding of bfloat16 at 4 to 8
     torch.testing.assert_close(

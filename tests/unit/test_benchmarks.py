@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.child_process import ChildEnded, ChildProcess
 from benchmarks.engine.figures import MIN_STEPS, OURS, PLAIN, VLLM, Figures, percent_around
 from benchmarks.engine.tandem_worker import Worker
+from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report
 from core.config import EngineConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
@@ -44,12 +44,6 @@ def test_a_benchmark_that_is_too_slow_for_a_test_starts_and_lists_its_options(tm
     done = run_benchmark(tmp_path, module, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
-
-
-def test_the_readme_lists_the_targets_of_the_makefile() -> None:
-    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"^(bench[a-z-]*|soak):", (ROOT / "Makefile").read_text(), re.MULTILINE):
-        assert f"| `make {target}" in readme
 
 
 def test_the_hand_off_is_timed_beside_process_vm_readv(tmp_path: Path) -> None:
@@ -110,11 +104,11 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
 
 
 def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported() -> None:
-    program = "import sys\nfor line in sys.stdin:\n  print(line.upper(), end='', flush=True)\n  sys.exit('no more')"
-    child = ChildProcess("echo", [sys.executable, "-c", program], {"SOME": "value"})
-    assert child.ask({"do": 1}) == {"DO": 1}
+    program = "import sys\nprint('{}', flush=True)\nfor line in sys.stdin:\n  print(line.upper(), end='', flush=True)\n"
+    child = ChildProcess("echo", [sys.executable, "-c", program + "  sys.exit('no more')"], {"SOME": "value"})
+    assert child.call("it", much=1) == {"DO": "IT", "MUCH": 1}
     with pytest.raises(ChildEnded, match="echo ended: no more"):
-        child.ask({"do": 2})
+        child.call("more")
     child.stop()
 
 

@@ -244,10 +244,3 @@ def test_every_policy_is_replayed_and_tabled(tmp_path: Path) -> None:
     table = (tmp_path / "build/bench/policies_tables.md").read_text(encoding="utf-8")
     assert all(f"| {name} | " in table for name in POLICIES)
     assert "failed" not in table
-
-
-def test_a_missing_directory_of_traces_is_named(tmp_path: Path) -> None:
-    done = run_benchmark(tmp_path, "benchmarks.policies", "--traces", "nowhere")
-    assert done.returncode == 1
-    assert "nowhere" in done.stderr
-    assert "kvcache-ai/Mooncake" in done.stderr

@@ -1,12 +1,12 @@
-"""The scheduler's own time per step: `python -m benchmarks.scheduler`.
-
-All sequences decode, their blocks fill up at different steps, and one step is planned while another is in flight.
-"""
+"""The scheduler's own time per step. All sequences decode, their blocks fill up at different steps, and one step is
+planned while another is in flight."""
 
 from __future__ import annotations
 
+import statistics
 import time
 
+from benchmarks.report import Line, Report
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool
@@ -14,14 +14,21 @@ from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput
 
+MOST_MS = {256: 0.4, 1024: 1.6}  # sequences -> the most for a step
 BLOCK_SIZE = 16
 NUM_STEPS = 64  # of one sample: each sequence fills four blocks
 NUM_SAMPLES = 9
 
 
-def scheduler_cost_s(num_sequences: int) -> float:
+def measure(report: Report, repeats: int) -> None:
+    for num_sequences, most in MOST_MS.items():
+        cost_ms = 1e3 * statistics.median(step_cost_s(num_sequences) for _ in range(repeats))
+        report.add(Line(f"schedule and complete a step of {num_sequences:,} sequences", cost_ms, "ms", most=most))
+
+
+def step_cost_s(num_sequences: int) -> float:
     """CPU seconds of `schedule` and `complete_step` together, per step; the best of several samples."""
-    scheduler = _decoding(num_sequences)
+    scheduler = decoding(num_sequences)
     output = {f"s{index}": SampledToken(7) for index in range(num_sequences)}
     plan = scheduler.schedule()
     best = float("inf")
@@ -37,7 +44,7 @@ def scheduler_cost_s(num_sequences: int) -> float:
     return best
 
 
-def _decoding(num_sequences: int) -> Scheduler:
+def decoding(num_sequences: int) -> Scheduler:
     num_tokens = NUM_STEPS * (NUM_SAMPLES + 1)
     pool = BlockPool(num_sequences * (num_tokens // BLOCK_SIZE + 3))
     config = SchedulerConfig(num_sequences, num_sequences, num_sequences)
@@ -46,8 +53,7 @@ def _decoding(num_sequences: int) -> Scheduler:
         prompt = tuple(range(1, 17 + index % BLOCK_SIZE))
         sequence = Sequence(Request(f"s{index}", prompt, len(prompt), SamplingParams(max_tokens=num_tokens)), index)
         scheduler.hold_cached_prefix(sequence, len(prompt))
-        missing = -(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table)
-        reserved = pool.reserve(missing)
+        reserved = pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
         assert reserved is not None
         pool.arrive(reserved)
         sequence.block_table += reserved
@@ -55,8 +61,3 @@ def _decoding(num_sequences: int) -> Scheduler:
         sequence.token_ids.append(7)
         scheduler.add(sequence)
     return scheduler
-
-
-if __name__ == "__main__":
-    for count in (32, 256, 1024):
-        print(f"{count:5} sequences: {1e3 * scheduler_cost_s(count):.3f} ms")

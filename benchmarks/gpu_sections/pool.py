@@ -1,18 +1,24 @@
-"""One end of a hand-off: a pool of random bytes on the device, and a transport of one path. In a rehearsal the pool is
-in the memory of a pretended device (`FakeDeviceMemory`).
+"""One end of a hand-off: a pool of random bytes on the device, and a transport of one path.
+
+    python -m benchmarks.gpu_sections.pool NUM_BLOCKS [--rehearse]     the owner, which obeys the methods of PoolEnd
+
+The owner polls its transport between commands. In a rehearsal the pool is in the memory of a pretended device.
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_sections.harness import ROOT
 from benchmarks.gpu_sections.measure import finish
+from benchmarks.processes import ChildProcess, obey, take_stdout
 from core.errors import TransportError
 from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
@@ -27,8 +33,10 @@ LLAMA_8B = KVLayout("bench", "bfloat16", num_layers=32, num_kv_heads=8, block_si
 TINY = KVLayout("bench", "float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=16)
 READ_TIMEOUT_S = 20.0
 STAGING_BYTES = 1 << 27
-SEED = 7
+OWNER_SEED, READER_SEED = 7, 8
 BUSY_CYCLES = 100_000_000  # about 50 ms
+
+Pairs = Sequence[tuple[int, int, int]]  # (source block, target block, blocks)
 
 
 class PoolEnd:
@@ -48,21 +56,28 @@ class PoolEnd:
             from engine.gpu.device_memory import CudaDeviceMemory
 
             self.bytes = random_bytes(num_bytes, torch.device("cuda", 0), seed)
-            shape = (num_blocks, *self.layout.block_shape)
             finish(self.bytes.device)  # a peer that maps the pool does not wait for our streams
+            shape = (num_blocks, *self.layout.block_shape)
             self.memory = CudaDeviceMemory(self.bytes.view(torch.bfloat16).view(shape))
         self.transport: Transport | None = None
 
-    def address(self) -> int:
-        return self.bytes.data_ptr()
+    # ---- the mapped pool of the peer
 
-    def copy(self, base: int, pairs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (source block, target block, blocks) from the pool at `base`, and wait."""
-        size = self.layout.block_bytes
-        copies = [Copy(base + s * size, self.address() + t * size, count * size) for s, t, count in pairs]
-        copy_and_wait(self.memory, copies)
+    def export(self) -> str:
+        return base64.b64encode(self.memory.export()).decode()
 
-    def seconds_on_device(self, base: int, pairs: Sequence[tuple[int, int, int]]) -> float:
+    def copies(self, base: int, pairs: Pairs) -> list[Copy]:
+        """From the pool at `base`."""
+        size, address = self.layout.block_bytes, self.bytes.data_ptr()
+        return [Copy(base + s * size, address + t * size, count * size) for s, t, count in pairs]
+
+    def copy(self, base: int, pairs: Pairs) -> None:
+        """Copy the blocks, and wait without a sleep, which would be longer than the end of a copy is late."""
+        handle = self.memory.start_copies(self.copies(base, pairs))
+        while not self.memory.has_ended(handle):
+            pass
+
+    def seconds_on_device(self, base: int, pairs: Pairs) -> float:
         """Of the copies alone: the stream is kept busy while the host prepares them."""
         if self.rehearse:
             start = time.perf_counter()
@@ -72,10 +87,7 @@ class PoolEnd:
         with queue.computing():
             torch.cuda._sleep(BUSY_CYCLES)
             begun = queue.mark()
-        size = self.layout.block_bytes
-        handle = self.memory.start_copies(
-            [Copy(base + s * size, self.address() + t * size, count * size) for s, t, count in pairs]
-        )
+        handle = self.memory.start_copies(self.copies(base, pairs))
         assert not begun.has_ended(), "the host was slower than the pause"
         ended = self.memory._in_flight[handle]
         while not self.memory.has_ended(handle):
@@ -90,20 +102,13 @@ class PoolEnd:
         from kv_transfer.transports.nixl_transport import NixlTransport
 
         opened = DeviceTransport(name, NixlTransport, frozenset({DevicePath(path)}), STAGING_BYTES)
-        pool = PoolMemory(self.address(), self.num_blocks, self.layout, None, device=0, memory=self.memory)
+        pool = PoolMemory(self.bytes.data_ptr(), self.num_blocks, self.layout, None, device=0, memory=self.memory)
         opened.register(pool)
         self.transport = opened
         address = AgentAddress(
-            name=name,
-            incarnation=1,
-            metadata=opened.metadata(),
-            pool_base=pool.address,
-            num_blocks=self.num_blocks,
-            layout=self.layout,
-            lease_s=20.0,
-            location=locate(pool),
-            access=opened.access(),
-        )
+            name=name, incarnation=1, metadata=opened.metadata(), pool_base=pool.address, num_blocks=self.num_blocks,
+            layout=self.layout, lease_s=20.0, location=locate(pool), access=opened.access(),
+        )  # fmt: skip
         return base64.b64encode(pickle.dumps(address)).decode()
 
     def connect(self, address: str) -> str:
@@ -113,7 +118,7 @@ class PoolEnd:
         self.transport.connect(peer)
         return self.transport.lane(peer.name).value
 
-    def read(self, peer: str, pairs: Sequence[tuple[int, int, int]]) -> None:
+    def read(self, peer: str, pairs: Pairs) -> None:
         assert self.transport is not None
         size, deadline = self.layout.block_bytes, time.monotonic() + READ_TIMEOUT_S
         self.transport.start_read(peer, [ByteRun(s * size, t * size, count * size) for s, t, count in pairs])
@@ -125,43 +130,27 @@ class PoolEnd:
                     raise event.error
         raise TransportError(f"the read has not ended after {READ_TIMEOUT_S} s")
 
+    def idle(self) -> None:
+        """Called between the commands of the reader."""
+        if self.transport is not None:
+            self.transport.poll()
+
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
         self.transport = None
 
 
-class PoolOwner:
-    """A pool in a process of its own. Each public method is a command."""
-
-    def __init__(self, num_blocks: int, rehearse: bool) -> None:
-        self._end = PoolEnd(num_blocks, rehearse, SEED)
-
-    def export(self) -> dict[str, str]:
-        return {"handle": base64.b64encode(self._end.memory.export()).decode()}
-
-    def open(self, path: str) -> dict[str, str]:
-        return {"address": self._end.open("owner", path)}
-
-    def connect(self, address: str) -> dict[str, str]:
-        return {"lane": self._end.connect(address)}
-
-    def close(self) -> dict[str, str]:
-        self._end.close()
-        return {}
-
-    def idle(self) -> None:
-        """Called while no command is there."""
-        if self._end.transport is not None:
-            self._end.transport.poll()
-
-
-def copy_and_wait(memory: Any, copies: Sequence[Copy]) -> None:
-    handle = memory.start_copies(copies)
-    while not memory.has_ended(handle):
-        pass  # a sleep is longer than the end of a copy is late
+def start_owner(num_blocks: int, rehearse: bool) -> ChildProcess:
+    command = [sys.executable, "-m", "benchmarks.gpu_sections.pool", str(num_blocks), *["--rehearse"] * rehearse]
+    return ChildProcess("the owner of the pool", command, {"PYTHONPATH": str(ROOT)}, ROOT)
 
 
 def random_bytes(num_bytes: int, device: torch.device, seed: int) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator)
+
+
+if __name__ == "__main__":
+    answers = take_stdout()
+    obey(PoolEnd(int(sys.argv[1]), "--rehearse" in sys.argv, OWNER_SEED), answers)

@@ -1,4 +1,4 @@
-"""How long a prompt of 32,000 tokens holds up the router's event loop: `python -m benchmarks.tokenizing`, 20 seconds.
+"""How long a prompt of 32,000 tokens holds up the router's event loop.
 
 A task on the loop sleeps for 1 ms at a time, as a stream does between two tokens. Meanwhile the loop parses a message
 with a long prompt and validates it in `ValidationThreads`, with the tokenizer of SmolLM2. A gap is the time between two
@@ -7,7 +7,6 @@ turns of the task, and the figure is the longest one, beside the longest one wit
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import statistics
@@ -32,63 +31,55 @@ from text.tokenizer import ModelTokenizer, load_tokenizer
 MODEL = "smollm2-135m"
 NUM_TOKENS = 32_000
 CONTEXT = 131_072
-NUM_TURNS = 30
+NUM_TURNS = 30  # of the chat
 SLEEP_S = 0.001
 IDLE_S = 0.1  # about the time of one validation
 MAX_GAP_MS = 5.0
-ROOT = Path(__file__).parents[1]
+REPEATS = 15
+ROOT = Path(__file__).parents[2]
 
-Validate = Callable[[], Awaitable[object]]
 
-
-def lines(repeats: int = 15) -> list[Line]:
-    """Medians over the repeats, in which the kinds of prompts take turns."""
+def measure(report: Report, _: int) -> None:
+    """Medians of `REPEATS`, in which the kinds of prompts take turns."""
     fetch(MODEL)
     tokenizer = load_tokenizer(MODEL)
     tokenizer.info = replace(tokenizer.info, context_length=CONTEXT)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in every process of a fleet
     try:
-        return uvloop.run(_measure(tokenizer, repeats))
+        gaps = uvloop.run(gaps_of_prompts(tokenizer))
     finally:
         sys.setswitchinterval(interval)
+    idle_ms = gaps.pop("") * 1e3
+    report.add(Line("longest gap of the loop beside no prompt", idle_ms, "ms"))
+    for name, gap_s in gaps.items():
+        added_ms = max(0.0, gap_s * 1e3 - idle_ms)
+        report.add(Line(f"gap that {NUM_TOKENS:,} tokens of {name} add", added_ms, "ms", most=MAX_GAP_MS))
 
 
-async def _measure(tokenizer: ModelTokenizer, repeats: int) -> list[Line]:
-    pool = ValidationThreads(max_pending=1)
-    cpu_s: dict[str, list[float]] = {}
-    prompts = _prompts(tokenizer)
+async def gaps_of_prompts(tokenizer: ModelTokenizer) -> dict[str, float]:
+    """Kind of prompt -> seconds of the longest gap; "" = no prompt."""
+    pool, prompts = ValidationThreads(max_pending=1), prompts_of(tokenizer)
     gaps: dict[str, list[float]] = {name: [] for name in ("", *prompts)}
-    for _ in range(repeats):
-        gaps[""].append(await _longest_gap(partial(asyncio.sleep, IDLE_S)))
+    for _ in range(REPEATS):
+        gaps[""].append(await longest_gap(partial(asyncio.sleep, IDLE_S)))
         for name, messages in prompts.items():
-            message = next(messages)
-            validate = partial(_validate, pool, tokenizer, message, cpu_s.setdefault(name, []))
-            gaps[name].append(await _longest_gap(validate))
+            gaps[name].append(await longest_gap(partial(validate, pool, tokenizer, next(messages))))
     pool.close()
-    idle_ms = statistics.median(gaps.pop("")) * 1e3
-    found = [Line("longest gap of the loop beside no prompt", idle_ms, "ms")]
-    for name, values in gaps.items():
-        added_ms = max(0.0, statistics.median(values) * 1e3 - idle_ms)
-        measure = f"{NUM_TOKENS:,} tokens of {name}"
-        found.append(Line(f"gap that {measure} add", added_ms, "ms", most=MAX_GAP_MS))
-        found.append(Line(f"CPU time of a thread for {measure}", statistics.median(cpu_s[name]) * 1e3, "ms"))
-    return found
+    return {name: statistics.median(values) for name, values in gaps.items()}
 
 
-async def _validate(pool: ValidationThreads, tokenizer: ModelTokenizer, message: bytes, cpu_s: list[float]) -> None:
+async def validate(pool: ValidationThreads, tokenizer: ModelTokenizer, message: bytes) -> None:
     request = GenerateRequest.FromString(message)  # on the loop, as gRPC does
 
-    def timed() -> None:
-        started_at = time.thread_time()
+    def prepared() -> None:
         generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, None)
-        cpu_s.append(time.thread_time() - started_at)
         assert generation.choices[0].num_prompt_tokens > NUM_TOKENS * 0.9
 
-    await pool.run(60.0, len(message), timed)
+    await pool.run(60.0, len(message), prepared)
 
 
-async def _longest_gap(work: Validate) -> float:
+async def longest_gap(work: Callable[[], Awaitable[object]]) -> float:
     """Seconds between two turns of a task that sleeps for `SLEEP_S`, at most, while `work` is done."""
     turns = [time.perf_counter()]
     done = asyncio.Event()
@@ -106,9 +97,9 @@ async def _longest_gap(work: Validate) -> float:
     return max(after - before for before, after in itertools.pairwise(turns))
 
 
-def _prompts(tokenizer: ModelTokenizer) -> dict[str, Iterator[bytes]]:
+def prompts_of(tokenizer: ModelTokenizer) -> dict[str, Iterator[bytes]]:
     """Kind -> serialized requests without end. The cache knows no part of a prompt, but for "the next turn"."""
-    text = _text_of(tokenizer, NUM_TOKENS)
+    text = text_of(tokenizer, NUM_TOKENS)
     turn = len(text) // NUM_TURNS
     chat = GenerateRequest()
     chat.chat.messages.add(role="system", content="You are a helpful assistant.")
@@ -135,23 +126,10 @@ def _prompts(tokenizer: ModelTokenizer) -> dict[str, Iterator[bytes]]:
     }
 
 
-def _text_of(tokenizer: ModelTokenizer, num_tokens: int) -> str:
+def text_of(tokenizer: ModelTokenizer, num_tokens: int) -> str:
     """Prose and code of this repository."""
     files = [*sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("core/*.py")), *sorted(ROOT.glob("router/*.py"))]
     text = "".join(path.read_text(encoding="utf-8") for path in files).replace("<|", "<")  # no special token
     num_chars = len(text) * num_tokens // len(tokenizer.encode(text))
     assert num_chars <= len(text)
     return text[:num_chars]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    report = Report("tokenizing")
-    for line in lines(parser.parse_args().repeats):
-        report.add(line)
-    report.write()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,177 @@
+"""The processes that benchmarks start: measured programs that obey commands, and servers that only run.
+
+    ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
+    background      runs a server to the end of the block
+    serving         runs `tandem serve` from its ready line to the end of the block
+
+Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
+that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
+vLLM's environment imports it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+STOP_TIMEOUT_S = 20.0
+SERVER_STOP_TIMEOUT_S = 300.0
+LAST_LINES = 5  # of the output of a program that ended
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ChildEnded(Exception):
+    """The program ended or did not start; the message has the last lines of its output."""
+
+
+class ChildProcess:
+    """Started at once. Ends with `stop`."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        core: int | None = None,
+    ) -> None:
+        """`environment` is added to that of this process. `core`: None = where the scheduler puts the program."""
+        self.name = name
+        self._is_ready = False
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
+        pinned: list[str | Path] = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        self._process = subprocess.Popen(
+            [*pinned, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            cwd=directory, env=os.environ | dict(environment or {}),
+        )  # fmt: skip
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """The answer to a command. Raises `ChildEnded` where the program ends instead of answering."""
+        self.wait_until_ready()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `_answer` finds the end of the program and reports why
+            self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def wait_until_ready(self) -> None:
+        """Raises `ChildEnded`."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            last_lines = self._log.read().strip().splitlines()[-LAST_LINES:]
+            raise ChildEnded(f"{self.name} ended: " + " | ".join(last_lines))
+        return json.loads(line)
+
+    def cpu_s(self) -> float:
+        return cpu_s(self.process_id)
+
+    def stop(self) -> None:
+        """Close the input of the program, which ends it; kill it after `STOP_TIMEOUT_S`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # of a command that the program never read
+            self._process.stdin.close()
+        end(self._process)
+        self._process.stdout.close()
+        self._log.close()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Wait for a process that was asked to end; kill it after `STOP_TIMEOUT_S`."""
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def cpu_s(process_id: int) -> float:
+    """The CPU time of a process so far."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+# ---- the program's side
+
+
+def take_stdout() -> TextIO:
+    """Standard output for the answers alone: what libraries print goes to the log."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def obey(target: Any, answers: TextIO) -> None:
+    """Each public method of `target` is a command. `target.idle`, if there is one, is called between commands."""
+    idle = getattr(target, "idle", None)
+    print("{}", file=answers)  # ready
+    while True:
+        while idle is not None and not select.select([sys.stdin], [], [], 0)[0]:
+            idle()
+        line = sys.stdin.readline()  # one command at a time, so no second one waits in the buffer
+        if not line:
+            return
+        command = json.loads(line)
+        print(json.dumps(getattr(target, command.pop("do"))(**command)), file=answers)
+
+
+# ---- servers
+
+
+@contextlib.contextmanager
+def background(command: Sequence[str | Path], environment: Mapping[str, str], core: int, log: IO[str]) -> Iterator[int]:
+    """Run a server on a core; yields its process id."""
+    pinned = ["taskset", "--cpu-list", str(core), *command]
+    process = subprocess.Popen(pinned, env=os.environ | environment, stdout=log, stderr=log)
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        end(process)
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str | Path], environment: Mapping[str, str] | None = None, directory: Path | None = None
+) -> Iterator[int]:
+    """Run `tandem serve` from its ready line to the end of the block; yields its process id.
+
+    Raises `RuntimeError` if the fleet does not start.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=directory, env=os.environ | dict(environment or {}),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        last_line = ""
+        for line in process.stdout:
+            last_line = line.strip()
+            if last_line.startswith("serving "):
+                break
+        else:
+            raise RuntimeError(f"tandem serve ended: {last_line}")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=SERVER_STOP_TIMEOUT_S)

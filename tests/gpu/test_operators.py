@@ -1,0 +1,36 @@
+"""The attention operators on a GPU beside their references on the CPU, in pools poisoned with NaN.
+
+tests/kernels compares every operator under Triton's interpreter; here are the shapes of real models, and long contexts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import test_decode_attention, test_prefill_attention, test_rope_and_cache
+from tests.kernels.attention_cases import Shape
+
+pytestmark = pytest.mark.gpu
+
+MODELS = [(32, 8, 128, 16), (9, 3, 64, 16), (16, 2, 128, 32), (4, 4, 80, 16), (10, 2, 96, 64), (4, 2, 256, 16)]
+SHAPES = [
+    Shape(*sizes, dtype=dtype, layer_major=layer_major)
+    for sizes in MODELS
+    for dtype in (torch.bfloat16, torch.float32)
+    for layer_major in (False, True)
+]
+
+
+@pytest.fixture(autouse=True)
+def _need_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_and_the_cache_of_real_shapes(shape: Shape) -> None:
+    test_decode_attention.compare(shape, [1, 15, 16, 17, 101, 1024, 4096, 2501], num_splits=4, device="cuda")
+    prefills = [(0, 700), (0, 2), (37, 64), (16, 65), (1000, 130), (2047, 3)]  # (start, tokens)
+    test_prefill_attention.compare(shape, prefills, device="cuda")
+    test_rope_and_cache.compare(shape, [0, 3, 99], [95, 17, 0], device="cuda")
