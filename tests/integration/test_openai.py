@@ -106,20 +106,6 @@ async def test_echo_precedes_the_output_also_for_token_ids(client: openai.AsyncO
     assert echoed.choices[0].text == "ab" + plain.choices[0].text
 
 
-async def test_log_probabilities_name_every_token(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"max_tokens": 4, "temperature": 0, "model": MODEL}
-    chat = await client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=2, **options)
-    assert chat.choices[0].logprobs is not None
-    entries = chat.choices[0].logprobs.content or []
-    assert bytes(byte for entry in entries for byte in entry.bytes or ()).decode(errors="replace") == (
-        chat.choices[0].message.content
-    )
-    assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob == entry.logprob for entry in entries)
-    legacy = (await client.completions.create(prompt="abc", logprobs=1, **options)).choices[0].logprobs
-    assert legacy is not None
-    assert len(legacy.tokens or ()) == len(legacy.token_logprobs or ()) == len(legacy.text_offset or ()) == 4
-
-
 async def test_a_call_of_a_tool_goes_there_and_back(
     scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
 ) -> None:
