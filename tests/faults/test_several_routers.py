@@ -222,7 +222,7 @@ async def test_kill_nine_of_one_of_two_routers_breaks_its_streams_alone_and_new_
             await answer.right()
         for router, streams in http_streams.items():
             await asyncio.gather(*(stream.reading for stream in streams))
-            assert {stream.ended for stream in streams} == {router is not victim}, "another HTTP stream broke, or none"
+            assert {stream.ended for stream in streams} == {router != victim}, "another HTTP stream broke, or none"
 
     async with clients_of_each_router(served.address, 2) as clients:
         (successor,) = clients.keys() - {survivor}
