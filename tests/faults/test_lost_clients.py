@@ -6,12 +6,8 @@ import asyncio
 import sys
 from asyncio.subprocess import PIPE
 
-import grpc
-import grpc.aio
-import pytest
-
-from tests.support.deployment import deploy, make_request
-from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
+from tests.support.deployment import deploy
+from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import ROOT
 from tests.support.steps import slow_down
 from tests.support.waiting import until
@@ -26,30 +22,6 @@ with Client(sys.argv[1]) as client:
     for response in client.generate(request, timeout_s=600):
         print(response.tokens.index, flush=True)
 """
-
-
-async def test_a_call_without_a_deadline_ends_at_the_routers_default() -> None:
-    async with deploy(fault_config(default_timeout_s=1.0)) as deployment:
-        slow_down(deployment.decode[0], 0.02)
-        bystander = await Stream(deployment.inference, prompt_of(1), 80).reach(3)
-        request = make_request(token_ids=prompt_of(2), max_tokens=1000)
-        started_at = asyncio.get_running_loop().time()
-        tokens: list[int] = []
-
-        async def follow() -> None:
-            async for response in deployment.inference.Generate(request):
-                tokens.extend(response.tokens.token_ids)
-
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await follow()
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "the deadline passed in stage decode" in (caught.value.details() or "")
-        assert 0.9 < asyncio.get_running_loop().time() - started_at < 2.0
-        assert tokens == expected(prompt_of(2), 1000)[: len(tokens)]
-        assert not bystander.ended
-        await bystander.right()
-        await deployment.settle()
-        await serves_on(deployment.inference)
 
 
 async def test_a_killed_client_leaves_nothing_behind() -> None:

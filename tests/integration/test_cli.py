@@ -91,20 +91,6 @@ async def test_the_log_of_each_service_has_its_name_and_the_time(served: Served)
         assert re.search(rf"^20\d\d-\S+ \S+ INFO \S+: {name}\S+ serves ", log, re.MULTILINE), name
 
 
-async def test_several_choices_are_printed_one_after_the_other(served: Served) -> None:
-    _, out, _ = await tandem("generate", "Hi", "--router", served.address, "--n", "2", "--max-tokens", "3")
-    assert "[0] " in out
-    assert "[1] " in out
-
-
-async def test_a_refused_request_is_an_error_of_one_line_that_names_the_field(served: Served) -> None:
-    code, _, err = await tandem("generate", "Hi", "--router", served.address, "--temperature", "-1")
-    assert code == 1
-    assert err.startswith("error: ")
-    assert "temperature" in err
-    assert len(err.splitlines()) == 1
-
-
 async def test_chat_answers_each_line_and_exits_at_the_end_of_its_input(served: Served) -> None:
     code, out, err = await tandem(
         "chat", "--router", served.address, "--max-tokens", "3", "--ignore-eos", stdin="one\n/new\ntwo\n"

@@ -33,12 +33,6 @@ async def test_prompt_and_output_may_fill_the_context(context: tuple[Deployment,
     await deployment.settle()
 
 
-async def test_a_prompt_one_token_below_the_limit_has_room_for_one_token(context: tuple[Deployment, int]) -> None:
-    deployment, length = context
-    answer = await deployment.generate(token_ids=prompt_of(2, length - 1), max_tokens=1)
-    assert len(answer.token_ids) == 1
-
-
 @pytest.mark.parametrize(
     ("missing", "max_tokens", "field"), [(0, 1, "token_ids"), (1, 2, "max_tokens"), (-1, 1, "token_ids")]
 )

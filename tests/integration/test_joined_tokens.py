@@ -43,14 +43,6 @@ async def answer_of(deployment: Deployment, request: inference_pb2.GenerateReque
     return answer
 
 
-async def test_without_an_interval_every_token_has_a_message_of_its_own_where_there_is_time(
-    deployment: Deployment,
-) -> None:
-    answer = await answer_of(deployment, request_of())
-    assert answer.token_ids == expected(PROMPT, NUM_TOKENS)
-    assert len(answer.chunks) > NUM_TOKENS / 4, "hardly any message has more than one token"
-
-
 async def test_the_first_token_and_the_end_do_not_wait_for_the_interval(deployment: Deployment) -> None:
     """The interval is longer than the test may run."""
     plain = await answer_of(deployment, request_of(logprobs=2))
@@ -64,23 +56,6 @@ async def test_the_first_token_and_the_end_do_not_wait_for_the_interval(deployme
     assert len(entries[0]) == NUM_TOKENS
 
 
-async def test_the_tokens_of_an_interval_are_one_message(deployment: Deployment) -> None:
-    joined = await answer_of(deployment, request_of(20))
-    assert joined.token_ids == expected(PROMPT, NUM_TOKENS)
-    # 200 steps of at least 2 ms: at most one message in each 20 ms, the first one and the last one.
-    assert joined.finished is not None
-    longest_ms = joined.finished.timings.total_ms
-    assert len(joined.chunks) <= longest_ms / 20 + 3
-    assert len(joined.chunks) >= 3
-
-
-async def test_each_choice_joins_its_own_tokens(deployment: Deployment) -> None:
-    request = request_of(FOR_EVER_MS, n=3)
-    for answer in await deployment.generate_all(request):
-        assert answer.token_ids == expected(PROMPT, NUM_TOKENS)
-        assert [len(chunk.token_ids) for chunk in answer.chunks if chunk.token_ids] == [1, NUM_TOKENS - 1]
-
-
 async def stop_string_of(deployment: Deployment) -> tuple[str, int]:
     """A string that first appears far into the text, and the number of tokens before its end."""
     plain = await answer_of(deployment, request_of())
@@ -91,19 +66,6 @@ async def stop_string_of(deployment: Deployment) -> tuple[str, int]:
         if num_tokens > NUM_TOKENS / 2 and text.count(stop) == 1 and "\ufffd" not in stop:
             return stop, num_tokens
     raise AssertionError("the text has no such string")
-
-
-async def test_a_stop_string_gives_the_same_tokens_and_the_same_end_with_joined_tokens(deployment: Deployment) -> None:
-    stop, num_tokens = await stop_string_of(deployment)
-    plain = await answer_of(deployment, request_of(stop_strings=[stop]))
-    joined = await answer_of(deployment, request_of(FOR_EVER_MS, stop_strings=[stop]))
-    assert plain.token_ids == joined.token_ids == expected(PROMPT, NUM_TOKENS)[: len(plain.token_ids)]
-    assert len(plain.token_ids) <= num_tokens
-    assert plain.text == joined.text
-    for answer in (plain, joined):
-        assert answer.finished is not None
-        assert answer.finished.stop_match == stop
-        assert answer.finished.usage.completion_tokens == len(plain.token_ids)
 
 
 async def test_a_stop_string_ends_the_output_at_the_worker_although_the_client_does_not_read(

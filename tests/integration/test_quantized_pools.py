@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import replace
 
 import pytest
 
 from core.config import EngineConfig
-from core.errors import LayoutMismatch
 from engine.fake_runner import FakeRunner
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
-from kv_transfer.protocol.plan import TransferPlan
 from protos.codec import decode_layout, encode_layout
 from tandem_client.stubs import inference_pb2
 from tests.integration.test_two_pools import BLOCK, expected_tokens, prompt_of
@@ -77,18 +74,6 @@ async def test_two_pools_of_8_bits_on_the_runner_of_a_gpu_say_what_one_engine_sa
             assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         await deployment.settle()
     engine.close()
-
-
-def test_kv_of_other_weights_is_refused_and_the_field_named() -> None:
-    layouts = [
-        FakeRunner.from_config(EngineConfig(model="fake:tiny", quantization=quantization)).layout
-        for quantization in ("int8", "int4", "none")
-    ]
-    for first, second in itertools.permutations(layouts, 2):
-        with pytest.raises(LayoutMismatch, match="quantization"):
-            TransferPlan(first, second)
-    assert len({layout.fingerprint() for layout in layouts}) == 3
-    assert [decode_layout(encode_layout(layout)) for layout in layouts] == layouts
 
 
 def test_a_peer_that_says_nothing_of_quantization_has_none() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+import pytest_asyncio
 
 from core.config import TelemetryConfig
 from runtime.tracing.span_names import Attribute, SpanName
@@ -16,10 +17,13 @@ MIN_COVERAGE = 0.98
 CLIENT_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-@pytest.fixture
-async def traced(tmp_path: Path) -> tuple[Answer, list[dict]]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answer, list[dict]]:
     """One request through both pools, and every span of it."""
-    path = tmp_path / "spans.jsonl"
+    path = tmp_path_factory.mktemp("traces") / "spans.jsonl"
     config = tiny_config("random:llama-tiny", "nixl", TelemetryConfig(trace_file=str(path)))
     async with deploy(config) as deployment:
         answer = await deployment.generate(token_ids=range(1, 81), max_tokens=16)
@@ -148,15 +152,3 @@ async def test_a_request_that_is_invalid_has_a_root_with_the_field_and_the_clien
     assert unknown["attributes"][Attribute.RESPONSE_ID].startswith("router-")
     assert invalid["status"]["description"].startswith("temperature: ")
     assert unknown["attributes"][Attribute.ERROR_TYPE] == "not_found"
-
-
-async def test_the_trace_continues_the_client_s(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)))
-    async with deploy(config) as deployment:
-        header = (("traceparent", f"00-{CLIENT_TRACE_ID}-00f067aa0ba902b7-01"),)
-        request = make_request(text="hello over there", max_tokens=3)
-        async for _ in deployment.inference.Generate(request, timeout=10, metadata=header):
-            pass
-    spans = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {span["context"]["trace_id"] for span in spans} == {f"0x{CLIENT_TRACE_ID}"}

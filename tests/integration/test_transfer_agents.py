@@ -22,7 +22,6 @@ from kv_transfer.protocol.events import (
     MessageReceived,
     SendMessage,
 )
-from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport
@@ -89,11 +88,6 @@ def test_a_byte_that_changes_after_the_digest_is_noticed_over_nixl() -> None:
     hand_off.close()
 
 
-def test_blocks_move_over_the_fake(hand_off: HandOff) -> None:
-    hand_off.run()
-    hand_off.assert_moved()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a whole process's")
 def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) -> None:
     hand_off.run()
@@ -105,34 +99,6 @@ def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) ->
             assert thread.native_id is not None
             niceness[kind].add(os.getpriority(os.PRIO_PROCESS, thread.native_id) - ours)
     assert niceness == {"transfer": {NICENESS}, "digests": {NICENESS}, "MainThread": {0}}
-
-
-def test_a_dead_owner_fails_the_pull(fabric: MemoryFabric, hand_off: HandOff) -> None:
-    fabric.stall_reads = True
-    hand_off.begin()
-    hand_off.offer_up_to(8)
-    end = time.monotonic() + 20.0
-    while not fabric.faults_done["stall"]:
-        assert time.monotonic() < end
-        for worker in hand_off.workers:
-            worker.step(0.001)
-    fabric.kill(hand_off.owner.agent.identity.name)
-    run_until_results([hand_off.puller], 1)
-    hand_off.assert_failed(AbortReason.PEER_LOST)
-
-
-class NoReads(MemoryTransport):
-    def start_read(self, peer: str, runs: Runs) -> int:
-        raise TransportError(f"no read of {len(runs)} runs from {peer}")
-
-
-def test_a_read_that_cannot_start_fails_the_pull(fabric: MemoryFabric) -> None:
-    hand_off = hand_off_over(lambda name: NoReads(name, fabric))
-    hand_off.begin()
-    hand_off.offer_up_to(8)
-    run_until_results(hand_off.workers, 1)
-    assert "no read of" in hand_off.assert_failed(AbortReason.READ_FAILED).detail
-    hand_off.close()
 
 
 def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: OpenTransport) -> None:

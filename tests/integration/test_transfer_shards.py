@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from core.config import TransferConfig
-from core.errors import LayoutMismatch
 from core.handoff import AbortReason
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import Column
@@ -189,16 +188,6 @@ def test_several_readers_of_one_block_each_hold_it(memory: Opener) -> None:
     assert all(isinstance(result, OfferEnded) for result in source.worker.results)
     assert source.worker.pool.ledger()[Column.LEASED] == 0
     close([source], readers)
-
-
-def test_pools_that_hold_different_things_are_refused_by_name(memory: Opener) -> None:
-    source = Shard("prefill", memory, replace(WHOLE, model="another", head_dim=16))
-    target = Shard("decode", memory, WHOLE)
-    with pytest.raises(LayoutMismatch, match=r"model.*head_dim"):
-        target.pull(1, source)
-    with pytest.raises(LayoutMismatch, match=r"model.*head_dim"):
-        source.offer(1, target)
-    close([source], [target])
 
 
 def test_a_puller_that_is_not_what_the_router_said_is_refused(memory: Opener) -> None:

@@ -43,10 +43,6 @@ def one_shot(runner: Runner) -> list[int]:
     return Engine(runner).generate(request("a", PROMPT))["a"]
 
 
-def test_the_answer_is_not_constant(one_shot: list[int]) -> None:
-    assert len(set(one_shot)) > 2, "a model that says one thing could not tell right KV from wrong"
-
-
 @pytest.mark.parametrize("budget", [1, 5, 16, 17, 44])
 def test_chunked_prefill_gives_the_same_tokens_as_one_shot(runner: Runner, one_shot: list[int], budget: int) -> None:
     assert Engine(runner, budget=budget).generate(request("a", PROMPT))["a"] == one_shot

@@ -99,44 +99,6 @@ def alone(runner: Runner, wanted: Request) -> list[int]:
     return Engine(runner).generate(wanted)[wanted.request_id]
 
 
-def test_two_steps_in_flight_give_the_tokens_of_one_at_a_time(runner: Runner) -> None:
-    wanted = request("a", PROMPT, max_tokens=40)
-    decode = Decode(wanted, [4, 1, 7, 2, 9, 3])
-    submit(runner, 0, decode)
-    for step_id in range(1, 40):
-        submit(runner, step_id, decode)
-        collect(runner, decode)
-    collect(runner, decode)
-    assert decode.token_ids == alone(runner, wanted)
-
-
-def test_a_promised_token_may_be_sampled_before_its_chunk_is_submitted(runner: Runner) -> None:
-    wanted = request("a", PROMPT, max_tokens=9)
-    decode = Decode(wanted, [4, 1, 7, 2])
-    for step_id in range(9):
-        submit(runner, step_id, decode)
-        collect(runner, decode)
-    assert decode.token_ids == alone(runner, wanted)
-
-
-def test_prompts_and_promised_tokens_share_steps(runner: Runner) -> None:
-    requests = [request("a", PROMPT), request("b", PROMPT[3:]), request("c", PROMPT[:1])]
-    a, b, c = (Decode(r, blocks) for r, blocks in zip(requests, ([0, 1, 2, 3], [9, 8, 7, 6], [5]), strict=True))
-    submit(runner, 0, a)
-    submit(runner, 1, a, b)
-    collect(runner, a)
-    submit(runner, 2, c, b, a)
-    collect(runner, a, b)
-    for step_id in range(3, 12):
-        submit(runner, step_id, a, b, c)
-        collect(runner, a, b, c)
-    collect(runner, a, b, c)
-    for decode, wanted in zip((a, b, c), requests, strict=True):
-        expected = alone(runner, wanted)
-        assert decode.token_ids == expected[: len(decode.tokens)]
-        assert len(decode.tokens) >= 10
-
-
 def test_penalties_and_logprobs_know_the_promised_token(runner: Runner) -> None:
     options = {"repetition_penalty": 1.8, "frequency_penalty": 0.7, "num_logprobs": 3, "max_tokens": 24}
     wanted = request("a", PROMPT[:5], **options)
@@ -233,25 +195,6 @@ def test_one_thread_submits_while_another_collects(runner: Runner) -> None:
     assert seen
     assert seen != {threading.get_ident()}
     assert decode.token_ids == alone(runner, wanted)
-
-
-def test_a_thrown_away_token_leaves_the_other_sequences_unchanged(runner: Runner) -> None:
-    """`b` ends while a step computes its promised token. Then `c` gets the blocks of `b`."""
-    requests = {name: request(name, PROMPT[start:], max_tokens=8) for name, start in (("a", 0), ("b", 3), ("c", 9))}
-    a, b = Decode(requests["a"], [0, 1, 2, 3]), Decode(requests["b"], [4, 5, 6, 7])
-    c = Decode(requests["c"], [4, 5, 6, 7])
-    submit(runner, 0, b, a)
-    submit(runner, 1, b, a)
-    collect(runner, a, b)
-    submit(runner, 2, a)  # `b` has ended
-    collect(runner, a)
-    for step_id in range(3, 8):
-        submit(runner, step_id, c, a)
-        collect(runner, a, *([c] if step_id > 3 else []))
-    collect(runner, a, c)
-    for decode in (a, c):
-        assert decode.token_ids == alone(runner, requests[decode.name])[: len(decode.tokens)]
-    assert (len(a.tokens), len(c.tokens)) == (8, 5)
 
 
 @pytest.fixture(scope="module")

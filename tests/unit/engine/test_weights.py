@@ -207,15 +207,6 @@ def test_random_weights_are_the_same_every_time_and_differ_between_tensors() -> 
     assert not torch.equal(gate, up)
 
 
-def test_progress_counts_every_tensor() -> None:
-    calls: list[tuple[int, int]] = []
-    config = RANDOM_CONFIGS["llama-tiny"]
-    source = resolve_model("random:llama-tiny")
-    weights = load_weights(source, config, torch.float32, CPU, lambda done, total: calls.append((done, total)))
-    total = len(weights.slots())
-    assert calls == [(count, total) for count in range(1, total + 1)]
-
-
 def test_a_device_draws_the_random_weights_of_large_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU would take a minute for them. All workers must draw the same weights of small models."""
     large, small = resolve_model("random:llama-3.1-8b"), resolve_model("random:llama-tiny")

@@ -11,8 +11,8 @@ from engine import backend
 from engine.backend import choose_linear_method
 from engine.cpu.build import TARGETS
 from engine.cpu.features import cpu_flags
-from engine.cpu.kernels import Ending, Kernels
-from engine.cpu.linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
+from engine.cpu.kernels import Kernels
+from engine.cpu.linear import NativeLinear, OneDNNLinear, PackedLinear
 from engine.linear import LinearMethod, PlainLinear
 from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
@@ -112,15 +112,3 @@ def test_the_method_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
     monkeypatch.setattr(kernels, "bf16_linear", None)
     assert type(choose_linear_method(auto, kernels, CPU, 1)) is by_torch
-
-
-def test_a_bias_before_an_activation_is_refused(kernels: Kernels) -> None:
-    packed = gated_panels_of(torch.zeros(64, 2).bfloat16()).contiguous()
-    with pytest.raises(AssertionError, match="before an activation"):
-        PackedLinear(kernels, packed, torch.zeros(32), 32, 1, Ending.TO_GATED)
-
-
-def test_a_library_without_the_kernel_is_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "bf16_linear", None)
-    with pytest.raises(AssertionError, match="not compiled for bfloat16"):
-        NativeLinear(kernels, 1).prepare(torch.zeros(32, 2).bfloat16(), None)

@@ -41,15 +41,6 @@ def test_the_tokens_in_float32_are_those_of_plain_torch(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_mixed_batch_in_float32_gives_the_tokens_of_single_requests(model: str) -> None:
-    rng = np.random.default_rng(4)
-    runner = build(model, "auto")
-    requests = [request(str(n), rng.integers(0, 250, n).tolist(), max_tokens=16) for n in (1, 3, 15, 16, 17, 64, 100)]
-    alone = {wanted.request_id: Engine(runner).generate(wanted)[wanted.request_id] for wanted in requests}
-    assert Engine(runner, budget=48).generate(*requests) == alone
-
-
-@pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_log_probabilities_are_within_the_tolerance(model: str) -> None:
     native, plain = (top_tokens(build(model, kernels, "bfloat16")) for kernels in ("auto", "torch"))
     assert_log_probabilities_agree(native, plain)

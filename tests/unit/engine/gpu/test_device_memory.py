@@ -111,30 +111,11 @@ def test_a_pool_of_the_same_process_needs_no_driver(driver: FakeDriver) -> None:
     assert driver.open_bases == []
 
 
-def test_a_foreign_handle_is_refused(driver: FakeDriver) -> None:
-    with pytest.raises(TransportError, match="not of this version"):
-        memory_of(driver)[1].map(b"/proc/1/fd/3")
-
-
 def test_a_pool_that_cannot_be_exported_names_the_setting(driver: FakeDriver) -> None:
     memory = memory_of(driver)[1]
     driver.refuses = True
     with pytest.raises(TransportError, match=r"CUDA_ERROR_INVALID_VALUE.*expandable_segments"):
         memory.export()
-
-
-def test_copies_reach_pinned_memory_and_come_back(driver: FakeDriver) -> None:
-    pool, memory = memory_of(driver)
-    address, view = memory.pinned(2 * BLOCK_BYTES)
-    expected = pool[3].clone()
-
-    down = memory.start_copies([(pool[3].data_ptr(), address + BLOCK_BYTES, BLOCK_BYTES)])
-    up = memory.start_copies([(address + BLOCK_BYTES, pool[0].data_ptr(), BLOCK_BYTES)])
-
-    assert memory.has_ended(down)
-    assert memory.has_ended(up)
-    assert bytes(view[BLOCK_BYTES:]) == expected.numpy().tobytes()
-    assert torch.equal(pool[0], expected)
 
 
 def test_an_end_is_told_once(driver: FakeDriver) -> None:

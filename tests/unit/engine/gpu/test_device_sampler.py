@@ -39,24 +39,6 @@ def test_thousands_of_rows_sample_numpy_s_tokens(seed: int) -> None:
             assert a == pytest.approx(b, abs=2e-5)
 
 
-def test_cases_cover_every_parameter() -> None:
-    """Otherwise the test above would show less than its name says."""
-    chunks = [chunk for seed in range(40) for chunk in some_case(seed, 64, 61).chunks]
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-    ):
-        assert len({getattr(chunk.sequence.sampling, name) for chunk in chunks}) >= 4, name
-    assert 300 < sum(chunk.promised for chunk in chunks) < 2000
-    assert 200 < sum(chunk.sequence.sampling.greedy for chunk in chunks) < 1000
-    assert sum(bool(chunk.sequence.sampling.logit_bias) for chunk in chunks) > 100
-
-
 def greedy(name: str, **options: object) -> ScheduledChunk:
     sampling = SamplingParams(max_tokens=9, temperature=0.0, **options)  # type: ignore[arg-type]
     return ScheduledChunk(SequenceView(name, [1, 2], 1, [0], sampling), 1, 1, True, False)

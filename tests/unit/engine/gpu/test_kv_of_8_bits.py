@@ -85,16 +85,6 @@ def test_a_poisoned_pool_and_graphs_change_no_token(order: PoolOrder, runner: Gp
     assert Engine(poisoned, budget=30).generate(*REQUESTS) == expected
 
 
-def test_a_warm_up_writes_only_the_padding_block() -> None:
-    runner = GpuRunner(CONFIG, limits=LIMITS, with_graphs=False)
-    runner._pool._bytes.fill_(0xFF)
-    assert runner._computer is not None
-    with torch.inference_mode():
-        runner._computer.warm_up()
-    assert bool((runner._pool.blocks() == 0xFF).all())
-    assert not bool((runner._pool._bytes == 0xFF).all())
-
-
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_runner_of_a_cpu_refuses_it_by_name(kernels: str) -> None:
     with pytest.raises(ConfigError, match="kv_dtype = fp8 needs a GPU and kernels = auto"):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
-from engine.gpu.errors import sort_error
 from engine.gpu.memory import (
     MAX_AUTO_BLOCKS,
     MB,
@@ -122,14 +120,3 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
         refuse_large_weights(601 * MB, device, "llama", margin_mb=100)
     with pytest.raises(ConfigError, match="400 MB"):
         refuse_large_weights(600 * MB, device, "llama", margin_mb=100, share=0.5)
-
-
-def test_the_fake_device_refuses_as_torch_does() -> None:
-    device = FakeAllocator(10 * MB, others=4 * MB)
-    device.allocate(6 * MB)
-    with pytest.raises(torch.OutOfMemoryError) as refused:
-        device.allocate(1)
-    assert sort_error(refused.value) is not None
-    device.free_bytes(6 * MB)
-    device.allocate(6 * MB)  # from what the allocator has kept
-    assert device.num_refused == 1
