@@ -168,16 +168,6 @@ def test_a_removed_router_drains_and_hears_of_every_change_until_it_has_ended() 
     assert "router-1" not in fleet.names(StartService)
 
 
-def test_a_killed_router_restarts_while_the_other_one_serves() -> None:
-    fleet = Fleet(num_routers=2).all_started()
-    fleet.died("router-0")
-    assert list(fleet.publication()) == ["router-1"]
-    fleet.send(Tick(), after_s=1.0)
-    assert fleet.names(StartService) == ["router-0"]
-    fleet.started("router-0")
-    assert fleet.routers_known_to("router-0") == {"router-0": False, "router-1": False}
-
-
 def test_events_of_an_older_start_are_dropped() -> None:
     fleet = Fleet().all_started()
     old = fleet.members["decode-0"]
@@ -209,16 +199,6 @@ def test_shrinking_removes_a_starting_worker_before_a_serving_one() -> None:
     fleet.send(ScaleTo({D: 2}))
     assert fleet.names(KillService) == ["decode-1"]
     assert not fleet.of(DrainService)
-
-
-def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 3}))
-    fleet.died("decode-1")
-    fleet.send(ScaleTo({D: 2}))
-    assert not fleet.of(KillService)
-    fleet.started("decode-2")
-    assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
 
 
 def test_a_pool_may_be_empty_and_grow_again() -> None:
@@ -318,17 +298,6 @@ def test_a_start_without_an_answer_is_killed_and_attempted_again(
     assert fleet.names(KillService) == [name]
     says = f"{name} did not start: no answer within 50 s{hint}; starting it again in 1 s"
     assert fleet.of(FleetMessage) == [FleetMessage(says)]
-
-
-def test_at_shutdown_the_router_drains_before_any_worker() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(Shutdown())
-    assert fleet.names(DrainService) == ["router-0"]
-    fleet.send(Drained(fleet.members["router-0"]))
-    assert sorted(fleet.names(DrainService)) == ["decode-0", "prefill-0"]
-    fleet.send(Drained(fleet.members["decode-0"]))
-    fleet.died("prefill-0")
-    assert fleet.of(FleetStopped)
 
 
 def test_at_shutdown_every_router_drains_before_any_worker() -> None:

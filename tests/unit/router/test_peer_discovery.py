@@ -38,10 +38,6 @@ def test_a_joining_worker_and_the_other_pool_learn_of_each_other() -> None:
     ]
 
 
-def test_workers_of_one_pool_do_not_learn_of_each_other() -> None:
-    assert DrivenRouter(prefill=[], decode=["D0", "D1"]).actions == []
-
-
 def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     owners = [f"P{number}" for number in range(40)]
     router = DrivenRouter(prefill=owners, decode=[])
@@ -93,15 +89,6 @@ def test_a_worker_learns_of_a_peer_that_died_while_no_router_ran() -> None:
     assert router.actions == [], "the peer may still join"
     report_for(router, 2, P=(), D=("P", "dead"))
     assert router.actions == [UpdatePeers("D", (PeerLeft(agent("dead").name),))]
-
-
-def test_a_peer_that_joins_late_is_kept() -> None:
-    router = DrivenRouter(prefill=["P"], decode=["D"])
-    report_for(router, 5, P=(), D=("P", "late"))
-    router.join("late", ServiceRole.PREFILL)
-    router.actions.clear()
-    report_for(router, 30, P=(), late=(), D=("P", "late"))
-    assert router.actions == []
 
 
 def test_a_worker_learns_of_an_absent_peer_that_it_reports_later() -> None:

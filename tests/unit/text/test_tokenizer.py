@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from core.errors import ConfigError, InvalidRequest
-from text.chat import Chat
-from text.chat_template import MAX_MESSAGES, ChatTemplate
+from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes
 
@@ -149,16 +148,6 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_an_error_names_the_malformed_message(messages: list[dict[str, str]], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         load_tokenizer("fake:tiny").render_chat(messages)
-
-
-def test_a_template_says_why_it_refuses() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(Chat([{"role": "a", "content": "b"}]))
-
-
-def test_the_text_of_a_message_is_never_run_as_a_template() -> None:
-    rendered = load_tokenizer("fake:tiny").render_chat([{"role": "user", "content": "{{ 1 + 1 }}"}])
-    assert "{{ 1 + 1 }}" in rendered
 
 
 def test_every_byte_has_one_character() -> None:
