@@ -138,16 +138,6 @@ def test_a_file_with_another_hash_never_reaches_the_cache(
     assert leftovers(tmp_path) == []
 
 
-def test_without_a_network_the_error_says_how_to_solve_the_problem(
-    index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index.server.shutdown()
-    index.server.server_close()
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    with pytest.raises(FetchFailed, match="check the network"):
-        fetch("tiny", None, tmp_path)
-
-
 def test_the_error_for_a_full_disk_names_the_cause(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

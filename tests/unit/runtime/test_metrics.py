@@ -38,14 +38,14 @@ def page(metrics: Metrics) -> dict[str, Family]:
     return {family.name: family for family in metrics.collect()}
 
 
-def test_the_page_shows_only_present_workers_also_after_a_thousand_have_left() -> None:
+def test_the_page_shows_only_present_workers_also_after_many_have_left() -> None:
     here: list[str] = []
 
     def read() -> Iterable[Reading]:
         return [(Metric.WORKER_RUNNING, 1.0, {"worker": name, "role": "decode"}) for name in here]
 
     metrics = Metrics(TelemetryConfig(), read)
-    for start in range(1000):
+    for start in range(50):
         here[:] = [f"decode-0.{start:016x}"]
         family = page(metrics)[Metric.WORKER_RUNNING.value]
         assert [sample.labels["worker"] for sample in family.samples] == here
