@@ -53,6 +53,12 @@ def test_a_request_that_would_miss_its_deadline_is_refused() -> None:
     assert "its deadline is 0.300 s" in str(refused(router))
 
 
+def test_the_hint_is_at_least_a_tenth_of_a_second() -> None:
+    router = shedding_router(prompt_backlog=(0.6,))
+    router.arrive()
+    assert refused(router).retry_after_s == 0.1
+
+
 def test_queue_admits_what_would_be_late() -> None:
     router = DrivenRouter(replace(SHED, admission="queue"), prefill=())
     router.report("D", step_cost=FITTED, prompt_backlog=(30.0,))

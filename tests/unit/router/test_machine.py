@@ -192,6 +192,16 @@ def test_a_retry_gets_the_time_that_remains_to_the_deadline() -> None:
     assert [action.timeout_s for action in router.of(events.StartDecode)] == [5.0, 3.0]
 
 
+def test_without_a_decode_worker_a_request_fails_after_worker_wait_s() -> None:
+    router = DrivenRouter(decode=())
+    router.arrive()
+    router.report("P")
+    router.pass_time(19.9)
+    assert not router.of(events.Fail)
+    router.pass_time(0.2)
+    assert isinstance(router.only(events.Fail).error, WorkerUnavailable)
+
+
 # ---- cancellation
 
 

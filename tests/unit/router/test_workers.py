@@ -191,3 +191,7 @@ def test_a_worker_that_has_measured_nothing_is_priced_like_its_peers() -> None:
     assert costs(workers) == {"d1": 1e-5, "d2": 1e-5, "p": 2e-5, "p2": 2e-5}, "of the same role, if there is one"
     workers.take_report("d2", WorkerChanges(replace(SERVING, step_cost=SLOW)), 1.0)
     assert costs(workers)["d2"] == 2e-5, "its own steps count once there are some"
+
+
+def test_without_any_measurement_the_prior_holds() -> None:
+    assert costs(table(record("d"))) == {"d": PRIOR.token_s}
