@@ -141,6 +141,16 @@ def test_shrinking_removes_a_starting_worker_before_a_serving_one() -> None:
     assert not fleet.of(DrainService)
 
 
+def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo({D: 3}))
+    fleet.died("decode-1")
+    fleet.send(ScaleTo({D: 2}))
+    assert not fleet.of(KillService)
+    fleet.started("decode-2")
+    assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
+
+
 def test_a_pool_may_be_empty_and_grow_again() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo({P: 0}))

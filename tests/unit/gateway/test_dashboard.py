@@ -61,6 +61,19 @@ async def test_no_other_file_is_served(client: httpx.AsyncClient, name: str) -> 
     assert (await client.get(f"/dashboard/static/{name}")).status_code == 404
 
 
+async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) -> None:
+    etag = (await client.get("/dashboard/static/main.js")).headers["etag"]
+    again = await client.get("/dashboard/static/main.js", headers={"If-None-Match": etag})
+    assert again.status_code == 304
+    assert not again.content
+
+
+async def test_no_script_writes_markup() -> None:
+    for path in routes.STATIC.glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(")), path.name
+
+
 async def test_the_fleet_is_told_worker_by_worker(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
     told = (await client.get("/dashboard/api/fleet")).json()
     assert told["router"] == "router-0-aa"

@@ -134,3 +134,17 @@ async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() ->
     deliver(stream, 1)
     await asyncio.sleep(0)
     assert len(sink.chunks) == 2, "a cancelled call writes nothing more"
+
+
+async def test_an_error_of_a_sink_ends_the_call() -> None:
+    class Broken(Collected):
+        def chunk(self, chunk: Chunk) -> None:
+            raise OSError(f"no place for {chunk.text}")
+
+    writer = SinkWriter(Broken(), (), 1.0)
+    (stream,), messages = call_of(writer)
+    writing = asyncio.create_task(writer.write_all(messages))
+    await asyncio.sleep(0)
+    deliver(stream, 0)
+    with pytest.raises(OSError, match="no place for a"):
+        await writing

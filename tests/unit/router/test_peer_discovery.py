@@ -91,6 +91,15 @@ def test_a_worker_learns_of_a_peer_that_died_while_no_router_ran() -> None:
     assert router.actions == [UpdatePeers("D", (PeerLeft(agent("dead").name),))]
 
 
+def test_a_peer_that_joins_late_is_kept() -> None:
+    router = DrivenRouter(prefill=["P"], decode=["D"])
+    report_for(router, 5, P=(), D=("P", "late"))
+    router.join("late", ServiceRole.PREFILL)
+    router.actions.clear()
+    report_for(router, 30, P=(), late=(), D=("P", "late"))
+    assert router.actions == []
+
+
 def test_a_worker_learns_of_an_absent_peer_that_it_reports_later() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D"])
     report_for(router, 25, P=(), D=("P",))

@@ -13,7 +13,7 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
-from router.serving.validation import prepare
+from router.serving.validation import prepare, tokenize_prompt
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
     ChatPrompt,
@@ -21,6 +21,7 @@ from tandem_client.stubs.inference_pb2 import (
     SamplingParams,
     StopConditions,
     TokenIds,
+    TokenizeRequest,
 )
 from text.tokenizer import load_tokenizer
 
@@ -116,6 +117,11 @@ def test_an_unknown_model_is_quoted_in_short(name: str) -> None:
     assert len(str(refused.value)) < 200
     assert f"'{name[:3]}" in str(refused.value)
     assert "'fake:tiny'" in str(refused.value)
+
+
+def test_a_prompt_to_tokenize_has_two_forms() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: one of text, chat must be set"):
+        tokenize_prompt(TokenizeRequest(), load_tokenizer("fake:tiny"), RouterConfig())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,13 @@ def test_adding_a_histogram_changes_only_the_sum() -> None:
     assert (other.counts, other.total) == ([3, 0], 0.5)
 
 
+def test_a_series_without_labels_is_there_from_the_start() -> None:
+    assert Series((), None).snapshot() == [((), 0.0)]
+    ((labels, empty),) = Series((), (1.0,)).snapshot()
+    assert isinstance(empty, Buckets)
+    assert (labels, empty.num_values) == ((), 0)
+
+
 def test_each_combination_of_labels_is_counted_apart() -> None:
     series = Series(("tenant",), None)
     for labels in (("a",), ("b",), ("a",)):

@@ -86,6 +86,22 @@ def test_of_many_claims_at_the_same_time_one_succeeds(repetition: int) -> None:
     assert len(claims) == 1
 
 
+def test_connections_of_an_earlier_server_do_not_keep_the_port_from_being_claimed() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            connection, _ = server.accept()
+            connection.close()  # the side that closes first keeps the connection in TIME_WAIT
+            assert client.recv(1) == b""
+    with socket.socket() as plain, refused():
+        plain.bind(("127.0.0.1", port))
+    with claimed(port=port):
+        pass
+
+
 def test_a_name_with_several_addresses_is_claimed_at_each_of_them() -> None:
     hosts = {str(found[4][0]) for found in socket.getaddrinfo("localhost", 80, type=socket.SOCK_STREAM)}
     with claimed("localhost") as claim:

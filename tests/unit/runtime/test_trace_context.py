@@ -17,6 +17,10 @@ def test_a_traceparent_is_continued_with_its_decision_whatever_the_ratio() -> No
         assert trace.headers() == [("traceparent", parent), ("tracestate", "a=b")]
 
 
+def test_a_later_version_may_have_more_fields() -> None:
+    assert start_trace({"traceparent": f"01-{TRACE_ID}-{SPAN_ID}-01-more"}, 1.0).trace_id_hex == TRACE_ID
+
+
 @pytest.mark.parametrize(
     "header",
     [

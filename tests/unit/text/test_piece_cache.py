@@ -41,6 +41,15 @@ def test_a_piece_larger_than_the_cache_is_not_kept() -> None:
     cache.check()
 
 
+def test_a_piece_that_is_put_twice_counts_once() -> None:
+    cache = PieceCache()
+    cache.put(("", "text"), ids(3))
+    before = cache.num_bytes
+    cache.put(("", "text"), ids(3))
+    assert cache.num_bytes == before
+    cache.check()
+
+
 def test_the_counted_bytes_cover_the_objects_of_an_entry() -> None:
     cache, text = PieceCache(), "é" * 600
     cache.put(("salt", text), ids(400))
