@@ -120,11 +120,6 @@ def test_a_cache_on_a_file_system_without_locks_loses_no_token(monkeypatch: pyte
         assert find_credentials(None, ROUTER).token == TOKEN
 
 
-def test_an_empty_token_writes_no_file(tmp_path: Path) -> None:
-    with token_file(ROUTER, ""):
-        assert not (tmp_path / "cache").exists()
-
-
 def test_the_error_for_an_unwritable_token_file_names_the_option_that_helps(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a directory")
     with pytest.raises(ConfigError, match=r"cannot write .*cluster_token_file"), token_file(ROUTER, TOKEN):

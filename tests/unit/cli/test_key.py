@@ -11,7 +11,6 @@ from rich.console import Console
 
 from cli.key import print_new_key
 from core.config import from_mapping
-from core.errors import ConfigError
 from runtime.rpc.api_keys import ApiKeys
 
 
@@ -30,12 +29,3 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
     assert found is not None
     assert (found.name, found.effective_tenant) == (name, tenant or name)
     assert text.count(key) == 1
-
-
-def test_two_keys_differ() -> None:
-    assert printed("alice") != printed("alice")
-
-
-def test_a_name_that_no_key_can_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="name must not be empty"):
-        printed("")

@@ -19,7 +19,6 @@ from cli.checks import (
     check_gateway,
     check_port,
     check_telemetry,
-    check_transport,
     warn_without_collector,
 )
 from cli.serve import gpu_use, slow_start_hint
@@ -31,7 +30,6 @@ from core.config import (
     SecurityConfig,
     TandemConfig,
     TelemetryConfig,
-    TransferConfig,
 )
 from core.errors import ConfigError
 from fleet.claims import GpuUse
@@ -50,12 +48,6 @@ def taken_port() -> Iterator[int]:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         yield taken.getsockname()[1]
-
-
-def test_the_memory_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match='"memory" connects workers of one process only'):
-        check_transport(TransferConfig(transport="memory"))
-    check_transport(TransferConfig(transport="nixl"))
 
 
 def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
@@ -103,11 +95,6 @@ def test_a_context_longer_than_the_limit_of_the_model_is_refused(model: str) -> 
     with pytest.raises(ConfigError, match=r"^max_context must be at most .*, is 1000000$"):
         check_before_start(fake_config(engine=EngineConfig(model=model, max_context=10**6)), Console())
     check_before_start(fake_config(engine=EngineConfig(model=model)), Console())
-
-
-def test_the_error_for_an_address_of_another_machine_names_its_flag() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:50051 .* --host"):
-        check_port(RouterConfig(host="192.0.2.1"))
 
 
 def test_the_error_for_an_unreadable_credentials_file_names_its_option() -> None:

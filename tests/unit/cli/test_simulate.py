@@ -142,16 +142,6 @@ def test_a_bad_sweep_is_wrong_usage(
     assert arguments[-1] in shown
 
 
-def test_a_malformed_line_of_a_trace_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"hash_ids": [1]}) + "\n")
-    code, shown = failed(monkeypatch, capsys, "--workload", str(path))
-    assert (code, shown.count("\n")) == (1, 1)
-    assert f"{path}, line 2: " in shown
-
-
 def test_without_matplotlib_a_chart_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

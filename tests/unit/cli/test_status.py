@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from cli import status
-from cli.paths import MAX_BROKEN_PATHS, path_lines
+from cli.paths import path_lines
 from cli.pools import NO_DECODE, pool_lines, ready_line
-from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
+from cli.status import Sample, fleet_table, holders_table, rates
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from tandem_client.stubs import cluster_pb2, worker_pb2
@@ -62,14 +62,6 @@ class Scaled:
     async def scale(self, **sizes: int | None) -> cluster_pb2.ScaleResponse:
         self.sizes = sizes
         return cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1, wanted_routers=2)
-
-
-async def test_scale_sends_the_given_sizes_and_prints_the_wanted_ones() -> None:
-    client, out = Scaled(), io.StringIO()
-    sizes = {"prefill": None, "decode": None, "routers": 2}
-    await status.scale(contextlib.nullcontext(client), sizes, Console(file=out, width=120))  # type: ignore[arg-type]
-    assert client.sizes == sizes
-    assert "wanted: 1 prefill, 1 decode, 2 routers; " in out.getvalue()
 
 
 async def test_scale_without_a_size_names_its_flags() -> None:
@@ -176,15 +168,6 @@ def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, ...],
     assert ready_line("m", ["h:1", "i:1"] if len(sizes) == 3 else ["h:1"], config) == line
 
 
-def test_a_long_ledger_is_cut_and_the_last_line_counts_the_rest() -> None:
-    holders = [holder(f"r{number}", "SEQUENCE", "RUNNING", 1, 1) for number in range(MAX_HOLDER_ROWS + 5)]
-    ledger = worker_pb2.DescribeLedgerResponse(holders=holders)
-    worker = cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger)
-    lines = holders_of(cluster_pb2.GetLedgerResponse(workers=[worker]))
-    assert sum("sequence" in line for line in lines) == MAX_HOLDER_ROWS
-    assert "decode-0.0123 and 5 more" in lines
-
-
 def test_a_rate_is_the_difference_of_two_samples_and_needs_both() -> None:
     before = Sample(fleet(worker("decode-0", tokens=100)), at=10.0)
     after = Sample(fleet(worker("decode-0", tokens=150), worker("decode-1", tokens=7)), at=12.0)
@@ -211,10 +194,3 @@ def test_each_broken_path_has_its_line() -> None:
         "paths: 1 fine · 1 slow",
         "prefill-0.fedc -> decode-0.0123: slow: TCP, 1.1 GB/s of 12.5, 310 us there and back",
     ]
-
-
-def test_many_broken_paths_are_cut_and_counted() -> None:
-    refused = worker_pb2.PathReport(peer=PREFILL, state=worker_pb2.PATH_STATE_REFUSED, detail="KV layouts differ")
-    lines = path_lines(with_paths(*[refused] * (MAX_BROKEN_PATHS + 3)))
-    assert len(lines) == 1 + MAX_BROKEN_PATHS + 1
-    assert lines[-1] == "and 3 more"

@@ -55,13 +55,6 @@ def test_a_time_limit_out_of_range_is_refused(seconds: str, monkeypatch: pytest.
     assert ended.value.code == 2
 
 
-def test_a_pool_size_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", str(2**32)])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert ended.value.code == 2
-
-
 def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
     command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
     with open("/dev/full", "w") as full:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from fleet.cores import LocalRanks, share_of_cores, usable_cores
-from worker.executor import pin_thread, pinned
+from worker.executor import pinned
 
 
 @pytest.mark.parametrize(("num_cores", "num_sharers"), [(1, 1), (2, 1), (2, 2), (3, 2), (8, 3), (8, 8), (13, 8)])
@@ -60,13 +59,6 @@ def test_a_pinned_thread_passes_its_cores_to_new_threads_and_is_unpinned_afterwa
     assert os.sched_getaffinity(0) == everything
 
 
-def test_an_empty_list_of_cores_pins_no_thread() -> None:
-    everything = os.sched_getaffinity(0)
-    pin_thread(())
-    with pinned(()):
-        assert os.sched_getaffinity(0) == everything
-
-
 def test_a_worker_takes_the_lowest_free_seat_of_its_machine() -> None:
     local_ranks = LocalRanks()
     assert [local_ranks.take("a", who) for who in ("p", "q", "r")] == [0, 1, 2]
@@ -74,9 +66,3 @@ def test_a_worker_takes_the_lowest_free_seat_of_its_machine() -> None:
     local_ranks.leave("q")
     local_ranks.leave("a worker without a local_rank")
     assert [local_ranks.take("a", who) for who in ("t", "u")] == [1, 3]
-
-
-def test_workers_of_one_machine_share_no_core_if_there_are_enough() -> None:
-    local_ranks, cores = LocalRanks(), list(range(6))
-    shares = [set(share_of_cores(cores, local_ranks.take("here", who), 3)) for who in "abc"]
-    assert all(not (one & other) for one, other in combinations(shares, 2))

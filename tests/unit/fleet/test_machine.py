@@ -68,17 +68,10 @@ class Fleet:
     def names(self, kind: type) -> list[str]:
         return [action.member.name for action in self.of(kind)]  # type: ignore[union-attr]
 
-    def publication(self) -> dict[str, PublishFleet]:
-        """The newest lists, by the name of the router that receives them."""
-        return {action.router.name: action for action in self.actions if isinstance(action, PublishFleet)}
-
-    def published(self, router: str = "router-0") -> list[str] | None:
-        publication = self.publication().get(router)
-        return None if publication is None else [serving.member.name for serving in publication.workers]
-
-    def routers_known_to(self, router: str) -> dict[str, bool]:
-        """Whether each router drains, by its name, as this router now learns."""
-        return {serving.member.name: serving.draining for serving in self.publication()[router].routers}
+    def published(self) -> list[str] | None:
+        """The newest list of workers that a router has received."""
+        lists = [action.workers for action in self.actions if isinstance(action, PublishFleet)]
+        return [serving.member.name for serving in lists[-1]] if lists else None
 
 
 def test_the_first_tick_starts_the_router_and_both_pools() -> None:
@@ -122,69 +115,6 @@ def test_the_pause_doubles_up_to_a_limit_and_is_short_again_after_stable_service
     assert pauses == [1, 2, 4, 8, 16, BACKOFF_MAX_S, BACKOFF_MAX_S]
     fleet.died("decode-0", after_s=STABLE_S)
     assert fleet.machine.next_deadline() == fleet.now + 1.0
-
-
-def test_a_restarted_router_receives_the_list_of_workers() -> None:
-    fleet = Fleet().all_started()
-    fleet.died("router-0")
-    fleet.send(Tick(), after_s=1.0)
-    assert fleet.names(StartService) == ["router-0"]
-    fleet.started("router-0")
-    assert fleet.published() == ["prefill-0", "decode-0"]
-
-
-def test_every_router_receives_each_list_and_a_new_router_the_whole_list() -> None:
-    fleet = Fleet(num_routers=2).all_started()
-    fleet.died("decode-0")
-    assert list(fleet.publication()) == ["router-0", "router-1"]
-    assert fleet.published("router-0") == fleet.published("router-1") == ["prefill-0"]
-    fleet.send(ScaleTo({R: 3}))
-    assert fleet.names(StartService) == ["router-2"]
-    fleet.started("router-2")
-    assert fleet.published("router-2") == ["prefill-0"]
-
-
-def test_routers_learn_of_each_other_of_a_drain_and_of_a_death() -> None:
-    fleet = Fleet(num_routers=2)
-    fleet.started("router-1")
-    assert fleet.routers_known_to("router-1") == {"router-1": False}
-    fleet.started("router-0")
-    assert fleet.routers_known_to("router-1") == {"router-0": False, "router-1": False}
-    fleet.send(ScaleTo({R: 1}))
-    assert fleet.routers_known_to("router-0") == {"router-0": False, "router-1": True}
-    fleet.died("router-1")
-    assert fleet.routers_known_to("router-0") == {"router-0": False}
-
-
-def test_a_removed_router_drains_and_hears_of_every_change_until_it_has_ended() -> None:
-    fleet = Fleet(num_routers=2).all_started()
-    fleet.send(ScaleTo({R: 1}))
-    assert fleet.names(DrainService) == ["router-1"]
-    fleet.died("decode-0")
-    assert fleet.published("router-1") == ["prefill-0"], "a draining router dispatches to a dead worker"
-    fleet.send(Drained(fleet.members["router-1"]))
-    assert list(fleet.publication()) == ["router-0"]
-    fleet.send(Tick(), after_s=100.0)
-    assert "router-1" not in fleet.names(StartService)
-
-
-def test_a_killed_router_restarts_while_the_other_one_serves() -> None:
-    fleet = Fleet(num_routers=2).all_started()
-    fleet.died("router-0")
-    assert list(fleet.publication()) == ["router-1"]
-    fleet.send(Tick(), after_s=1.0)
-    assert fleet.names(StartService) == ["router-0"]
-    fleet.started("router-0")
-    assert fleet.routers_known_to("router-0") == {"router-0": False, "router-1": False}
-
-
-def test_events_of_an_older_start_are_dropped() -> None:
-    fleet = Fleet().all_started()
-    old = fleet.members["decode-0"]
-    fleet.died("decode-0")
-    assert fleet.send(ServiceDied(old, "again")) == []
-    fleet.send(Tick(), after_s=1.0)
-    assert fleet.send(ServiceStarted(old, "old", "old:1")) == []
 
 
 def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
@@ -318,17 +248,6 @@ def test_a_start_without_an_answer_is_killed_and_attempted_again(
     assert fleet.names(KillService) == [name]
     says = f"{name} did not start: no answer within 50 s{hint}; starting it again in 1 s"
     assert fleet.of(FleetMessage) == [FleetMessage(says)]
-
-
-def test_at_shutdown_the_router_drains_before_any_worker() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(Shutdown())
-    assert fleet.names(DrainService) == ["router-0"]
-    fleet.send(Drained(fleet.members["router-0"]))
-    assert sorted(fleet.names(DrainService)) == ["decode-0", "prefill-0"]
-    fleet.send(Drained(fleet.members["decode-0"]))
-    fleet.died("prefill-0")
-    assert fleet.of(FleetStopped)
 
 
 def test_at_shutdown_every_router_drains_before_any_worker() -> None:

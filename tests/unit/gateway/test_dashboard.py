@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -191,30 +190,3 @@ async def test_each_model_shows_its_own_fleet() -> None:
 @pytest.mark.parametrize("after", ["-1", "x"])
 async def test_a_number_that_is_none_is_refused(client: httpx.AsyncClient, after: str) -> None:
     assert (await client.get(f"/dashboard/api/requests?after={after}")).status_code == 400
-
-
-STYLE = (routes.STATIC / "style.css").read_text(encoding="utf-8")
-TEXTS = ("text", "soft", "accent", "good", "warn", "bad")
-DRAWINGS = ("edge", "cached", "held", "leased", "incoming", "queue", "prefill", "transfer", "decode")
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, as WCAG 2.2 defines it."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("theme", [1, 2], ids=["light", "dark"])
-def test_the_colours_are_told_from_what_is_behind_them(theme: int) -> None:
-    colours = {found[0]: found[theme] for found in re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)}
-    for behind in ("card", "page"):
-        for name in TEXTS:
-            assert contrast(colours[name], colours[behind]) >= 4.5, f"{name} on {behind}"
-    for name in DRAWINGS:
-        assert contrast(colours[name], colours["card"]) >= 3, name

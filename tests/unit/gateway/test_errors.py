@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
-from gateway.errors import STATUSES, ApiError, ClientGone, api_error, http_field
+from gateway.errors import STATUSES, ClientGone, api_error, http_field
 from gateway.fleets import ModelUnknown
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
@@ -107,9 +107,3 @@ def test_another_form_of_a_prompt_is_refused(prompt: str) -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate_json(f'{{"prompt": {prompt}}}')
     assert api_error(caught.value).param == "prompt"
-
-
-def test_an_api_error_is_itself() -> None:
-    error = ApiError(418, "tea")
-    assert api_error(error) is error
-    assert error.body() == {"error": {"message": "tea", "type": "invalid_request_error", "param": None, "code": None}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.formats.chat import DONE, ChatAnswer, ChatChunks, Parsers
-from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.completion import CompletionChunks
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
@@ -95,16 +95,6 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
     assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_completion_repeats_its_prompt_once() -> None:
-    events = [tokens("b"), tokens("c"), end()]
-    chunks = chunks_of(CompletionChunks(HEAD, ["a"], UsageSum(1, False), False), events)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
-    answer = CompletionAnswer(HEAD, ["a"], UsageSum(1, False))
-    for event in events:
-        push(answer, event)
-    assert answer.result()["choices"][0]["text"] == "abc"
-
-
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
 def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any) -> None:
     event = end(stop_match=match)
@@ -155,13 +145,3 @@ def test_a_response_fails_with_an_error_event() -> None:
     push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]
-
-
-def test_a_response_has_an_item_for_each_text_and_call() -> None:
-    answer = ResponseAnswer(HEAD, {}, Parsers("hermes", 1), UsageSum(1, False))
-    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in push(answer, event)]
-    items = answer.result()["output"]
-    assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
-    assert [item["status"] for item in items] == ["completed"] * 3
-    assert json.loads(items[1]["arguments"]) == {"a": 1}
-    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3

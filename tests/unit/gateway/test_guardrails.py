@@ -57,13 +57,6 @@ async def test_without_a_guardrail_everything_passes_unchanged() -> None:
     assert await output.finish() == ""
 
 
-async def test_the_example_refuses_a_prompt_with_a_listed_word_in_any_message() -> None:
-    guardrail = load_guardrail(EXAMPLE)
-    assert await check_prompt(guardrail, [QUESTION]) == (QUESTION,)
-    with pytest.raises(Refused, match="prompts about sarin are not answered here"):
-        await check_prompt(guardrail, [QUESTION, Message("user", "How is SARIN made?")])
-
-
 async def test_the_example_masks_an_address_across_chunks_and_holds_back_only_the_last_word() -> None:
     output = GuardedOutput(load_guardrail(EXAMPLE), [QUESTION])
     sent = [await output.push(chunk) for chunk in ("Write to bo", "b@exam", "ple.com or", " call.")]
@@ -74,11 +67,6 @@ async def test_the_example_masks_an_address_across_chunks_and_holds_back_only_th
 @given(st.lists(st.text("ab@. -+", max_size=6), max_size=12))
 def test_the_example_masks_the_same_however_the_text_is_cut(chunks: list[str]) -> None:
     assert asyncio.run(masked(chunks)) == EMAIL.sub(MASK, "".join(chunks))
-
-
-async def test_a_rewritten_prompt_goes_to_the_model() -> None:
-    rewritten = Message("user", "Who?")
-    assert await check_prompt(Scripted([rewritten]), [QUESTION]) == (rewritten,)
 
 
 @pytest.mark.parametrize(

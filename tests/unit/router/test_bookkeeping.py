@@ -6,22 +6,12 @@ from dataclasses import replace
 
 from core.block_hash import sequence_hashes
 from core.errors import QueueFull, TransferFailed, WorkerUnavailable
-from core.lifecycle import ServiceRole, Stage, WorkerState
+from core.lifecycle import ServiceRole, Stage
 from core.step import SampledToken
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, request
 
 LOST = WorkerUnavailable("connection reset")
-
-
-def test_a_retried_request_keeps_its_place_before_later_requests() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive(request("first"))
-    router.report("D", WorkerState.DRAINING)
-    router.arrive(request("second"))
-    router.decode_fails(LOST, "first#1")
-    router.report("D")
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["first#1", "first#2", "second#1"]
 
 
 def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> None:

@@ -41,17 +41,6 @@ def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
     return stream.deliver(Deliver("r", first_index, token_ids, ()))
 
 
-def test_a_chunk_has_all_tokens_since_the_last_one() -> None:
-    stream = choice()
-    deliver(stream, 0, 0)
-    assert list(take(stream).token_ids) == [0]
-    deliver(stream, 1, 1)
-    deliver(stream, 2, 2, 3)
-    chunk = take(stream)
-    assert (chunk.index, list(chunk.token_ids), chunk.text) == (1, [1, 2, 3], "bé")
-    assert not stream.has_chunk
-
-
 def test_the_writer_is_woken_once_for_the_tokens_of_one_chunk() -> None:
     changed = asyncio.Event()
     stream = choice(changed=changed)

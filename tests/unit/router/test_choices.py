@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
-from core.lifecycle import FinishReason, ServiceRole, Stage
+from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TransferFailed
+from core.lifecycle import FinishReason, Stage
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
@@ -28,13 +28,6 @@ def test_the_other_choices_start_after_the_first_token() -> None:
     assert started(router) == ["a#1", "b#1", "c#1"]
     router.first_token(12, "a#1", index=0)
     assert len(started(router)) == 3
-
-
-def test_the_other_choices_also_start_after_a_first_token_of_the_decode_worker() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive(request("a"), others=[request("b")])
-    router.tokens(0, 11, dispatch="a#1")
-    assert started(router) == ["a#1", "b#1"]
 
 
 def test_a_call_is_admitted_or_refused_as_a_whole() -> None:
@@ -95,13 +88,6 @@ def test_the_other_choices_fail_with_a_first_choice_that_has_no_token(end, error
     assert [name.partition("#")[0] for name in started(router)].count("b") == 0
 
 
-def test_without_a_worker_every_choice_of_the_call_fails() -> None:
-    router = DrivenRouter(prefill=(), decode=())
-    router.arrive(request("a"), others=[request("b")])
-    router.pass_time(CONFIG.worker_wait_s + 0.1)
-    assert failed(router) == dict.fromkeys("ab", WorkerUnavailable)
-
-
 def test_a_held_choice_that_is_cancelled_never_starts() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b"), request("c")])
@@ -147,12 +133,3 @@ def test_a_full_worker_fails_a_call_only_before_its_first_token() -> None:
         assert started(router)[-1] == f"{name}#8"
         router.pass_time(60.0)
         assert failed(router) == dict.fromkeys("ab", DeadlineExceeded)
-
-
-def test_the_other_choices_start_after_a_retry_on_a_worker_that_joins_later() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive(request("a"), others=[request("b")])
-    router.post(events.WorkerLost("D", "gone"))
-    router.join("D2", ServiceRole.DECODE)
-    router.tokens(0, 11, dispatch="a#2")
-    assert started(router) == ["a#1", "a#2", "b#1"]

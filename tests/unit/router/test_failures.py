@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from core.errors import LayoutMismatch, OutOfDeviceMemory, QueueFull, TandemError, TransferFailed, WorkerUnavailable
+from core.errors import LayoutMismatch, OutOfDeviceMemory, TandemError, TransferFailed, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole
 from core.step import SampledToken
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
-
-LOST = WorkerUnavailable("connection reset")
 
 
 def test_after_the_loss_of_a_prefill_worker_the_request_goes_to_another_pair() -> None:
@@ -134,27 +132,6 @@ def test_an_error_that_is_not_retryable_ends_the_request() -> None:
     assert str(router.only(events.Fail).error) == "the step failed"
 
 
-def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.decode_fails(QueueFull("256 sequences wait already"))
-    assert router.machine.view.num_queued == 1
-    router.report("D")
-    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
-
-
-def test_a_sequence_without_memory_goes_on_on_another_worker() -> None:
-    router = DrivenRouter(prefill=(), decode=("D1", "D2"))
-    router.arrive()
-    (_, _, first), other = router.dispatches()[0], {"D1": "D2", "D2": "D1"}
-    router.tokens(0, 11)
-    router.decode_fails(OutOfDeviceMemory("no memory"))
-    assert router.dispatches() == [("r#1", None, first), ("r#2", None, other[first])]
-    router.tokens(1, 12, 13, 14, dispatch="r#2")
-    router.decoded("r#2")
-    assert router.delivered() == [11, 12, 13, 14]
-
-
 def test_a_worker_without_memory_gets_nothing_until_it_reports_again() -> None:
     """Its failed requests make it empty. Without the pause it would attract every request."""
     router = DrivenRouter(replace(CONFIG, max_queued=8), prefill=(), decode=("D1", "D2"))
@@ -168,25 +145,6 @@ def test_a_worker_without_memory_gets_nothing_until_it_reports_again() -> None:
     router.report("D1")
     router.arrive(request("u"))
     assert router.dispatches()[-1] == ("u#1", None, "D1")
-
-
-def test_a_prompt_that_no_prefill_worker_has_memory_for_is_computed_by_the_decode_worker() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.prefill_fails(OutOfDeviceMemory("no memory"))
-    assert router.dispatches() == [("r#1", "P", "D"), ("r#2", None, "D")]
-
-
-def test_without_memory_on_any_worker_the_request_ends_with_that_error() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    for attempt in range(1, CONFIG.max_attempts + 1):
-        router.decode_fails(OutOfDeviceMemory("no memory"), f"r#{attempt}")
-        router.report("D")
-        router.pass_time(1.0)
-    error = router.only(events.Fail).error
-    assert isinstance(error, OutOfDeviceMemory)
-    assert error.retryable
 
 
 def test_requests_of_a_restarted_worker_are_dispatched_again() -> None:

@@ -24,16 +24,6 @@ def headers(key: str) -> list[tuple[str, str | bytes]]:
     return [("authorization", f"Bearer {key}")]
 
 
-def test_a_key_has_no_more_open_requests_than_its_limit() -> None:
-    limits = KeyLimits()
-    limits.admit(STREAMS, 0.0)
-    limits.admit(STREAMS, 0.0)
-    with pytest.raises(KeyLimitReached, match=r"API key 'alice' has 2 open requests, its limit \(max_streams\)"):
-        limits.admit(STREAMS, 0.0)
-    limits.release(STREAMS)
-    limits.admit(STREAMS, 0.0)
-
-
 def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when_the_next_may_come() -> None:
     limits = KeyLimits()
     for now in (0.0, 10.0, 20.0):
@@ -90,12 +80,6 @@ def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
     request = inference_pb2.GenerateRequest(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1))
     with tenants.admit(request, headers("alice's key"), 0.0):
         assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
-
-
-def test_without_keys_a_request_stays_as_it_is() -> None:
-    request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
-    with TenantAdmission(ApiKeys(())).admit(request, [], 0.0):
-        assert (request.user, request.cache_salt) == ("alice", "mine")
 
 
 def test_the_slot_of_a_request_that_fails_is_free_again() -> None:

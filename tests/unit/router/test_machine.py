@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from core.block_hash import sequence_hashes
-from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
+from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
 from router.requests import events
-from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, agent, request
+from tests.unit.router.driving_router import LAYOUT, DrivenRouter, agent, request
 
 LOST = WorkerUnavailable("connection reset")
 
@@ -27,14 +24,6 @@ def test_both_calls_start_at_once_with_one_transfer_id_and_the_address_of_the_ot
     assert prefill.reader == agent("D")
     assert decode.dispatch_id == prefill.dispatch_id == "r#1"
     assert decode.timeout_s == prefill.timeout_s == 5.0
-
-
-def test_each_attempt_has_a_request_id_of_its_own_on_the_workers() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.decode_fails(LOST)
-    router.report("D")
-    assert [action.request.request_id for action in router.of(events.StartDecode)] == ["r#1", "r#2"]
 
 
 def test_the_first_token_comes_from_the_prefill_worker_and_the_rest_from_the_decode_worker() -> None:
@@ -144,38 +133,6 @@ def test_with_no_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
     router.tokens(0, 11, 12, 13, 14)
     router.decoded()
     assert router.only(events.Finish).outcome.path is RequestPath.LOCAL
-
-
-AUTO = replace(CONFIG, local_prefill="auto")
-
-
-def test_an_idle_decode_worker_computes_a_prompt_alone_while_the_prefill_worker_is_busy() -> None:
-    router = DrivenRouter(AUTO)
-    router.report("P", prompt_backlog=(0.0, 0.0, 0.0, 5.0))
-    router.arrive()
-    assert router.dispatches() == [("r#1", None, "D")]
-
-
-def test_a_busy_decode_worker_leaves_a_prompt_to_the_prefill_worker() -> None:
-    router = DrivenRouter(AUTO)
-    router.report("D", num_decoding=30, decode_context=3000, num_calls=30)
-    router.arrive()
-    assert router.dispatches() == [("r#1", "P", "D")]
-
-
-def test_a_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
-    router = DrivenRouter(AUTO)
-    prompt = request(prompt=range(1, 18))
-    router.store("D", *sequence_hashes(prompt.token_ids, LAYOUT.block_size))
-    router.arrive(prompt)
-    assert router.dispatches() == [("r#1", None, "D")]
-
-
-def test_no_prompt_is_computed_on_a_decode_worker_if_local_prefill_is_never() -> None:
-    router = DrivenRouter()
-    router.report("P", prompt_backlog=(0.0, 0.0, 0.0, 5.0))
-    router.arrive()
-    assert router.dispatches() == [("r#1", "P", "D")]
 
 
 def test_the_outcome_has_the_predicted_and_the_actual_time_to_the_first_token() -> None:
@@ -291,24 +248,6 @@ def test_a_request_too_large_for_every_decode_worker_is_refused_at_once() -> Non
     assert router.machine.view.num_in_flight == 1
 
 
-def test_the_queue_is_served_by_priority_and_then_by_arrival() -> None:
-    router = DrivenRouter(replace(CONFIG, max_queued=8), decode=())
-    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
-        router.arrive(request(name, priority=priority))
-    router.join("D", ServiceRole.DECODE)
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["urgent#1", "first#1", "second#1", "late#1"]
-
-
-def test_a_request_waits_while_every_decode_worker_has_max_in_flight_per_worker() -> None:
-    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), prefill=())
-    router.arrive(request("a", max_tokens=1))
-    router.arrive(request("b"))
-    assert router.machine.view.num_queued == 1
-    router.tokens(0, 11, dispatch="a#1")
-    router.decoded("a#1")
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
-
-
 # ---- workers
 
 
@@ -324,15 +263,6 @@ def test_a_silent_worker_gets_no_request_and_is_then_lost() -> None:
     assert router.machine.view.num_queued == 1, "its request is queued again"
 
 
-def test_a_suspect_worker_gets_requests_again_after_its_next_report() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.decode_fails(LOST)
-    assert len(router.dispatches()) == 1
-    router.report("D")
-    assert len(router.dispatches()) == 2
-
-
 def test_a_draining_worker_finishes_its_requests_and_gets_no_new_ones() -> None:
     router = DrivenRouter(prefill=(), decode=("D1", "D2"))
     router.arrive(request("a"))
@@ -344,40 +274,11 @@ def test_a_draining_worker_finishes_its_requests_and_gets_no_new_ones() -> None:
     assert router.delivered("a") == [11, 12, 13, 14]
 
 
-def test_a_draining_prefill_pool_leaves_the_prompts_to_the_decode_workers() -> None:
-    router = DrivenRouter()
-    router.report("P", WorkerState.DRAINING)
-    router.arrive()
-    assert router.dispatches() == [("r#1", None, "D")]
-
-
-def test_a_worker_with_another_kv_layout_cannot_join() -> None:
-    router = DrivenRouter()
-    with pytest.raises(LayoutMismatch, match="block_size"):
-        router.join("D2", ServiceRole.DECODE, layout=replace(LAYOUT, block_size=8))
-    router.machine.check()
-    assert router.machine.workers.get("D2") is None
-
-
 def test_reports_of_a_worker_that_never_joined_are_ignored() -> None:
     router = DrivenRouter(decode=())
     router.arrive()
     assert router.report("D") == []
     assert router.machine.view.num_queued == 1
-
-
-def test_explain_changes_nothing() -> None:
-    router = DrivenRouter(prefill=("P1", "P2"))
-    found = router.machine.view.find_candidates(request(), router.now)
-    assert [candidate.prefill_worker for candidate in found] == ["P1", "P2"]
-    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (0, 0)
-
-
-def test_repeated_tokens_deliver_nothing() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.first_token(11)
-    assert router.tokens(0, 11) == []
 
 
 def test_a_failed_prefill_call_is_ignored_after_the_decode_worker_has_sent_its_token() -> None:

@@ -38,10 +38,6 @@ def test_a_joining_worker_and_the_other_pool_learn_of_each_other() -> None:
     ]
 
 
-def test_workers_of_one_pool_do_not_learn_of_each_other() -> None:
-    assert DrivenRouter(prefill=[], decode=["D0", "D1"]).actions == []
-
-
 def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     owners = [f"P{number}" for number in range(40)]
     router = DrivenRouter(prefill=owners, decode=[])

@@ -155,11 +155,6 @@ def test_an_unmeasured_path_has_the_bandwidth_of_its_hardware_or_a_guess() -> No
     assert unknown.transfer_s == pytest.approx(128 * 1000 / UNKNOWN_BYTES_PER_S)
 
 
-def test_a_decode_worker_that_holds_the_prefix_saves_its_transfer() -> None:
-    (first, *_) = ask(100, [view("p")], [view("d1", block_bytes=10**7), view("d2", 96, block_bytes=10**7)])
-    assert (first.decode_worker, first.transfer_blocks) == ("d2", 1)
-
-
 def test_a_full_decode_worker_is_waited_for_after_the_prefill() -> None:
     full = view("d", num_free_blocks=50, blocks_released_per_s=100.0)
     found = pair(1000, view("p"), full)
@@ -167,11 +162,6 @@ def test_a_full_decode_worker_is_waited_for_after_the_prefill() -> None:
     assert pair(1000, view("p"), view("d", num_free_blocks=50)).room_wait_s == UNKNOWN_ROOM_WAIT_S
     assert pair(200, view("p"), full).room_wait_s == 0.0
     assert found.first_token_s < found.room_wait_s + found.prefill_s, "the first token comes from the prefill worker"
-
-
-def test_room_of_the_decode_worker_decides_between_equal_pairs() -> None:
-    full = view("d1", num_free_blocks=-100, blocks_released_per_s=10.0)
-    assert ask(100, [view("p")], [full, view("d2")])[0].decode_worker == "d2"
 
 
 def test_a_new_stream_makes_the_steps_of_all_sequences_of_the_decode_worker_longer() -> None:
@@ -216,26 +206,11 @@ def test_room_is_waited_for_before_the_decode_worker_computes() -> None:
 # ---- the choice
 
 
-def test_a_cached_prefix_is_worth_a_shorter_queue() -> None:
-    warm, cold = view("warm", backlog=backlog(0.01), cached_tokens=80), view("cold")
-    assert ask(100, [warm, cold], [view("d")])[0].prefill_worker == "warm"
-
-
-def test_a_long_queue_is_worth_more_than_a_cached_prefix() -> None:
-    warm, cold = view("warm", arriving=backlog(*[0.01] * 20), cached_tokens=80), view("cold")
-    assert ask(100, [warm, cold], [view("d")])[0].prefill_worker == "cold"
-
-
 def test_an_idle_decode_worker_computes_a_prompt_while_the_prefill_worker_is_busy() -> None:
     idle, busy = view("p"), view("p", arriving=backlog(*[0.05] * 20))
     assert ask(100, [busy], [view("d")], AUTO)[0].path is RequestPath.LOCAL
     assert ask(100, [idle], [view("d", **decoding(8, 8000))], AUTO)[0].path is RequestPath.DISAGGREGATED
     assert ask(100, [busy], [view("d")], NEVER)[0].path is RequestPath.DISAGGREGATED
-
-
-def test_a_worker_with_a_faster_step_is_preferred() -> None:
-    slow, fast = view("slow", cost=replace(COST, token_s=0.004)), view("fast", num_dispatched=3)
-    assert ask(100, [slow, fast], [view("d")])[0].prefill_worker == "fast"
 
 
 def test_without_a_prefill_worker_alive_any_prompt_is_computed_on_the_decode_worker() -> None:
@@ -262,11 +237,6 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
     prefill = [view("p1", num_dispatched=2), view("p2", cost=almost)]
     chosen = ask(100, prefill, [view("d1", num_dispatched=1), view("d2")])[0]
     assert (chosen.prefill_worker, chosen.decode_worker) == ("p2", "d2")
-
-
-def test_the_reason_names_the_cost_and_the_first_token() -> None:
-    found = pair(100, view("p"), view("d"))
-    assert f"({found.cost:.3f} s), the first token in {found.first_token_s:.3f} s" in reason_for(found, True)
 
 
 views = st.builds(

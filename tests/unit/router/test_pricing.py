@@ -15,7 +15,7 @@ from core.scheduling.worker_load import RouterCalls, WorkerChanges
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, request
 
-FULL = replace(CONFIG, max_in_flight_per_worker=1, max_queued=20_000)
+FULL = replace(CONFIG, max_in_flight_per_worker=1, max_queued=2_000)
 LOST = WorkerUnavailable("connection reset")
 
 
@@ -124,9 +124,9 @@ def test_a_retry_whose_pause_has_ended_is_priced() -> None:
     assert len(router.dispatches()) == 3
 
 
-def test_ten_thousand_queued_requests_are_served_in_rank_order() -> None:
+def test_a_thousand_queued_requests_are_served_in_rank_order() -> None:
     router = DrivenRouter(FULL, prefill=())
-    machine, names = router.machine, [f"r{number:05}" for number in range(10_000)]
+    machine, names = router.machine, [f"r{number:05}" for number in range(1_000)]
     for name in names:
         machine.handle(events.RequestArrived(request(name, max_tokens=1), router.now, router.now + 1000.0), router.now)
     prices, served = count_prices(router), []

@@ -13,6 +13,7 @@ from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.operations.request_metrics import RequestMetrics, reason_of
+from router.operations.request_spans import route_attributes
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
 from router.routing.policy import Candidate
 from router.serving.choice_stream import ChoiceStream
@@ -115,10 +116,26 @@ def test_the_speed_of_decode_is_counted_by_length() -> None:
     assert recorded.of(Metric.DECODE_SPEED) == {("le_256",): 2.0, ("le_16384",): 2.0}
 
 
-def test_the_predicted_time_per_token_is_compared_with_the_measured_one() -> None:
+def test_measured_times_are_compared_with_predicted_ones_after_one_attempt_only() -> None:
     recorded = Recorded()
-    recorded.end()
-    assert recorded.of(Metric.TPOT_PREDICTION_RATIO) == {("disaggregated",): pytest.approx(2.0)}
+    recorded.end(replace(OUTCOME, first_token_s=1.25))
+    recorded.end(replace(OUTCOME, first_token_s=9.0, attempts=2, path=RequestPath.RECOMPUTED))
+    recorded.fail(QueueFull("full"), Stage.QUEUE)
+    assert recorded.of(Metric.TTFT_PREDICTION_RATIO) == {("disaggregated",): pytest.approx(1.25)}
+    assert recorded.of(Metric.TPOT_PREDICTION_RATIO)["disaggregated",] == pytest.approx(2.0)
+
+
+def test_every_term_of_the_route_is_an_attribute_in_ms() -> None:
+    route = CANDIDATE._replace(queue_s=0.1, prefill_s=0.2, transfer_s=0.04, room_wait_s=0.3, gap_s=0.002, num_streams=3)
+    outcome = replace(OUTCOME, candidate=route, first_token_s=1.25)
+    assert route_attributes(outcome) == pytest.approx(
+        {
+            "tandem.route.queue_ms": 100.0, "tandem.route.prefill_ms": 200.0, "tandem.route.transfer_ms": 40.0,
+            "tandem.route.room_wait_ms": 300.0, "tandem.route.gap_ms": 2.0, "tandem.route.num_streams": 3,
+            "tandem.route.cost_ms": 646.0, "tandem.route.predicted_ttft_ms": 1000.0,
+            "tandem.route.ttft_ms": 1250.0,
+        }
+    )  # fmt: skip
 
 
 def test_gaps_are_those_between_messages_and_zero_within_a_message() -> None:

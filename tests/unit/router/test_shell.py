@@ -14,8 +14,7 @@ from router.routing.policy import SecondsPolicy
 from router.shell import RouterShell
 from runtime.rpc.security import OPEN
 from runtime.tracing.telemetry import Telemetry
-from tandem_client.stubs import worker_pb2
-from tests.unit.router.fake_reports import Reports, Tokens, snapshot
+from tests.unit.router.fake_reports import FakeWorker, snapshot
 
 CONFIG = RouterConfig()
 ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}
@@ -23,24 +22,6 @@ ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}
 
 def endpoint(worker_id: str) -> Endpoint:
     return Endpoint(worker_id, "127.0.0.1:1", ROLES[worker_id])
-
-
-class Worker:
-    """The calls of a worker that the router makes before the first request."""
-
-    def __init__(self) -> None:
-        self.reports = Reports()
-        self.watched = asyncio.Event()
-
-    def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
-        self.watched.set()
-        return self.reports
-
-    def StreamTokens(self, _: worker_pb2.StreamTokensRequest, **__: object) -> Tokens:
-        return Tokens()
-
-    async def UpdatePeers(self, _: worker_pb2.UpdatePeersRequest, **__: object) -> worker_pb2.UpdatePeersResponse:
-        return worker_pb2.UpdatePeersResponse()
 
 
 @pytest_asyncio.fixture
@@ -52,14 +33,14 @@ async def shell() -> AsyncIterator[RouterShell]:
     shell.metrics.close()
 
 
-async def watch(shell: RouterShell, *worker_ids: str) -> list[Worker]:
+async def watch(shell: RouterShell, *worker_ids: str) -> list[FakeWorker]:
     await shell.set_workers([endpoint(worker_id) for worker_id in worker_ids])
-    workers = [Worker() for _ in worker_ids]
+    workers = [FakeWorker() for _ in worker_ids]
     for worker_id, worker in zip(worker_ids, workers, strict=True):
         shell.links[worker_id]._worker = shell.links[worker_id]._decode = worker  # type: ignore[assignment]
     async with asyncio.timeout(5):
-        for worker in workers:
-            await worker.watched.wait()
+        while not all(worker.num_watches for worker in workers):
+            await asyncio.sleep(0)
     await turn_the_loop()  # each watch waits for its first report
     return workers
 

@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from core.errors import InvalidRequest, TokenStreamEnded, WorkerUnavailable
-from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
-from core.service import Endpoint
 from core.step import SampledToken
 from router.links.token_stream import decode_step_tokens
-from router.links.worker_link import WorkerLink
 from router.requests.events import DecodeReturned, StartDecode, StepTokens, TokenStreamLost, WorkerJoined, WorkerLost
-from runtime.rpc.security import OPEN
 from tandem_client.stubs import inference_pb2, worker_pb2
-from tests.unit.router.fake_reports import Reports, Tokens, snapshot
+from tests.unit.router.fake_reports import FakeWorker, snapshot
 
 BROKEN = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "reset", None)
 TOKENS = worker_pb2.StepTokens(calls=[5, 6], indexes=[0, 3], token_ids=[11, 12])
 
 
-class Worker:
-    def __init__(self) -> None:
-        self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
-        self.reports = Reports()
-        self.tokens: list[Tokens] = []
-        self.stream_ids: list[int] = []
-        self.num_watches = 0
-        self.silent = False
-        self.refusal: grpc.aio.AioRpcError | None = None  # of each Decode call
-        endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
-        self.link = WorkerLink(endpoint, "router", self.posted.put_nowait, lambda _: True, OPEN)
-        self.link._worker = self.link._decode = self  # type: ignore[assignment]
-
-    def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
-        self.num_watches += 1
-        return self.reports
-
-    def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Tokens:
-        self.stream_ids.append(request.stream_id)
-        tokens = Tokens()
-        if self.silent:
-            tokens._messages.get_nowait()  # no first message
-        self.tokens.append(tokens)
-        return tokens
-
-    async def Decode(self, request: worker_pb2.DecodeRequest, **_: object) -> worker_pb2.DecodeFinished:
-        assert request.stream_id == self.stream_ids[-1]
-        if self.refusal is not None:
-            raise self.refusal
-        return worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP, num_tokens=3)
-
-    async def event(self) -> Any:
-        async with asyncio.timeout(5):
-            return await self.posted.get()
-
-    async def joins(self) -> None:
-        self.reports.put(snapshot("w"))
-        assert isinstance(await self.event(), WorkerJoined)
-
-
-@pytest_asyncio.fixture
-async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
-    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
-    worker = Worker()
-    yield worker
-    await worker.link.close()
-
-
-def decode(worker: Worker) -> None:
+def decode(worker: FakeWorker) -> None:
     request = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
     worker.link.start_decode(StartDecode("r#1", "w", request, None, timeout_s=60.0, call=7))
 
 
-async def test_each_message_is_one_event(worker: Worker) -> None:
+async def test_each_message_is_one_event(worker: FakeWorker) -> None:
     await worker.joins()
     worker.tokens[0].put(TOKENS)
     assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], {})
 
 
-async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens(worker: Worker) -> None:
+async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens(worker: FakeWorker) -> None:
     await worker.joins()
     decode(worker)
     event = await worker.event()
@@ -94,7 +38,7 @@ async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens
     assert event.result.num_tokens == 3  # type: ignore[union-attr]
 
 
-async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: Worker) -> None:
+async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: FakeWorker) -> None:
     await worker.joins()
     worker.tokens[0].put(BROKEN)
     assert await worker.event() == TokenStreamLost("w", "reset")
@@ -105,7 +49,7 @@ async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(w
     assert isinstance(await worker.event(), DecodeReturned)
 
 
-async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: Worker) -> None:
+async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: FakeWorker) -> None:
     """A report would tell the machine that the worker may be used."""
     await worker.joins()
     worker.silent = True  # the next stream does not open
@@ -120,23 +64,22 @@ async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_
     assert worker.posted.empty()
 
 
-async def test_a_stream_that_does_not_open_loses_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
+async def test_a_stream_that_does_not_open_loses_the_worker(
+    new_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_worker.silent = True
     monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 0.01)
-    worker = Worker()
-    worker.silent = True
-    assert isinstance(await worker.event(), WorkerLost)
-    assert worker.num_watches == 0
-    worker.silent = False
+    new_worker.is_followed()
+    assert isinstance(await new_worker.event(), WorkerLost)
+    assert new_worker.num_watches == 0
+    new_worker.silent = False
     monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 5.0)
-    worker.reports.put(snapshot("w"))
-    async with asyncio.timeout(5):
-        while not isinstance(await worker.posted.get(), WorkerJoined):
-            pass
-    await worker.link.close()
+    new_worker.reports.put(snapshot("w"))
+    while not isinstance(await new_worker.event(), WorkerJoined):
+        pass
 
 
-async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_once(worker: Worker) -> None:
+async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_once(worker: FakeWorker) -> None:
     """The stream tells its end only after all tokens before, and until then each call on it would be refused."""
     await worker.joins()
     trailers = grpc.aio.Metadata(("tandem-retryable", "true"), ("tandem-token-stream-ended", "true"))
@@ -150,7 +93,7 @@ async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_on
     assert len(set(worker.stream_ids)) == 2
 
 
-async def test_a_new_report_stream_keeps_the_token_stream(worker: Worker) -> None:
+async def test_a_new_report_stream_keeps_the_token_stream(worker: FakeWorker) -> None:
     await worker.joins()
     worker.reports.put(worker_pb2.WorkerReport(sequence_number=9, load=snapshot("w").load))  # a gap
     await worker.joins()
@@ -171,7 +114,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("message", UNFIT.values(), ids=UNFIT.keys())
 async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
-    worker: Worker, message: worker_pb2.StepTokens, caplog: pytest.LogCaptureFixture
+    worker: FakeWorker, message: worker_pb2.StepTokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(InvalidRequest):
         decode_step_tokens(message)

@@ -6,12 +6,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import WorkerUnavailable
 from core.lifecycle import FinishReason, ServiceRole
 from core.step import SampledToken
 from router.requests import events
 from router.requests.machine import MISSING_TOKENS_S
-from tests.unit.router.driving_router import CONFIG, DrivenRouter, request, step_tokens
+from tests.unit.router.driving_router import DrivenRouter, request, step_tokens
 
 
 def decoding(*names: str, decode: tuple[str, ...] = ("D",), **options: object) -> DrivenRouter:
@@ -42,14 +41,6 @@ def test_log_probabilities_go_to_the_requests_that_asked_for_them() -> None:
         (tokens[0],), (tokens[1],),
     ]  # fmt: skip
     assert not any(action.logprobs for action in router.of(events.Deliver) if action.request_id == "plain")
-
-
-def test_calls_have_numbers_in_the_order_in_which_they_start() -> None:
-    router = DrivenRouter()
-    router.arrive(request("a"))
-    router.arrive(request("b"))
-    numbers = [a.call for a in router.actions if isinstance(a, events.StartDecode | events.StartPrefill)]
-    assert numbers == [1, 2, 3, 4]
 
 
 def test_tokens_of_unknown_calls_are_dropped() -> None:
@@ -109,29 +100,6 @@ def test_after_the_loss_of_its_stream_a_worker_gets_nothing_before_its_next_snap
     router.tokens(0, 11, 12, 13, 14, dispatch="r#2")
     router.decoded("r#2")
     assert router.only(events.Finish).outcome.attempts == 2
-
-
-def test_the_loss_of_the_stream_of_an_unknown_worker_changes_nothing() -> None:
-    assert decoding().post(events.TokenStreamLost("elsewhere", "connection reset")) == []
-
-
-def test_a_worker_that_is_lost_between_the_end_and_the_last_tokens_costs_an_attempt() -> None:
-    router = decoding(decode=("D1", "D2"))
-    router.tokens(0, 11)
-    router.decoded(num_tokens=4)
-    router.post(events.WorkerLost("D1", "its process has ended"))
-    assert router.dispatches()[1:] == [("r#2", None, "D2")]
-
-
-def test_a_stream_that_breaks_again_and_again_fails_a_request_without_progress_retryably() -> None:
-    router = decoding()
-    for _ in range(CONFIG.max_attempts):
-        router.post(events.TokenStreamLost("D", "connection reset"))
-        router.pass_time(1.0)
-        router.join("D", ServiceRole.DECODE)
-    error = router.only(events.Fail).error
-    assert isinstance(error, WorkerUnavailable)
-    assert error.retryable
 
 
 MESSAGES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=12)

@@ -25,22 +25,11 @@ def test_a_worker_that_holds_blocks_for_ten_seconds_releases_a_tenth_each_second
     assert taken(*steady).blocks_per_s == pytest.approx(20.0, rel=0.02)
 
 
-def test_a_worker_that_fills_up_releases_more() -> None:
-    steady = [(float(second), 200, 20 * second) for second in range(60)]
-    assert taken(*steady, (60.0, 400, 1200)).blocks_per_s == pytest.approx(40.0, rel=0.02)
-
-
 def test_time_without_requests_does_not_slow_the_release() -> None:
     steady = [(float(second), 200, 20 * second) for second in range(60)]
     idle = [(60.0 + second, 0, 1400) for second in range(300)]
     assert taken(*steady, *idle).blocks_per_s == 0.0, "nothing is held"
     assert taken(*steady, *idle, (400.0, 200, 1400)).blocks_per_s == pytest.approx(20.0, rel=0.4)
-
-
-def test_nothing_is_known_before_a_release() -> None:
-    assert taken().blocks_per_s == 0.0
-    assert taken((0.0, 10, 500)).blocks_per_s == 0.0
-    assert taken((0.0, 10, 500), (1.0, 10, 500)).blocks_per_s == 0.0
 
 
 def test_a_view_has_the_time_of_its_load_and_not_of_a_later_report_without_one() -> None:

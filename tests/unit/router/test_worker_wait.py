@@ -94,16 +94,3 @@ def test_a_dispatched_request_does_not_wait_for_a_worker() -> None:
         router.pass_time(0.0)
     assert router.now > 100.0 + CONFIG.worker_wait_s
     assert not router.of(events.Fail)
-
-
-def test_the_loss_of_the_last_worker_starts_the_wait_of_a_request_that_waited_for_room() -> None:
-    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, worker_lost_s=100.0), prefill=())
-    router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
-    router.arrive(request("waits"), timeout_s=1000.0)
-    router.pass_time(2.5 * CONFIG.worker_wait_s)
-    assert not router.of(events.Fail)
-    router.post(events.WorkerLost("D", "the process has ended"))
-    router.pass_time(CONFIG.worker_wait_s + 0.1)
-    errors = {failed.request_id: str(failed.error) for failed in router.of(events.Fail)}
-    assert errors.keys() == {"runs", "waits"}
-    assert "the last attempt failed: worker D was lost" in errors["runs"]

@@ -12,7 +12,6 @@ from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch, MemoryMismatch
 from core.handoff import DevicePath, PoolAccess
 from core.lifecycle import ServiceRole, WorkerState
-from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from router.routing.policy import Candidate, SecondsPolicy
@@ -46,19 +45,6 @@ def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = froze
     return sorted({candidate.decode_worker for candidate in found})
 
 
-def cached(workers: WorkerTable, prompt: Request) -> tuple[int, int]:
-    """(cached tokens, blocks to transfer) of the cheapest candidate."""
-    found = workers.choose(hashes_of(prompt), frozenset(), 0.0)
-    assert found is not None
-    return found.cached_tokens, found.transfer_blocks
-
-
-def test_a_worker_is_usable_while_its_report_is_fresh() -> None:
-    workers = table(record("d"))
-    assert usable(workers, now=3.0) == ["d"]
-    assert usable(workers, now=3.1) == []
-
-
 def test_a_suspect_full_draining_or_prefill_worker_is_not_usable_for_decode() -> None:
     workers = table(
         record("suspect"),
@@ -77,13 +63,6 @@ def test_workers_to_avoid_are_usable_only_if_there_are_no_others() -> None:
     workers = table(record("d1"), record("d2"))
     assert usable(workers, avoid=frozenset({"d1"})) == ["d2"]
     assert usable(workers, avoid=frozenset({"d1", "d2"})) == ["d1", "d2"]
-
-
-def test_cached_tokens_follow_the_snapshot() -> None:
-    workers = empty_table()
-    prompt = request(prompt=range(1, 13))
-    workers.join(record("d"), sequence_hashes(prompt.token_ids, LAYOUT.block_size)[:2])
-    assert cached(workers, prompt) == (8, 0)
 
 
 def test_a_fresh_snapshot_keeps_the_dispatches_and_ends_the_suspicion() -> None:
@@ -141,13 +120,6 @@ def test_a_prompt_is_hashed_to_the_first_block_that_no_worker_has() -> None:
     workers.join(record("d"), sequence_hashes(range(1, 41), LAYOUT.block_size)[:3])
     assert workers.choose(prompt, frozenset(), 0.0) is not None
     assert prompt.chain(LAYOUT.block_size).num_computed == 4
-
-
-def test_has_role_needs_a_serving_worker_that_is_not_avoided() -> None:
-    workers = table(record("p", ServiceRole.PREFILL))
-    assert workers.has_role(ServiceRole.PREFILL)
-    assert not workers.has_role(ServiceRole.PREFILL, avoid=frozenset({"p"}))
-    assert not workers.has_role(ServiceRole.DECODE)
 
 
 WIDE = replace(LAYOUT, block_size=2 * LAYOUT.block_size)

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import TelemetryConfig
-from runtime.prometheus.metrics import ALIASES, METRICS, ROUTER_METRICS, TYPES, Kind, Metric, length_class
+from runtime.prometheus.metrics import ALIASES, METRICS, ROUTER_METRICS, TYPES, Metric
 from runtime.prometheus.metrics_page import Metrics, Reading
 
 
@@ -34,24 +34,18 @@ def test_every_metric_starts_with_tandem_or_is_a_semantic_convention(metric: Met
     assert labels <= {in_prometheus(name) for name in ATTRIBUTES}
 
 
-@pytest.mark.parametrize("metric", Metric)
-def test_exactly_the_counters_have_names_that_end_in_total(metric: Metric) -> None:
-    grows = METRICS[metric].kind in (Kind.COUNTER, Kind.TOTAL)
-    assert metric.value.endswith("_total") == grows
-
-
 def page(metrics: Metrics) -> dict[str, Family]:
     return {family.name: family for family in metrics.collect()}
 
 
-def test_the_page_shows_only_present_workers_also_after_a_thousand_have_left() -> None:
+def test_the_page_shows_only_present_workers_also_after_many_have_left() -> None:
     here: list[str] = []
 
     def read() -> Iterable[Reading]:
         return [(Metric.WORKER_RUNNING, 1.0, {"worker": name, "role": "decode"}) for name in here]
 
     metrics = Metrics(TelemetryConfig(), read)
-    for start in range(1000):
+    for start in range(50):
         here[:] = [f"decode-0.{start:016x}"]
         family = page(metrics)[Metric.WORKER_RUNNING.value]
         assert [sample.labels["worker"] for sample in family.samples] == here
@@ -102,10 +96,3 @@ def test_the_aliases_are_names_of_vllm_with_labels_that_their_source_has() -> No
         assert name.startswith("vllm:")
         assert {*alias.only, *alias.labels.values()} <= set(about.labels)
         assert name.endswith("_total") == (TYPES[about.kind] == "counter")
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "name"), [(1, "le_256"), (256, "le_256"), (257, "le_1024"), (20_000, "gt_16384")]
-)
-def test_lengths_have_few_classes(num_tokens: int, name: str) -> None:
-    assert length_class(num_tokens) == name

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from core.errors import QueueFull
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, Piece, RetryPolicy
+from tandem_client import NO_RETRY, AsyncClient, Client, Piece, RetryPolicy
 from tandem_client.stubs import inference_pb2
 from tests.support.scripted_router import ScriptedRouter, scripted_router
 
@@ -51,13 +51,6 @@ async def test_calls_answer_and_streams_end_with_a_result(router: ScriptedRouter
 
     name, pieces, text, num_messages = await in_a_thread(router, use)
     assert (name, [piece.text for piece in pieces], text, num_messages) == ("scripted", ["a", "bc"], "abc", 3)
-
-
-async def test_a_failure_is_a_call_failed(router: ScriptedRouter) -> None:
-    router.failures = [QueueFull("full", retry_after_s=2.5)]
-    with pytest.raises(CallFailed, match="full") as failed:
-        await in_a_thread(router, lambda client: client.complete("hello"))
-    assert failed.value.retry_after_s == 2.5
 
 
 async def test_a_retry_waits_for_its_pause(router: ScriptedRouter) -> None:

@@ -31,16 +31,6 @@ async def ask(address: str) -> str:
         return (await client.complete("hello", timeout_s=10.0)).text
 
 
-async def test_a_stream_gives_pieces_and_then_its_result(router: ScriptedRouter) -> None:
-    async with AsyncClient(router.address) as client:
-        stream = client.stream("hello")
-        with pytest.raises(ValueError, match="has not ended"):
-            _ = stream.result
-        assert [piece.text async for piece in stream] == ["a", "bc"]
-        assert stream.result.text == "abc"
-    assert router.requests[0].text == "hello"
-
-
 async def test_leaving_a_stream_early_cancels_the_request(router: ScriptedRouter) -> None:
     router.hold = asyncio.Event()
     async with AsyncClient(router.address) as client, asyncio.timeout(10.0):

@@ -61,13 +61,6 @@ async def test_a_retryable_failure_is_tried_again_until_it_answers(router: Scrip
     assert await ask(router) == ("hello", [0.5, 3.0], 3)
 
 
-async def test_calls_that_stream_nothing_are_tried_again_too(router: ScriptedRouter) -> None:
-    router.failures, clock = [QueueFull("full")], FakeClock()
-    async with AsyncClient(router.address, clock=clock) as client:
-        assert (await client.model()).name == "scripted"
-    assert clock.slept == [1.0]
-
-
 @pytest.mark.parametrize(
     ("failures", "late_failures"),
     [

@@ -59,16 +59,11 @@ REFUSED = {
 def test_a_template_can_neither_leave_its_sandbox_nor_run_without_bound(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_CPU_S", 0.2)
+    monkeypatch.setattr(template_sandbox, "MAX_CPU_S", 0.05)
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match="messages"):
         ChatTemplate(template, {}).render(Chat(CHAT))
     assert time.thread_time() - started_at < 2.0
-
-
-def test_a_template_says_why_it_refuses() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        ChatTemplate(REFUSED["refuses"], {}).render(Chat(CHAT))
 
 
 UNREADABLE = {

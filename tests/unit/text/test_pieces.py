@@ -60,19 +60,6 @@ def test_pieces_are_cut_before_special_tokens_and_have_the_least_length() -> Non
     ]
 
 
-def test_a_text_that_grows_keeps_all_pieces_but_the_last() -> None:
-    cutter = Cutter(["<s>"], min_piece_chars=4)
-    text = "system<s>one<s>two<s>three"
-    pieces = [piece.text for piece in cutter.cut(text)]
-    for more in ("", "!", "<s>", "<s>four<s>five"):
-        assert [piece.text for piece in cutter.cut(text + more)][: len(pieces) - 1] == pieces[:-1]
-
-
-def test_a_tokenizer_without_such_tokens_gets_the_whole_text() -> None:
-    assert [piece.text for piece in Cutter([], 1).cut("a<s>b")] == ["a<s>b"]
-    assert [piece.text for piece in Cutter(["<s>"], 1).cut("")] == [""]
-
-
 def test_the_number_of_searched_tokens_is_bounded() -> None:
     cutter = Cutter([f"<{number}>" for number in range(MAX_CUT_TOKENS + 1)], 1)
     text = f"a<{MAX_CUT_TOKENS - 1}>b<{MAX_CUT_TOKENS}>c"

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
 
 from core.errors import ConfigError, InvalidRequest
-from text.chat import Chat
-from text.chat_template import MAX_MESSAGES, ChatTemplate
+from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes
 
@@ -36,30 +35,23 @@ def write_directory(directory: Path, tokenizer: Tokenizer, **options: object) ->
     return str(directory)
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate([*alphabet, "an", "in"])}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("a", "n"), ("i", "n")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
-    return tokenizer
-
-
-def sentencepiece_tokenizer() -> Tokenizer:
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+def with_bos(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def byte_level() -> Tokenizer:
+    tokenizer = with_bos(byte_level_tokenizer())
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
+    return tokenizer
+
+
+def sentencepiece() -> Tokenizer:
+    spaces = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return with_bos(sentencepiece_tokenizer(spaces, None))
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
 def test_the_tokenizer_of_a_directory_agrees_with_its_library(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
     reference = make()
     tokenizer = load_tokenizer(write_directory(tmp_path, reference))
@@ -74,14 +66,14 @@ def test_the_tokenizer_of_a_directory_agrees_with_its_library(tmp_path: Path, ma
 
 
 def test_add_special_adds_the_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level_tokenizer()))
-    assert tokenizer.special_tokens == {"<s>": 258}
-    assert tokenizer.encode("a", add_special=True) == [258, *tokenizer.encode("a", add_special=False)]
-    assert tokenizer.encode("<s>", add_special=False) == [258]
+    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level()))
+    assert tokenizer.special_tokens == {"<s>": 257}
+    assert tokenizer.encode("a", add_special=True) == [257, *tokenizer.encode("a", add_special=False)]
+    assert tokenizer.encode("<s>", add_special=False) == [257]
 
 
 def test_truncation_set_for_training_does_not_cut_a_prompt(tmp_path: Path) -> None:
-    reference = byte_level_tokenizer()
+    reference = byte_level()
     reference.enable_truncation(max_length=4)
     reference.enable_padding(length=8)
     tokenizer = load_tokenizer(write_directory(tmp_path, reference))
@@ -92,22 +84,22 @@ def test_truncation_set_for_training_does_not_cut_a_prompt(tmp_path: Path) -> No
 def test_the_chat_template_of_a_directory_is_found_in_each_file(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "L{{ bos_token }}"}]
-    spec = write_directory(tmp_path, byte_level_tokenizer(), chat_template=named, bos_token={"content": "<s>"})
+    spec = write_directory(tmp_path, byte_level(), chat_template=named, bos_token={"content": "<s>"})
     assert load_tokenizer(spec).render_chat(chat) == "L<s>"
-    write_directory(tmp_path, byte_level_tokenizer(), chat_template="S{{ messages[0].content }}", bos_token="<s>")
+    write_directory(tmp_path, byte_level(), chat_template="S{{ messages[0].content }}", bos_token="<s>")
     assert load_tokenizer(spec).render_chat(chat) == "Shi"
     (tmp_path / "chat_template.jinja").write_text("F{{ messages[0]['role'] }}")
     assert load_tokenizer(spec).render_chat(chat) == "Fuser"
 
 
 def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level_tokenizer()))
+    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level()))
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_tokenizer_that_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
-    reference = byte_level_tokenizer()
+    reference = byte_level()
     reference.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="WordPiece"):
         load_tokenizer(write_directory(tmp_path, reference))
@@ -149,16 +141,6 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_an_error_names_the_malformed_message(messages: list[dict[str, str]], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         load_tokenizer("fake:tiny").render_chat(messages)
-
-
-def test_a_template_says_why_it_refuses() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(Chat([{"role": "a", "content": "b"}]))
-
-
-def test_the_text_of_a_message_is_never_run_as_a_template() -> None:
-    rendered = load_tokenizer("fake:tiny").render_chat([{"role": "user", "content": "{{ 1 + 1 }}"}])
-    assert "{{ 1 + 1 }}" in rendered
 
 
 def test_every_byte_has_one_character() -> None:
