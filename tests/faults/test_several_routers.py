@@ -155,6 +155,35 @@ async def answers_at_each(clients: dict[str, list[AsyncClient]]) -> dict[str, li
     return answers
 
 
+async def test_kill_nine_of_one_of_two_routers_breaks_its_streams_alone_and_new_calls_are_served_at_once(
+    served: Served,
+) -> None:
+    async with clients_of_each_router(served.address, 2) as clients:
+        answers = await answers_at_each(clients)
+        victim = listening(served)[0]
+        victim.kill()
+        await asyncio.to_thread(victim.wait, PATIENCE_S)
+        await asyncio.wait([answer.reading for answer in chain(*answers.values())], return_when="FIRST_COMPLETED")
+        (dead,) = {router for router, found in answers.items() if any(answer.error for answer in found)}
+        (survivor,) = answers.keys() - {dead}
+
+        assert not any(answer.ended for answer in answers[survivor]), "the streams had ended: nothing was tested"
+        for seed, client in enumerate(clients[dead]):
+            await Answer(client, prompt_of(100 + seed), num_output=5).right()
+            assert await router_of(client) == survivor, "the client waited for the next router"
+        for answer in answers[dead]:
+            await answer.broken()
+        for answer in answers[survivor]:
+            await answer.right()
+
+    async with clients_of_each_router(served.address, 2) as clients:
+        (successor,) = clients.keys() - {survivor}
+        assert successor != dead
+        assert successor.partition(".")[0] == dead.partition(".")[0]
+        await Answer(clients[successor][0], prompt_of(200), num_output=5).right()
+        assert {process.pid for process in listening(served)}.isdisjoint({victim.pid})
+
+
 class HttpStream:
     """A streamed completion over HTTP. `events` counts its events; `ended` tells whether the last one came."""
 
@@ -182,54 +211,25 @@ class HttpStream:
         self._writer.close()
 
 
+async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone(served: Served) -> None:
+    """The kernel spreads 24 connections over both routers, but for one time in 8 million."""
+    opened = await asyncio.gather(*(HttpStream.open(prompt_of(500 + seed)) for seed in range(24)))
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(stream.events for stream in opened):
+            await asyncio.sleep(0.02)
+        ports = {router: peer_ports(router) for router in listening(served)}
+        streams = {stream: next(router for router in ports if stream.port in ports[router]) for stream in opened}
+        assert not any(stream.ended for stream in streams), "a stream had ended: nothing was tested"
+        victim = next(iter(streams.values()))
+        victim.kill()
+        await asyncio.gather(*(stream.reading for stream in streams))
+    assert {stream.ended: router is victim for stream, router in streams.items()} == {False: True, True: False}
+    async with clients_of_each_router(served.address, 2):  # the next tests need the router that follows
+        pass
+
+
 def peer_ports(process: psutil.Process) -> set[int]:
     return {connection.raddr.port for connection in process.net_connections("tcp") if connection.raddr}
-
-
-async def http_streams_at_each(served: Served) -> dict[psutil.Process, list[HttpStream]]:
-    """At least two HTTP streams at each router, under way."""
-    found: dict[psutil.Process, list[HttpStream]] = {router: [] for router in listening(served)}
-    async with asyncio.timeout(PATIENCE_S):
-        while min(map(len, found.values())) < 2:
-            stream = await HttpStream.open(prompt_of(500 + sum(map(len, found.values()))))
-            while not stream.events:
-                await asyncio.sleep(0.02)
-            found[next(router for router in found if stream.port in peer_ports(router))].append(stream)
-    return found
-
-
-async def test_kill_nine_of_one_of_two_routers_breaks_its_streams_alone_and_new_calls_are_served_at_once(
-    served: Served,
-) -> None:
-    async with clients_of_each_router(served.address, 2) as clients:
-        answers = await answers_at_each(clients)
-        http_streams = await http_streams_at_each(served)
-        assert not any(stream.ended for stream in chain(*http_streams.values())), "nothing would be tested"
-        victim = listening(served)[0]
-        victim.kill()
-        await asyncio.to_thread(victim.wait, PATIENCE_S)
-        await asyncio.wait([answer.reading for answer in chain(*answers.values())], return_when="FIRST_COMPLETED")
-        (dead,) = {router for router, found in answers.items() if any(answer.error for answer in found)}
-        (survivor,) = answers.keys() - {dead}
-
-        assert not any(answer.ended for answer in answers[survivor]), "the streams had ended: nothing was tested"
-        for seed, client in enumerate(clients[dead]):
-            await Answer(client, prompt_of(100 + seed), num_output=5).right()
-            assert await router_of(client) == survivor, "the client waited for the next router"
-        for answer in answers[dead]:
-            await answer.broken()
-        for answer in answers[survivor]:
-            await answer.right()
-        for router, streams in http_streams.items():
-            await asyncio.gather(*(stream.reading for stream in streams))
-            assert {stream.ended for stream in streams} == {router != victim}, "another HTTP stream broke, or none"
-
-    async with clients_of_each_router(served.address, 2) as clients:
-        (successor,) = clients.keys() - {survivor}
-        assert successor != dead
-        assert successor.partition(".")[0] == dead.partition(".")[0]
-        await Answer(clients[successor][0], prompt_of(200), num_output=5).right()
-        assert {process.pid for process in listening(served)}.isdisjoint({victim.pid})
 
 
 async def test_a_removed_router_finishes_its_streams_and_the_other_one_serves_the_new_calls_of_its_clients(
@@ -268,3 +268,11 @@ async def test_scale_adds_a_router_and_status_shows_it(served: Served) -> None:
     code, _, err = await tandem("scale", "--routers", "0", "--router", served.address)
     assert code == 1
     assert err == "error: routers: must be in [1, 256] (cluster.max_workers), is 0\n"
+
+
+async def test_a_second_fleet_cannot_take_the_port_that_routers_share(served: Served) -> None:
+    port = served.address.rpartition(":")[2]
+    code, out, err = await tandem("serve", "--model", "fake:tiny", "--port", port)
+    assert code == 1
+    assert err == f"error: cannot listen on {served.address} (Address already in use); choose another with --port\n"
+    assert "starting Ray" not in out
