@@ -184,7 +184,7 @@ async def test_a_slow_link(machines: Machines, fleet: Fleet, rate: str, suffices
 
 async def path_in(fleet: Fleet, *states: PathState) -> PathStatus:
     """The only path of the fleet, once it is in one of these states."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while True:
             paths = [path for _, path in paths_of(await fleet.cluster.GetFleet(cluster_pb2.GetFleetRequest()))]
             if paths and paths[0].state in states:
