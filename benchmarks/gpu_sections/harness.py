@@ -111,7 +111,8 @@ def run_child(run: Run, result: SectionResult, allowed_s: float, log: IO[str]) -
     messages = run.out / "messages"
     messages.unlink(missing_ok=True)
     start, result.allowed_s = time.monotonic(), allowed_s
-    command = [sys.executable, run.program, "--child", result.name, "--allowed-s", str(allowed_s), "--out", run.out]
+    command: list[str | Path] = [sys.executable, run.program, "--child", result.name]
+    command += ["--allowed-s", str(allowed_s), "--out", run.out]
     child = subprocess.Popen(
         [*command, "--rehearse"] if run.rehearse else command,
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,  # its children end with it
