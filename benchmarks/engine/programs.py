@@ -66,7 +66,12 @@ def _vllm(cores: str, num_threads: int, options: dict[str, Any]) -> Start | None
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command: list[str | Path] = [directory / "bin" / "python", HERE / "vllm_worker.py", vllm_weights(), json.dumps(options)]
+    command: list[str | Path] = [
+        directory / "bin" / "python",
+        HERE / "vllm_worker.py",
+        vllm_weights(),
+        json.dumps(options),
+    ]
     return partial(ChildProcess, "vLLM", command, environment, None)
 
 
