@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from core.handoff import AbortReason, AgentAddress, TransferId
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
@@ -52,7 +60,17 @@ class DecodeCancelled:
     request_id: str
 
 
-DecodeEvent = DecodeArrived | DecodeCancelled | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
+@dataclass(frozen=True, slots=True)
+class HandoffArrived:
+    """What the engine of the prefill worker says of a transfer. Only for engines that move blocks by themselves."""
+
+    transfer_id: TransferId
+    handoff: bytes
+
+
+DecodeEvent = (
+    DecodeArrived | DecodeCancelled | HandoffArrived | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +132,10 @@ class DecodeMachine:
             case DecodeCancelled(request_id):
                 cancelled = RequestCancelled("the router cancelled the call")
                 actions += self._end(request_id, cancelled, AbortReason.CANCELLED, now)
+            case HandoffArrived():
+                raise InvalidRequest(
+                    "handoff", "this worker pulls KV blocks by itself and takes no hand-off of an engine"
+                )
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
@@ -123,8 +145,8 @@ class DecodeMachine:
                 self.core.draining = True
             case Tick():
                 actions += self._apply_results(self.transfers.handle(event, now), now)
-                for request_id in self.core.deadlines.expire(now):
-                    stage = self.core.timelines[request_id].stage.value
+                for request_id in self.core.open_calls.deadlines.expire(now):
+                    stage = self.core.open_calls.timelines[request_id].stage.value
                     late = DeadlineExceeded(f"the deadline passed on the decode worker in stage {stage}")
                     actions += self._end(request_id, late, AbortReason.DEADLINE, now)
             case _:
@@ -287,7 +309,11 @@ class DecodeMachine:
         request_id, reason = last_token.sequence_id, last_token.finish_reason
         assert reason is not None
         call = self._calls.pop(request_id)
-        timeline, record, sequence = self.core.timelines[request_id], self.core.records[request_id], call.sequence
+        timeline, record, sequence = (
+            self.core.open_calls.timelines[request_id],
+            self.core.open_calls.records[request_id],
+            call.sequence,
+        )
         self.core.enter(request_id, Stage.FINISHED, now)
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.forget_request(request_id)

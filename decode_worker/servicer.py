@@ -26,6 +26,7 @@ from decode_worker.machine import (
     DecodeEvent,
     DecodeFailed,
     EmitTokens,
+    HandoffArrived,
 )
 from decode_worker.token_stream import TokenStreamWriter
 from kv_transfer.protocol.events import PullStats
@@ -42,6 +43,8 @@ SPAN_OF_STAGE = {
     Stage.TRANSFER: SpanName.DECODE_TRANSFER,
     Stage.DECODE: SpanName.DECODE_COMPUTE,
 }
+
+MAX_HANDOFF_BYTES = 1024 * 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -126,6 +129,16 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         finished = _encode_done(end, call.num_tokens)
         finished.stages.extend(self._stages(end, call.num_tokens))
         return finished
+
+    async def HandOver(self, request: worker_pb2.HandOverRequest, context: Context) -> worker_pb2.HandOverResponse:
+        try:
+            if not 0 < len(request.handoff) <= MAX_HANDOFF_BYTES:
+                size = len(request.handoff)
+                raise InvalidRequest("handoff", f"must have 1 to {MAX_HANDOFF_BYTES} bytes, has {size}")
+            self._driver.ask(HandoffArrived(codec.decode_transfer_id(request.transfer_id), request.handoff))
+        except TandemError as error:
+            await abort(context, error)
+        return worker_pb2.HandOverResponse()
 
     # ---- actions of the machine
 

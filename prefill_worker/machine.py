@@ -63,6 +63,7 @@ class PrefillDone:
     num_blocks: int = 0  # of the sequence
     record: CallRecord = field(default_factory=CallRecord)
     kv_block_seconds: float = 0.0  # of the sequence, up to now
+    handoff: bytes = b""  # for the engine of the decode worker, if the engines move the blocks by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class PrefillMachine:
                 self.core.draining = True
             case Tick():
                 actions += self._agent_actions(self.transfers.handle(event, now))
-                for request_id in self.core.deadlines.expire(now):
+                for request_id in self.core.open_calls.deadlines.expire(now):
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
                 actions += self._agent_actions(self.transfers.handle(event, now))
@@ -169,10 +170,10 @@ class PrefillMachine:
                     token=event.token,
                     finish_reason=None if goes_on else event.finish_reason,
                     cached_tokens=call.sequence.num_cached_tokens,
-                    timeline=self.core.timelines[event.sequence_id],
+                    timeline=self.core.open_calls.timelines[event.sequence_id],
                     num_tokens=call.sequence.num_tokens - 1,
                     num_blocks=-(-(call.sequence.num_tokens - 1) // self.core.scheduler.block_size),
-                    record=self.core.records[event.sequence_id],
+                    record=self.core.open_calls.records[event.sequence_id],
                     kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
                 )
             )

@@ -54,6 +54,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
             stages=self._stages(done),
             kv_block_seconds=done.kv_block_seconds,
+            handoff=done.handoff,
         )
 
     def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:

@@ -177,6 +177,8 @@ class RouterShell:
                 self.links[action.worker_id].start_decode(action)
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
+            case events.HandOver():
+                self.links[action.worker_id].hand_over(action)
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)

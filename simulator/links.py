@@ -15,6 +15,7 @@ from typing import Any
 
 from core.errors import TokenStreamEnded, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
+from decode_worker.machine import HandoffArrived
 from router.requests import events
 from simulator.line import Line, independent_line
 from simulator.network import Call, CallState, Network
@@ -53,6 +54,9 @@ class StreamLinks:
         call.number, call.tokens = number, None if worker.is_prefill else self._tokens[worker_id]
         call.reply = partial(self._answer, call)
         call.to_worker.send(partial(worker.accept, call, arrived))
+
+    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
+        self._to_worker[worker_id].send(partial(self._workers[worker_id].post, arrived))
 
     def cancel(self, dispatch_id: str) -> None:
         for worker_id, worker in self._workers.items():
@@ -118,6 +122,10 @@ class BreakableLinks:
                 self._on_broken(call)
 
         call.to_worker.send(deliver)
+
+    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
+        node = self._fleet[worker_id]
+        self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
 
     def cancel(self, dispatch_id: str) -> None:
         for key in [key for key in self._calls if key[0] == dispatch_id]:

@@ -14,7 +14,7 @@ from core.errors import TandemError
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import CallId
-from decode_worker.machine import DecodeArrived
+from decode_worker.machine import DecodeArrived, HandoffArrived
 from prefill_worker.machine import PrefillArrived
 from router.requests import events
 from router.requests.machine import RouterMachine
@@ -45,6 +45,8 @@ class Links(Protocol):
     """The connections of a router to its workers."""
 
     def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None: ...
+
+    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
 
     def cancel(self, dispatch_id: str) -> None: ...
 
@@ -126,6 +128,9 @@ class RouterShell:
                     dispatch_id, worker_id, number,
                     lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id),
                 )  # fmt: skip
+            case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
+                note(f"router: hand-off of {dispatch_id} to {worker_id}")
+                self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))
             case events.CancelDispatch(dispatch_id):
                 self.links.cancel(dispatch_id)
             case events.UpdatePeers(worker_id, changes):

@@ -20,7 +20,6 @@ from enum import Enum
 
 from core.cost.step_cost import StepWork, work_of
 from core.cost.step_cost_fit import StepCostFit
-from core.deadlines import Deadlines
 from core.errors import InvalidRequest, TandemError
 from core.handoff import OwnerState
 from core.lifecycle import Stage, Timeline, WorkerState
@@ -29,12 +28,13 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.ledger import Claim, SequenceState
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Rank, Sequence
-from core.scheduling.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
+from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
 from core.step import StepOutput, StepPlan, TokenEvent
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
 from worker.block_meter import BlockMeter
-from worker.call_record import CallRecord, StepCounts
+from worker.call_record import CallRecord
+from worker.open_calls import OpenCalls
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts
 from worker.step_stats import StepStats
 
@@ -114,12 +114,7 @@ class WorkerCore:
     stats: StepStats = field(default_factory=StepStats)
     held_blocks: BlockMeter = field(default_factory=BlockMeter)
     draining: bool = False
-    deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
-    timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
-    records: dict[str, CallRecord] = field(default_factory=dict)  # by request id
-    counts: StepCounts = field(default_factory=StepCounts)
-    calls: dict[str, CallId] = field(default_factory=dict)  # by request id
-    router_calls: dict[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
     num_arrived: int = 0
     num_sampled_tokens: int = 0
     step_started_at: float = 0.0  # of the oldest step in flight
@@ -144,37 +139,22 @@ class WorkerCore:
         Raises `InvalidRequest` if the worker has a sequence with this id.
         """
         # A sequence that is aborted during a step stays in the scheduler until the step ends.
-        if request.request_id in self.timelines or self.scheduler.get(request.request_id) is not None:
+        if request.request_id in self.open_calls.timelines or self.scheduler.get(request.request_id) is not None:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         self.num_arrived += 1
-        self.timelines[request.request_id] = Timeline(Stage.QUEUE, now)
-        self.records[request.request_id] = CallRecord(len(self.scheduler.waiting), self.scheduler.num_waiting_tokens)
-        self.deadlines.set(request.request_id, deadline)
-        self._note_call(request.request_id, call)
+        record = CallRecord(len(self.scheduler.waiting), self.scheduler.num_waiting_tokens)
+        self.open_calls.open(request.request_id, call, deadline, record, now)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
 
     def forget_request(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
-        self.timelines.pop(request_id, None)
-        self.records.pop(request_id, None)
+        self.open_calls.close(request_id)
         self._prefilling.pop(request_id, None)
         self.held_blocks.forget(request_id)
-        self.deadlines.cancel(request_id)
-        call = self.calls.pop(request_id, None)
-        if call is not None:
-            last_call, num_open = self.router_calls.pop(call.router_id)
-            if num_open > 1:
-                self.router_calls[call.router_id] = RouterCalls(last_call, num_open - 1)
-
-    def _note_call(self, request_id: str, call: CallId) -> None:
-        last_call, num_open = self.router_calls.get(call.router_id, RouterCalls())
-        self.calls[request_id] = call
-        self.router_calls[call.router_id] = RouterCalls(max(last_call, call.number), num_open + 1)
 
     def enter(self, request_id: str, stage: Stage, now: float) -> None:
         """A sequence enters its next stage."""
-        self.timelines[request_id].enter(stage, now)
-        self.records[request_id].mark(stage, self.counts)
+        self.open_calls.enter(request_id, stage, now)
 
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
@@ -198,7 +178,7 @@ class WorkerCore:
 
     def next_deadline(self) -> float | None:
         """Of a request, or for planning ahead."""
-        deadline = self.deadlines.next()
+        deadline = self.open_calls.deadlines.next()
         if self._plan_at is None or self._tried_to_plan or self.scheduler.num_steps_in_flight != 1:
             return deadline
         return self._plan_at if deadline is None else min(deadline, self._plan_at)
@@ -209,7 +189,7 @@ class WorkerCore:
         The caller ends the calls in `output.failed`.
         """
         if (plan := self.scheduler.oldest_step) is not None:
-            self.counts.record(len(plan.chunks))
+            self.open_calls.counts.record(len(plan.chunks))
         events = self.scheduler.complete_step(output)
         work = self._step_works.pop(0)
         if not output.failed:  # a step that runs short of memory is computed in several parts
@@ -245,7 +225,7 @@ class WorkerCore:
             return []
         self.held_blocks.note_planned(plan.chunks, now)
         for sequence in self.scheduler.take_admitted():
-            timeline = self.timelines[sequence.sequence_id]
+            timeline = self.open_calls.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
                 self.enter(sequence.sequence_id, Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
@@ -276,8 +256,8 @@ class WorkerCore:
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_calls=len(self.calls),
-            router_calls=dict(self.router_calls),
+            num_calls=len(self.open_calls),
+            router_calls=dict(self.open_calls.router_calls),
             num_pulls_waiting=num_pulls_waiting,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
@@ -321,11 +301,10 @@ class WorkerCore:
     def check(self) -> None:
         self.pool.check()
         self.scheduler.check()
-        assert len(self.deadlines) == len(self.timelines)
-        assert self.calls.keys() == self.timelines.keys()
-        assert len(self.held_blocks) <= len(self.timelines)
-        assert len(self.calls) == sum(calls.num_open for calls in self.router_calls.values())
-        in_prefill = {name for name, timeline in self.timelines.items() if timeline.stage is Stage.PREFILL}
+        self.open_calls.check()
+        assert len(self.held_blocks) <= len(self.open_calls)
+        timelines = self.open_calls.timelines
+        in_prefill = {name for name, timeline in timelines.items() if timeline.stage is Stage.PREFILL}
         assert self._prefilling.keys() == in_prefill
 
 

@@ -15,7 +15,14 @@ from collections.abc import Callable, Coroutine, Iterable
 import grpc
 import grpc.aio
 
-from core.errors import InvalidRequest, TandemError, TokenStreamEnded, Unauthenticated, WorkerUnavailable
+from core.errors import (
+    InvalidRequest,
+    TandemError,
+    TokenStreamEnded,
+    TransferFailed,
+    Unauthenticated,
+    WorkerUnavailable,
+)
 from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.scheduling.worker_load import CallId, WorkerChanges, WorkerLoad
@@ -64,6 +71,7 @@ class WorkerLink:
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
+        self._handing_over: set[asyncio.Task[None]] = set()
         self._peer_changes: list[PeerJoined | PeerLeft] = []  # not sent yet
         self._updating_peers: asyncio.Task[None] | None = None
         self._failures = 0  # of the report stream, since the last report
@@ -78,7 +86,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         updating_peers = [] if self._updating_peers is None else [self._updating_peers]
-        await cancel_and_wait([self._watching, *updating_peers, *self._calls.values()])
+        await cancel_and_wait([self._watching, *updating_peers, *self._calls.values(), *self._handing_over])
         await self._tokens.close()
         await self._channel.close(None)
 
@@ -198,6 +206,11 @@ class WorkerLink:
     def start_decode(self, action: events.StartDecode) -> None:
         self._start(action.dispatch_id, self._call_decode(action))
 
+    def hand_over(self, action: events.HandOver) -> None:
+        task = asyncio.create_task(self._call_hand_over(action), name=f"{action.dispatch_id} hand-over")
+        self._handing_over.add(task)
+        task.add_done_callback(self._handing_over.discard)
+
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
         if call is not None:
@@ -235,6 +248,16 @@ class WorkerLink:
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
         self._post(events.PrefillReturned(action.dispatch_id, result))
+
+    async def _call_hand_over(self, action: events.HandOver) -> None:
+        """A failure is an answer of the decode call, which waits for the hand-off in vain."""
+        request = worker_pb2.HandOverRequest(transfer_id=encode_transfer_id(action.transfer_id), handoff=action.handoff)
+        timeout_s = min(action.timeout_s, CONNECT_TIMEOUT_S)
+        try:
+            await self._decode.HandOver(request, timeout=timeout_s, metadata=self._credentials.metadata)
+        except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
+            failed = TransferFailed(f"the decode worker did not take the hand-off: {_failure(error)}")
+            self._post(events.DecodeReturned(action.dispatch_id, failed))
 
     async def _call_decode(self, action: events.StartDecode) -> None:
         metadata = self._credentials.metadata
@@ -280,6 +303,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         prefill_s=wire.prefill_ms / 1e3,
         stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
+        handoff=wire.handoff,
     )
 
 

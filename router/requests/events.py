@@ -89,6 +89,7 @@ class PrefillResult:
     prefill_s: float
     stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
+    handoff: bytes = b""  # for the engine of the decode worker; empty if the workers move the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,17 @@ class StartDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Bring the hand-off of the prefill worker's engine to the decode worker."""
+
+    dispatch_id: str
+    worker_id: str
+    transfer_id: TransferId
+    handoff: bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class CancelDispatch:
     """Cancel the open calls of a dispatch."""
 
@@ -259,4 +271,4 @@ class UpdatePeers:
     changes: tuple[PeerJoined | PeerLeft, ...]
 
 
-RouterAction = StartPrefill | StartDecode | CancelDispatch | UpdatePeers | Deliver | Finish | Fail
+RouterAction = StartPrefill | StartDecode | HandOver | CancelDispatch | UpdatePeers | Deliver | Finish | Fail

@@ -164,7 +164,7 @@ class RouterMachine:
         routed.kv_block_seconds += event.result.kv_block_seconds
         token = event.result.token
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
-        actions: list[RouterAction] = []
+        actions = self._dispatches.hand_over(routed, event.result, now)
         self._deliver_new(routed, actions, now)
         if event.result.finish_reason is not None:
             return actions + self._finish(routed, event.result.finish_reason, now)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from core.handoff import TransferId
 from router.requests import events
-from router.requests.events import RouterAction
+from router.requests.events import PrefillResult, RouterAction
 from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of, dispatch_of
 from router.routing.policy import Candidate
 from router.routing.worker_record import CallWork
@@ -45,6 +45,7 @@ class OpenDispatches:
             self._new_ticket(),
             self._next_call(),
         )
+        routed.dispatch.transfer_id = ticket
         decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
         prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
         return [
@@ -66,6 +67,14 @@ class OpenDispatches:
         dispatch.prefill_open = False
         self._workers.remove_dispatch(prefill_worker, dispatch.dispatch_id)
         return prefill_worker
+
+    def hand_over(self, routed: RoutedRequest, result: PrefillResult, now: float) -> list[RouterAction]:
+        """Bring the hand-off in the answer of the prefill worker, if there is one, to the decode worker."""
+        dispatch = routed.dispatch
+        if dispatch is None or dispatch.transfer_id is None or not result.handoff:
+            return []
+        worker_id, timeout_s = dispatch.candidate.decode_worker, max(0.0, routed.deadline - now)
+        return [events.HandOver(dispatch.dispatch_id, worker_id, dispatch.transfer_id, result.handoff, timeout_s)]
 
     def end(self, routed: RoutedRequest) -> list[RouterAction]:
         """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""

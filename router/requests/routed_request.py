@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
+from core.handoff import TransferId
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.scheduling.sequence import Sequence
@@ -39,6 +40,7 @@ class Dispatch:
     prefill_open: bool  # the call has not returned
     compared: Items[Candidate]  # with `candidate`
     started_at: float
+    transfer_id: TransferId | None = None  # of the hand-off; None: the decode worker computes the prompt
     decode_open: bool = True
     prefill: PrefillResult | None = None
     decode: DecodeResult | None = None

@@ -256,7 +256,7 @@ class SampledToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages")
+    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages", "handoff")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class PrefillResponse(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
     first_token: SampledToken
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
@@ -271,7 +272,20 @@ class PrefillResponse(_message.Message):
     prefill_ms: float
     kv_block_seconds: float
     stages: _containers.RepeatedCompositeFieldContainer[StageSpan]
-    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ...) -> None: ...
+    handoff: bytes
+    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("transfer_id", "handoff")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    handoff: bytes
+    def __init__(self, transfer_id: _Optional[bytes] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StageSpan(_message.Message):
     __slots__ = ("name", "start_ms", "duration_ms", "attributes")

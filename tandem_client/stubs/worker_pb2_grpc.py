@@ -121,6 +121,11 @@ class DecodeWorkerStub:
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.StepTokens.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/tandem.v1.DecodeWorker/HandOver',
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer:
@@ -144,6 +149,14 @@ class DecodeWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOver(self, request, context):
+        """Bring the PrefillResponse.handoff of a transfer to the worker that reads its blocks. The Decode call of the transfer
+        may be open already, or follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -156,6 +169,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.StreamTokens,
                     request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_worker__pb2.StepTokens.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -213,6 +231,33 @@ class DecodeWorker:
             '/tandem.v1.DecodeWorker/StreamTokens',
             tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.SerializeToString,
             tandem__client_dot_stubs_dot_worker__pb2.StepTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeWorker/HandOver',
+            tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,7 +53,7 @@ class Scene:
         """Sequences of the router on the worker behind the link."""
         router = self.deployment.router._shell
         assert router is not None
-        timelines = machine_of(self.behind_the_link).core.timelines
+        timelines = machine_of(self.behind_the_link).core.open_calls.timelines
         return [name for name in timelines if name.startswith(f"{router.router_id}.")]
 
 

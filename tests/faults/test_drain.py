@@ -32,7 +32,7 @@ def id_of(deployment: Deployment, worker: WorkerService) -> str:
 
 
 def num_sequences(worker: WorkerService) -> int:
-    return len(machine_of(worker).core.timelines)
+    return len(machine_of(worker).core.open_calls.timelines)
 
 
 def num_arrived(worker: WorkerService) -> int:
