@@ -111,16 +111,23 @@ def choose(
 ) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
     view, position = chunk.sequence, chunk.start + chunk.num_tokens
-    sampling = view.sampling
-    if not is_plain(sampling):
-        token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
-        logits = adjust(logits, sampling, token_ids, view.num_prompt_tokens)
+    if is_plain(view.sampling):
+        return choose_at(logits, view.sampling, position, barred, draw)
+    token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
+    adjusted = adjust(logits, view.sampling, token_ids, view.num_prompt_tokens)
+    return choose_at(adjusted, view.sampling, position, barred, draw)
+
+
+def choose_at(
+    adjusted: np.ndarray, sampling: SamplingParams, position: int, barred: Sequence[int] = (), draw: Draw | None = None
+) -> int:
+    """The token at `position` of a sequence, counted from the start of its prompt. # float32 [vocab], left unchanged"""
     if barred:
-        logits = logits.copy()
-        logits[barred] = -np.inf
+        adjusted = adjusted.copy()
+        adjusted[barred] = -np.inf
     if sampling.greedy:
-        return int(logits.argmax())
-    return (draw or draw_token)(logits, sampling, draw_key(sampling.seed, position))
+        return int(adjusted.argmax())
+    return (draw or draw_token)(adjusted, sampling, draw_key(sampling.seed, position))
 
 
 def draw_token(adjusted: np.ndarray, sampling: SamplingParams, key: int) -> int:

@@ -22,6 +22,7 @@ from core.config.front import (
 )
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
+from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "TandemConfig",
     "TelemetryConfig",
     "TransferConfig",
+    "VllmConfig",
     "WorkerConfig",
     "from_mapping",
     "heartbeat_s",

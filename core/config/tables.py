@@ -10,6 +10,7 @@ from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
 from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
 from core.config.requirements import require
 from core.config.transfer import TransferConfig
+from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 from core.errors import ConfigError
 
@@ -22,6 +23,7 @@ class TandemConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

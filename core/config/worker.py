@@ -42,6 +42,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    name: str = "tandem"  # tandem | vllm; vllm has a table of its own
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
@@ -64,6 +65,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_given(self, "model")
+        require(self.name in ("tandem", "vllm"), f"name must be tandem or vllm: {self.name}")
         require_positive(self, "block_size")
         require(self.kv_memory_mb >= 0, f"kv_memory_mb must be 0 (automatic) or more, is {self.kv_memory_mb}")
         require(

@@ -1,0 +1,83 @@
+"""Builds a worker with vLLM inside. Runs in vLLM's environment, which has no Tandem but its files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+
+from core.config import TandemConfig, WorkerConfig
+from core.lifecycle import ServiceRole
+from fleet.service_host import Placement
+from model_files.model_source import SourceKind, describe, resolve_model
+from runtime.rpc.security import load_credentials
+from vllm_worker.async_llm import AsyncEngine, EngineArguments
+from vllm_worker.service import VllmService
+from worker.service import Servicer
+
+DEFAULT_KV_GB = 0.5  # of a CPU worker, as [engine] kv_memory_mb = 0
+
+
+def build_prefill_worker(config: TandemConfig, placement: Placement) -> VllmService:
+    from prefill_worker.servicer import PrefillServicer
+
+    return _build(ServiceRole.PREFILL, config, placement, PrefillServicer(config.worker.default_timeout_s))
+
+
+def build_decode_worker(config: TandemConfig, placement: Placement) -> VllmService:
+    from decode_worker.servicer import DecodeServicer
+
+    return _build(ServiceRole.DECODE, config, placement, DecodeServicer(config.worker.default_timeout_s))
+
+
+def _build(role: ServiceRole, config: TandemConfig, placement: Placement, servicer: Servicer) -> VllmService:
+    engine, vllm = config.engine, config.vllm
+    source = resolve_model(engine.model)
+    assert source.kind is SourceKind.HUGGING_FACE, "the config names a directory for vLLM"
+    _set_cpu(config, placement)
+    host = placement.host if placement.host and config.worker.host == WorkerConfig().host else config.worker.host
+    step = config.scheduler.on_device(bool(placement.gpus))
+    arguments = EngineArguments(
+        model=str(source.path),
+        info=describe(source, engine.max_context),
+        dtype=engine.dtype,
+        offers=role is ServiceRole.PREFILL,
+        lease_s=vllm.lease_s,
+        tensor_parallel=vllm.tensor_parallel,
+        host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",
+        side_port=_free_port(),
+        args=(*_step_sizes(config), *vllm.args),
+    )
+    return VllmService(
+        role,
+        f"{role.value}-{placement.ordinal}",
+        replace(config.worker, host=host),
+        AsyncEngine(arguments),
+        servicer,
+        step.max_waiting + step.max_running,
+        load_credentials(config.security),
+    )
+
+
+def _step_sizes(config: TandemConfig) -> list[str]:
+    """vLLM's own sizes, unless the config has others."""
+    sizes = config.scheduler
+    given = {"--max-num-batched-tokens": sizes.max_batched_tokens, "--max-num-seqs": sizes.max_running}
+    return [part for name, size in given.items() if size for part in (name, str(size))]
+
+
+def _set_cpu(config: TandemConfig, placement: Placement) -> None:
+    """Memory and cores of vLLM on a CPU, which takes both from the environment."""
+    if placement.gpus:
+        return
+    kv_gb = config.engine.kv_memory_mb / 1024 or DEFAULT_KV_GB
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gb:g}"
+    if placement.cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, placement.cores))
+
+
+def _free_port() -> int:
+    """For the side channel of the connector: fresh at each start, because a dead engine may hold the old one."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

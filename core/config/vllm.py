@@ -1,0 +1,51 @@
+"""Options of workers with vLLM inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config.requirements import require, require_finite_floats, require_positive
+
+# What Tandem sets itself, by vLLM's name -> the option that sets it.
+OWN_ARGUMENTS = {
+    "model": "[engine] model",
+    "dtype": "[engine] dtype",
+    "max-model-len": "[engine] max_context",
+    "tensor-parallel-size": "[vllm] tensor_parallel",
+    "kv-transfer-config": "[vllm] lease_s; Tandem chooses the connector",
+    "kv-events-config": "nothing: routers need the events",
+    "logits-processors": "nothing: Tandem draws the tokens",
+    "async-scheduling": "nothing: Tandem's draws need every token before the next step",
+    "skip-tokenizer-init": "nothing: the router has the tokenizer",
+    "seed": "the seed of a request",
+    "host": "[worker] host",
+    "port": "nothing: the port of a worker is free",
+}
+SHORT_NAMES = {"tp": "tensor-parallel-size"}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    python: str = ""  # interpreter of vLLM's environment; empty = the one that `make vllm` installs
+    args: tuple[str, ...] = ()  # of vLLM's engine, as on the command line of `vllm serve`
+    tensor_parallel: int = 1  # GPUs of each worker, on one machine
+    lease_s: float = 30.0  # a prefill worker keeps the KV of a prompt that no decode worker reads for this long
+    start_timeout_s: float = 600.0  # ... in place of [cluster] start_timeout_s, if that is shorter
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tensor_parallel", "lease_s", "start_timeout_s")
+        require_finite_floats(self)
+        for argument in self.args:
+            name = _name_of(argument)
+            require(name not in OWN_ARGUMENTS, f"args: Tandem sets --{name} itself; use {OWN_ARGUMENTS.get(name)}")
+
+
+def _name_of(argument: str) -> str:
+    """vLLM's name of the option that an argument sets; empty for a value."""
+    if not argument.startswith("-"):
+        return ""
+    name = argument.lstrip("-").partition("=")[0].replace("_", "-")
+    for short, long in SHORT_NAMES.items():
+        if name.removeprefix(short).isdigit() or name == short:
+            return long
+    return name.removeprefix("no-")

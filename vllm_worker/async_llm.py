@@ -1,0 +1,299 @@
+"""vLLM's AsyncLLM as an `Engine`. The only file of this project that imports vllm, with vllm_worker/draws.py.
+
+Tested with vLLM 0.32. Its KV connector moves the blocks (`kv_producer` on a prefill worker, `kv_consumer` on a decode
+worker); the parameters that it gives for the other side travel as JSON with a version. What arrives is checked, because
+wrong parameters end the whole engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import ConfigError, TandemError, WorkerUnavailable
+from core.kv_layout import KVLayout
+from core.lifecycle import FinishReason
+from core.model_info import ModelInfo
+from core.step import SampledToken
+from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
+from vllm_worker.handoff import decode_handoff, encode_handoff
+from vllm_worker.prefix_cache import PrefixCache
+from vllm_worker.sampling import sampling_arguments
+
+DRAWS = "vllm_worker.draws:TandemDraws"
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+# What a prefill engine is asked for: keep the KV, and say where it is.
+OFFER = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+CLOSE_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """What Tandem asks of vLLM, beside `args` of the operator."""
+
+    model: str  # a directory in Hugging Face format
+    info: ModelInfo
+    dtype: str
+    offers: bool  # a prefill worker
+    lease_s: float
+    tensor_parallel: int
+    host: str  # where other workers reach the side channel of the connector
+    side_port: int
+    args: tuple[str, ...]
+
+
+class AsyncEngine:
+    """Raises `ConfigError` in `start` for `args` that vLLM refuses."""
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        self._arguments = arguments
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._events: asyncio.Task[None] | None = None
+        self._llm: Any = None
+        self._report: Callable[[EngineReport], None]
+
+    async def start(self, report: Callable[[EngineReport], None]) -> EngineInfo:
+        self._report = report
+        arguments = self._arguments
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = arguments.host
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(arguments.side_port)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        directory = tempfile.mkdtemp(prefix="tandem-vllm-")
+        self._endpoint = f"ipc://{directory}/kv-events"
+        engine_args = _parse([*_own_arguments(arguments, self._endpoint), *arguments.args])
+        try:
+            # Starts processes and waits for them, so it would block the loop.
+            self._llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args, engine_args, stat_loggers=[self._stat_logger]
+            )
+        except Exception as error:
+            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        config = self._llm.vllm_config
+        layout = _layout(config, arguments.info)
+        self._prefix_cache = PrefixCache(layout.block_size)
+        self._events = asyncio.create_task(self._follow_blocks(), name="kv-events")
+        self._events.add_done_callback(self._on_task_ended)
+        return EngineInfo(
+            num_blocks=config.cache_config.num_gpu_blocks,
+            layout=layout,
+            eos_token_ids=arguments.info.eos_token_ids,
+            context_length=config.model_config.max_model_len,
+            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+
+    # ---- requests
+
+    def submit(self, prompt: Prompt) -> None:
+        task = asyncio.create_task(self._generate(prompt), name=prompt.request_id)
+        self._tasks[prompt.request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(prompt.request_id, None))
+
+    def abort(self, request_id: str) -> None:
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    async def _generate(self, prompt: Prompt) -> None:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        request_id = prompt.request_id
+        try:
+            await self._stream(prompt)
+        except EngineDeadError as error:
+            self._report(EngineDied(str(error) or "its process has ended"))
+        except (VLLMClientError, ValueError) as error:
+            self._report(EngineOutput(request_id, (), error=str(error), invalid=not isinstance(error, TandemError)))
+        except Exception as error:  # noqa: BLE001 - the call waits for a report after any failure
+            logger.exception("request %s failed in vLLM", request_id)
+            self._report(EngineOutput(request_id, (), error=f"{type(error).__name__}: {error}"))
+
+    async def _stream(self, prompt: Prompt) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        request = prompt.request
+        arguments = sampling_arguments(request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0)
+        transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
+        if transfer is not None:
+            arguments["extra_args"] = {**(arguments.get("extra_args") or {}), "kv_transfer_params": transfer}
+        sampling = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        tokens = TokensPrompt(prompt_token_ids=list(request.token_ids))
+        if request.cache_salt:
+            tokens["cache_salt"] = request.cache_salt
+        async for output in self._llm.generate(tokens, sampling, prompt.request_id, priority=request.priority):
+            self._report(self._output_of(prompt, output))
+
+    def _output_of(self, prompt: Prompt, output: Any) -> EngineOutput:
+        completion = output.outputs[0]
+        tokens = tuple(_sampled_tokens(completion.token_ids, completion.logprobs, prompt.request.sampling.num_logprobs))
+        error, finish_reason, handoff = "", None, b""
+        if output.finished:
+            finish_reason = FINISH.get(completion.finish_reason)
+            if finish_reason is None:
+                error = f"it ended with {completion.finish_reason!r}"
+            if prompt.offers and output.kv_transfer_params:
+                handoff = encode_handoff(output.kv_transfer_params)
+        metrics = output.metrics
+        return EngineOutput(
+            prompt.request_id,
+            tokens,
+            finish_reason,
+            output.num_cached_tokens or 0,
+            handoff,
+            scheduled_at=0.0 if metrics is None else metrics.scheduled_ts,
+            error=error,
+        )
+
+    # ---- steps and blocks
+
+    def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """A factory of a vLLM `StatLoggerBase` that reports each step."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class StepReporter(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                if scheduler_stats is not None:
+                    engine._report(_step_of(scheduler_stats))
+
+        return StepReporter(vllm_config, engine_index)
+
+    async def _follow_blocks(self) -> None:
+        """Report the changes of vLLM's prefix cache, which arrive in numbered batches."""
+        import msgspec
+        import zmq.asyncio
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.connect(self._endpoint)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            while True:
+                _, number, payload = await socket.recv_multipart()
+                changes = self._prefix_cache.take(int.from_bytes(number, "big"), decoder.decode(payload).events)
+                if changes:
+                    self._report(BlocksChanged(tuple(changes)))
+
+    def _on_task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the events of vLLM's prefix cache ended", exc_info=error)
+            self._report(EngineDied(f"its block events ended: {error}"))
+
+    async def close(self) -> None:
+        tasks = [task for task in (*self._tasks.values(), self._events) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+
+
+# ---- vLLM's configuration
+
+
+def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
+    connector = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if arguments.offers else "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_lease_duration": arguments.lease_s},
+    }
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        connector["kv_buffer_device"] = "cpu"
+    block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
+    return [
+        "--model", arguments.model,
+        "--dtype", arguments.dtype,
+        "--max-model-len", str(arguments.info.context_length),
+        "--tensor-parallel-size", str(arguments.tensor_parallel),
+        "--kv-transfer-config", json.dumps(connector),
+        "--kv-events-config", json.dumps(block_events),
+        "--logits-processors", DRAWS,
+        "--no-async-scheduling",
+        "--skip-tokenizer-init",
+        "--enable-logging-iteration-details",
+        "--seed", "0",
+    ]  # fmt: skip
+
+
+def _parse(args: Sequence[str]) -> Any:
+    """vLLM's `AsyncEngineArgs`. Raises `ConfigError` with vLLM's own words."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> None:
+            raise ConfigError(f"[vllm] args: {message}")
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vLLM", exit_on_error=False))
+    try:
+        return AsyncEngineArgs.from_cli_args(parser.parse_args(list(args)))
+    except ConfigError:
+        raise
+    except (SystemExit, ValueError, TypeError) as error:
+        raise ConfigError(f"[vllm] args: {error}") from error
+
+
+def _layout(config: Any, info: ModelInfo) -> KVLayout:
+    """vLLM's blocks have a layout of their own; only the size in tokens and the sizes of the model are Tandem's."""
+    model, parallel = config.model_config, config.parallel_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return KVLayout(
+        model=info.fingerprint,
+        dtype=dtype,
+        num_layers=model.get_num_layers(parallel),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        block_size=config.cache_config.block_size,
+        head_dim=model.get_head_size(),
+        quantization="none" if model.quantization is None else str(model.quantization),
+    )
+
+
+# ---- vLLM's reports
+
+
+def _sampled_tokens(
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None, num_logprobs: int | None
+) -> list[SampledToken]:
+    if num_logprobs is None or not logprobs:
+        return [SampledToken(token_id) for token_id in token_ids]
+    tokens = []
+    for token_id, row in zip(token_ids, logprobs, strict=True):
+        ranked = sorted(row.items(), key=lambda entry: entry[1].rank)
+        top = tuple((other, entry.logprob) for other, entry in ranked if entry.rank <= num_logprobs)
+        tokens.append(SampledToken(token_id, row[token_id].logprob, top))
+    return tokens
+
+
+def _step_of(stats: Any) -> EngineStep:
+    details = stats.iteration_details
+    return EngineStep(
+        num_running=stats.num_running_reqs,
+        num_waiting=stats.num_waiting_reqs,
+        kv_usage=stats.kv_cache_usage,
+        num_decodes=0 if details is None else details.num_generation_requests,
+        prompt_tokens=0 if details is None else details.num_ctx_tokens,
+        seconds=0.0 if details is None else details.elapsed_ms / 1e3,
+    )
+
+

@@ -1,0 +1,100 @@
+"""The engine of a vLLM worker, as its machine and its shell see it.
+
+vllm_worker/async_llm.py has vLLM behind this interface, and vllm_worker/fake_engine.py a fake for tests, which injects
+faults. Neither the machine nor this file imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from core.kv_layout import KVLayout
+from core.lifecycle import FinishReason
+from core.request import Request
+from core.scheduling.block_pool import BlockEvent
+from core.step import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine says of itself."""
+
+    num_blocks: int  # of the KV pool
+    layout: KVLayout  # `block_size` counts the tokens of a block of the prefix cache
+    eos_token_ids: frozenset[int]
+    context_length: int
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request for the engine."""
+
+    request_id: str
+    request: Request
+    offers: bool  # sample one token, and keep the KV for another engine
+    handoff: bytes = b""  # of the engine that has the KV; empty: compute the prompt
+
+
+# ---- what an engine reports
+
+
+class EngineOutput(NamedTuple):
+    """New tokens of one request. The last output has `finish_reason`, or `error` if the request failed."""
+
+    request_id: str
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt
+    handoff: bytes = b""  # for the engine that continues
+    scheduled_at: float = 0.0  # start of the first step, on the monotonic clock of the machine; 0 = not known
+    error: str = ""
+    invalid: bool = False  # the request itself is at fault
+
+
+class EngineStep(NamedTuple):
+    """One step of the engine."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of the pool that requests and leases hold
+    num_decodes: int
+    prompt_tokens: int  # computed in the step
+    seconds: float  # 0 = not known
+
+
+class BlocksChanged(NamedTuple):
+    """The prefix cache of the engine has changed."""
+
+    events: tuple[BlockEvent, ...]
+
+
+class EngineDied(NamedTuple):
+    """The engine has ended, and every request with it."""
+
+    detail: str
+
+
+EngineReport = EngineOutput | EngineStep | BlocksChanged | EngineDied
+
+
+class Engine(Protocol):
+    """Calls `report` on the event loop that has started it."""
+
+    async def start(self, report: Callable[[EngineReport], None]) -> EngineInfo:
+        """Load the model. Raises `TandemError`."""
+        ...
+
+    def submit(self, prompt: Prompt) -> None:
+        """Compute a request, and report its tokens until it ends."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; no report of it follows."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and its processes."""
+        ...

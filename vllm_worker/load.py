@@ -1,0 +1,129 @@
+"""The load report of a vLLM worker, from the statistics of the engine's steps and the calls that are open.
+
+vLLM counts steps, tokens and the use of its pool, and nothing by request until the first token. So the prompts that
+wait are known from the calls, and the prompt tokens of each step count for the oldest of them, as vLLM computes them.
+vLLM says how much of its pool is in use with each step only. Without open calls the pool counts as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from core.cost.step_cost import StepWork
+from core.cost.step_cost_fit import StepCostFit
+from core.lifecycle import WorkerState
+from core.scheduling.block_pool import Column
+from core.scheduling.worker_load import WorkerLoad
+from vllm_worker.engine import EngineInfo, EngineStep
+from worker.open_calls import OpenCalls
+from worker.reported_load import ReportedCost, backlog_of
+from worker.step_stats import StepStats
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    info: EngineInfo
+    slo_itl_s: float = 0.0
+    costs: StepCostFit = field(default_factory=StepCostFit)
+    stats: StepStats = field(default_factory=StepStats)
+    num_prefilled_tokens: int = 0
+    num_sampled_tokens: int = 0
+    _step: EngineStep = EngineStep(0, 0, 0.0, 0, 0, 0.0)  # noqa: RUF009 - the newest one
+    _prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by request id: tokens, and those computed
+    _contexts: dict[str, int] = field(default_factory=dict)  # by request id: tokens of a sequence in decode
+    _reported_cost: ReportedCost = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reported_cost = ReportedCost(self.costs.cost)
+
+    # ---- requests
+
+    def add_prompt(self, request_id: str, num_tokens: int) -> None:
+        """A prompt waits for its steps."""
+        self._prompts[request_id] = (num_tokens, 0)
+
+    def note_tokens(self, request_id: str, num_tokens: int, context: int) -> None:
+        """A sequence has `num_tokens` new tokens, and `context` in all."""
+        self._prompts.pop(request_id, None)
+        self._contexts[request_id] = context
+        self.num_sampled_tokens += num_tokens
+
+    def forget(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        self._contexts.pop(request_id, None)
+
+    # ---- steps
+
+    def record(self, step: EngineStep) -> None:
+        self._step = step
+        work = StepWork(step.num_decodes, self._decode_context, step.prompt_tokens, self._compute(step.prompt_tokens))
+        self.num_prefilled_tokens += step.prompt_tokens
+        self.stats.num_sequences = step.num_running
+        self.stats.num_tokens = step.num_decodes + step.prompt_tokens
+        if step.seconds and self.stats.num_tokens:
+            self.costs.record(work, step.seconds)
+            self.stats.record(work, step.seconds)
+
+    def _compute(self, num_tokens: int) -> float:
+        """Count the prompt tokens of a step for the oldest prompts. Returns the pairs that they attend to."""
+        pairs = 0.0
+        for request_id, (size, computed) in self._prompts.items():
+            taken = min(num_tokens, size - computed)
+            self._prompts[request_id] = (size, computed + taken)
+            pairs += taken * (computed + taken / 2)
+            num_tokens -= taken
+            if not num_tokens:
+                break
+        return pairs
+
+    @property
+    def _decode_context(self) -> int:
+        return sum(self._contexts.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts without a computed token."""
+        return sum(not computed for _, computed in self._prompts.values())
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(size - computed for size, computed in self._prompts.values())
+
+    # ---- the report
+
+    def ledger(self, num_open: int) -> Mapping[Column, int]:
+        """vLLM does not tell blocks of requests from blocks that it keeps for another engine."""
+        num_held = round(self._step.kv_usage * self.info.num_blocks) if num_open else 0
+        empty = dict.fromkeys(Column, 0)
+        return empty | {Column.FREE: self.info.num_blocks - num_held, Column.HELD: num_held}
+
+    def worker_load(self, calls: OpenCalls, draining: bool) -> WorkerLoad:
+        stats, cost = self.stats, self._reported_cost.update(self.costs.cost)
+        prompts = [(size - computed, computed) for size, computed in self._prompts.values() if size > computed]
+        return WorkerLoad(
+            state=WorkerState.DRAINING if draining else WorkerState.SERVING,
+            num_running=len(self._contexts),
+            num_waiting=self.num_waiting,
+            num_calls=len(calls),
+            router_calls=dict(calls.router_calls),
+            num_queued_tokens=self.num_queued_tokens,
+            ledger=self.ledger(len(calls)),
+            num_prefilled_tokens=self.num_prefilled_tokens,
+            num_sampled_tokens=self.num_sampled_tokens,
+            step_cost=cost,
+            max_step_tokens=self.info.max_step_tokens,
+            num_decoding=len(self._contexts),
+            decode_context=self._decode_context,
+            prompt_backlog=backlog_of(prompts, cost),
+            batch_sequences=stats.num_sequences,
+            batch_tokens=stats.num_tokens,
+            busy_seconds=stats.seconds,
+            decode_steps=stats.decode_steps,
+            decode_step_seconds=stats.decode_seconds,
+            slo_itl_s=self.slo_itl_s,
+        )
+
+    def check(self, open_calls: Collection[str]) -> None:
+        assert not self._prompts.keys() & self._contexts.keys()
+        assert self._prompts.keys() | self._contexts.keys() <= set(open_calls)

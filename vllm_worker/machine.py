@@ -1,0 +1,344 @@
+"""A prefill or decode worker with vLLM inside: calls of routers in, requests for the engine and answers out.
+
+    PrefillArrived -> Submit(offers) -> first token and hand-off -> PrefillDone    the engine keeps the KV under a lease
+    DecodeArrived with a source -> wait for HandoffArrived -> Submit(handoff) -> tokens -> DecodeDone
+    DecodeArrived without one ---> Submit ----------------------------------------^
+
+The engine schedules, owns the blocks and moves them. The machine ends each call once, at its deadline at the latest,
+numbers the tokens, and keeps the figures of the report. A hand-off may arrive before its Decode call: two calls of a
+router can overtake each other.
+
+An engine that reports nothing for `step_timeout_s` while it has requests hangs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from core.handoff import TransferId
+from core.lifecycle import FinishReason, Stage
+from core.machine import Tick
+from core.paths import PeerJoined, PeerLeft
+from core.request import Request
+from core.scheduling.sequence import Sequence
+from core.scheduling.worker_load import WorkerLoad
+from core.step import SampledToken, TokenEvent
+from decode_worker.machine import (
+    DecodeArrived,
+    DecodeCancelled,
+    DecodeDone,
+    DecodeFailed,
+    EmitTokens,
+    HandoffArrived,
+)
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
+from vllm_worker.load import EngineLoad
+from worker.call_record import CallRecord
+from worker.core import DrainRequested
+from worker.open_calls import OpenCalls
+
+MAX_EARLY_HANDOFFS = 1024
+EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Compute a request."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request of the engine early."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The engine is dead or hangs: end this process, and the engine with it."""
+
+    detail: str
+
+
+VllmEvent = (
+    PrefillArrived
+    | PrefillCancelled
+    | DecodeArrived
+    | DecodeCancelled
+    | HandoffArrived
+    | EngineReport
+    | DrainRequested
+    | PeerJoined
+    | PeerLeft
+    | Tick
+)
+VllmAction = Submit | Abort | Fail | PrefillDone | PrefillFailed | EmitTokens | DecodeDone | DecodeFailed
+
+
+@dataclass(slots=True)
+class _Call:
+    request: Request
+    is_prefill: bool
+    transfer_id: TransferId | None  # of a hand-off that this worker reads
+    submitted: bool = False
+    num_tokens: int = 0  # from this engine
+    num_cached_tokens: int = 0
+
+    @property
+    def next_index(self) -> int:
+        return len(self.request.token_ids) - self.request.num_prompt_tokens + self.num_tokens
+
+
+@dataclass(slots=True)
+class VllmMachine:
+    """`handle` raises `TandemError` if it refuses a call."""
+
+    info: EngineInfo
+    step_timeout_s: float
+    max_calls: int  # open ones; more are refused
+    load: EngineLoad = field(init=False)
+    draining: bool = False
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
+    _calls: dict[str, _Call] = field(default_factory=dict)  # by request id
+    _waiting: dict[TransferId, str] = field(default_factory=dict)  # hand-offs that calls wait for -> request id
+    _early: OrderedDict[TransferId, tuple[bytes, float]] = field(default_factory=OrderedDict)  # with their time
+    _reported_at: float = 0.0  # by the engine, or the time of the first request since it was idle
+    _num_submitted: int = 0  # requests in the engine
+    _failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.load = EngineLoad(self.info)
+
+    def handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
+        match event:
+            case EngineOutput():
+                return self._on_output(event, now)
+            case EngineStep():
+                self._reported_at = now
+                self.load.record(event)
+                self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
+            case BlocksChanged():
+                pass  # the shell reports them
+            case EngineDied(detail):
+                return self._on_died(detail)
+            case PrefillArrived(request):
+                return self._on_arrived(event, _Call(request, is_prefill=True, transfer_id=None), now)
+            case DecodeArrived(request, source):
+                transfer_id = None if source is None else source[0]
+                return self._on_arrived(event, _Call(request, is_prefill=False, transfer_id=transfer_id), now)
+            case PrefillCancelled(request_id) | DecodeCancelled(request_id):
+                return self._end(request_id, RequestCancelled("the router cancelled the call"))
+            case HandoffArrived(transfer_id, handoff):
+                return self._on_handoff(transfer_id, handoff, now)
+            case DrainRequested():
+                self.draining = True
+            case Tick():
+                return self._on_tick(now)
+        return []
+
+    def next_deadline(self) -> float | None:
+        known = [self.open_calls.deadlines.next()]
+        if self._num_submitted and not self._failed:
+            known.append(self._reported_at + self.step_timeout_s)
+        if self._early:
+            known.append(next(iter(self._early.values()))[1] + EARLY_HANDOFF_S)
+        return min((when for when in known if when is not None), default=None)
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls
+
+    def worker_load(self) -> WorkerLoad:
+        return self.load.worker_load(self.open_calls, self.draining)
+
+    # ---- calls
+
+    def _on_arrived(self, event: PrefillArrived | DecodeArrived, call: _Call, now: float) -> list[VllmAction]:
+        request = call.request
+        if self.draining or self._failed:
+            raise WorkerUnavailable("this worker is draining" if self.draining else "the engine of this worker is dead")
+        if request.request_id in self._calls:
+            raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        if len(self._calls) >= self.max_calls:
+            raise QueueFull(f"{self.max_calls} requests are open already (max_waiting + max_running)")
+        if request.max_total_tokens > self.info.context_length:
+            raise InvalidRequest("max_tokens", f"the engine holds {self.info.context_length} tokens of a sequence")
+        record = CallRecord(self.load.num_waiting, self.load.num_queued_tokens)
+        self.open_calls.open(request.request_id, event.call, event.deadline, record, now)
+        self._calls[request.request_id] = call
+        if call.transfer_id is None:
+            return self._submit(call, b"", now)
+        if call.transfer_id in self._early:
+            return self._submit(call, self._early.pop(call.transfer_id)[0], now)
+        self._waiting[call.transfer_id] = request.request_id
+        return []
+
+    def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
+        request_id = self._waiting.pop(transfer_id, None)
+        if request_id is not None:
+            return self._submit(self._calls[request_id], handoff, now)
+        if len(self._early) >= MAX_EARLY_HANDOFFS:
+            raise QueueFull(f"{MAX_EARLY_HANDOFFS} hand-offs wait for their calls already")
+        self._early[transfer_id] = (handoff, now)
+        return []
+
+    def _submit(self, call: _Call, handoff: bytes, now: float) -> list[VllmAction]:
+        request_id = call.request.request_id
+        if not self._num_submitted:
+            self._reported_at = now
+        self._num_submitted += 1
+        call.submitted = True
+        if handoff:
+            self.open_calls.enter(request_id, Stage.TRANSFER, now)
+        else:
+            self.load.add_prompt(request_id, len(call.request.token_ids))
+        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff))]
+
+    # ---- reports of the engine
+
+    def _on_output(self, output: EngineOutput, now: float) -> list[VllmAction]:
+        """Drops outputs of calls that have ended."""
+        self._reported_at = now
+        call = self._calls.get(output.request_id)
+        if call is None or not call.submitted:
+            return []
+        if output.error:
+            return self._end(output.request_id, _error_of(output), in_engine=False)
+        actions: list[VllmAction] = []
+        call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
+        if output.tokens:
+            self._note_tokens(call, output, now)
+            if call.is_prefill:
+                return self._finish_prefill(call, output)
+            first = call.next_index
+            tokens = [TokenEvent(output.request_id, first + k, token, None) for k, token in enumerate(output.tokens)]
+            call.num_tokens += len(tokens)
+            actions.append(EmitTokens(tuple(tokens)))
+        if output.finish_reason is None:
+            return actions
+        if call.is_prefill or not call.num_tokens:
+            return self._end(output.request_id, TandemError("the engine ended a request without a token"), in_engine=False)
+        return [*actions, self._finish_decode(call, output.finish_reason, now)]
+
+    def _note_tokens(self, call: _Call, output: EngineOutput, now: float) -> None:
+        request_id = call.request.request_id
+        timeline = self.open_calls.timelines[request_id]
+        if timeline.stage is Stage.QUEUE:
+            self.open_calls.enter(request_id, Stage.PREFILL, min(max(timeline.entered_at, output.scheduled_at), now))
+        if timeline.stage is not Stage.DECODE:
+            self.open_calls.enter(request_id, Stage.DECODE, now)
+        context = len(call.request.token_ids) + call.num_tokens + len(output.tokens)
+        self.load.note_tokens(request_id, len(output.tokens), context)
+
+    def _finish_prefill(self, call: _Call, output: EngineOutput) -> list[VllmAction]:
+        request, token = call.request, output.tokens[0]
+        finish_reason = _finish_reason_after(request, token, self.info.eos_token_ids)
+        if finish_reason is None and not output.handoff:
+            return self._end(request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False)
+        done = PrefillDone(
+            request_id=request.request_id,
+            index=call.next_index,
+            token=token,
+            finish_reason=finish_reason,
+            cached_tokens=call.num_cached_tokens,
+            timeline=self.open_calls.timelines[request.request_id],
+            num_tokens=len(request.token_ids),
+            num_blocks=self.info.layout.num_blocks_for(len(request.token_ids)),
+            record=self.open_calls.records[request.request_id],
+            handoff=b"" if finish_reason is not None else output.handoff,
+        )
+        self._forget(request.request_id)
+        return [done]
+
+    def _finish_decode(self, call: _Call, finish_reason: FinishReason, now: float) -> DecodeDone:
+        request_id, num_prompt_tokens = call.request.request_id, len(call.request.token_ids)
+        self.open_calls.enter(request_id, Stage.FINISHED, now)
+        timeline, record = self.open_calls.timelines[request_id], self.open_calls.records[request_id]
+        self._forget(request_id)
+        return DecodeDone(
+            request_id,
+            finish_reason,
+            min(call.num_cached_tokens, num_prompt_tokens),
+            timeline,
+            pull=None,
+            num_prompt_tokens=num_prompt_tokens,
+            num_blocks=self.info.layout.num_blocks_for(num_prompt_tokens + call.num_tokens),
+            record=record,
+        )
+
+    def _on_died(self, detail: str) -> list[VllmAction]:
+        self._failed = True
+        lost = WorkerUnavailable(f"the engine of this worker died: {detail}")
+        ended = [self._fail_call(request_id, lost) for request_id in list(self._calls)]
+        return [*ended, Fail(detail)]
+
+    # ---- ends
+
+    def _on_tick(self, now: float) -> list[VllmAction]:
+        actions: list[VllmAction] = []
+        for request_id in self.open_calls.deadlines.expire(now):
+            stage = self.open_calls.timelines[request_id].stage.value
+            actions += self._end(request_id, DeadlineExceeded(f"the deadline passed on the worker in stage {stage}"))
+        while self._early and next(iter(self._early.values()))[1] + EARLY_HANDOFF_S <= now:
+            self._early.popitem(last=False)
+        if self._num_submitted and not self._failed and now >= self._reported_at + self.step_timeout_s:
+            silent = f"no step has ended for {self.step_timeout_s:g} s (step_timeout_s)"
+            return [*actions, *self._on_died(silent)]
+        return actions
+
+    def _end(self, request_id: str, error: TandemError, *, in_engine: bool = True) -> list[VllmAction]:
+        """End an open call early. `in_engine`: the engine does not know yet."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return []
+        failed = self._fail_call(request_id, error)
+        return [Abort(request_id), failed] if in_engine and call.submitted else [failed]
+
+    def _fail_call(self, request_id: str, error: TandemError) -> VllmAction:
+        is_prefill = self._calls[request_id].is_prefill
+        self._forget(request_id)
+        return PrefillFailed(request_id, error) if is_prefill else DecodeFailed(request_id, error)
+
+    def _forget(self, request_id: str) -> None:
+        call = self._calls.pop(request_id)
+        if call.submitted:
+            self._num_submitted -= 1
+        elif call.transfer_id is not None:
+            del self._waiting[call.transfer_id]
+        self.load.forget(request_id)
+        self.open_calls.close(request_id)
+
+    def check(self) -> None:
+        """Each open call waits for a hand-off or is in the engine."""
+        self.open_calls.check()
+        assert self._calls.keys() == self.open_calls.calls.keys()
+        waiting = {request_id for request_id, call in self._calls.items() if not call.submitted}
+        assert waiting == set(self._waiting.values())
+        assert self._num_submitted == len(self._calls) - len(waiting)
+        assert not self._waiting.keys() & self._early.keys()
+        assert len(self._early) <= MAX_EARLY_HANDOFFS
+        self.load.check(self._calls.keys())
+
+
+def _finish_reason_after(request: Request, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    token_ids = [*request.token_ids, token.token_id]
+    return Sequence(request, 0, token_ids=token_ids).finish_reason_after(token.token_id, eos_token_ids)
+
+
+def _error_of(output: EngineOutput) -> TandemError:
+    if output.invalid:
+        return InvalidRequest("request", f"vLLM refuses it: {output.error}")
+    return TransferFailed(f"the engine failed this request: {output.error}")

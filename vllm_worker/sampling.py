@@ -1,0 +1,87 @@
+"""From a request of Tandem to vLLM's SamplingParams, and the parameters of Tandem's draws in between.
+
+vLLM takes the token with the highest logit (its temperature is 0). Wherever Tandem's law says more than that, the
+request carries `Draw` to vllm_worker/draws.py, which leaves only the chosen token for vLLM. So a token depends on the
+request and its position alone, and a stream that another worker resumes continues as if nothing had happened: the
+penalties, the draws and `min_tokens` count from the true prompt, not from the tokens that vLLM takes for one.
+
+vLLM gets the end-of-sequence tokens as stop tokens. Stop strings are the router's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from core.request import Request, SamplingParams
+
+EXTRA_ARG = "tandem"  # of vLLM's SamplingParams.extra_args
+
+_DRAWN_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the choice of a token needs, beside the logits and the tokens so far."""
+
+    sampling: SamplingParams
+    num_prompt_tokens: int  # of the true prompt
+    barred: tuple[int, ...]  # tokens that must not end the output before it has `min_tokens` tokens
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a token can differ from the one with the highest logit."""
+        sampling = self.sampling
+        return not sampling.greedy or bool(self.barred) or _has_penalty(sampling)
+
+
+def draw_of(request: Request, eos_token_ids: frozenset[int]) -> Draw:
+    sampling = request.sampling
+    barred = tuple(sorted(sampling.stop_tokens(eos_token_ids))) if sampling.min_tokens else ()
+    return Draw(sampling, request.num_prompt_tokens, barred)
+
+
+def encode_draw(draw: Draw) -> dict[str, Any]:
+    """Plain numbers, lists and text: vLLM sends them to its workers."""
+    sampling = draw.sampling
+    return {
+        **{name: getattr(sampling, name) for name in _DRAWN_FIELDS},
+        "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+        "min_tokens": sampling.min_tokens,
+        "num_prompt_tokens": draw.num_prompt_tokens,
+        "barred": list(draw.barred),
+    }
+
+
+def decode_draw(wire: dict[str, Any]) -> Draw:
+    fields = {name: wire[name] for name in _DRAWN_FIELDS}
+    min_tokens = wire["min_tokens"]
+    bias = {int(token_id): float(value) for token_id, value in wire["logit_bias"]}
+    sampling = SamplingParams(max_tokens=max(1, min_tokens), min_tokens=min_tokens, logit_bias=bias, **fields)
+    return Draw(sampling, wire["num_prompt_tokens"], tuple(wire["barred"]))
+
+
+def sampling_arguments(request: Request, eos_token_ids: frozenset[int], *, max_tokens: int = 0) -> dict[str, Any]:
+    """Keyword arguments of vLLM's SamplingParams. `max_tokens`: the most for this engine; 0 = all that are left."""
+    sampling = request.sampling
+    left = request.max_total_tokens - len(request.token_ids)
+    draw = draw_of(request, eos_token_ids)
+    arguments: dict[str, Any] = {
+        "temperature": 0.0,
+        "max_tokens": min(left, max_tokens or left),
+        "stop_token_ids": sorted(sampling.stop_tokens(eos_token_ids)),
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": sampling.num_logprobs,
+    }
+    if draw.chooses:
+        arguments["extra_args"] = {EXTRA_ARG: encode_draw(draw)}
+    return arguments
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    neutral = asdict(SamplingParams(max_tokens=1))
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return bool(sampling.logit_bias) or any(getattr(sampling, name) != neutral[name] for name in names)

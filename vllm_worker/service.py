@@ -1,0 +1,177 @@
+"""The shell of a vLLM worker: the gRPC services of its role, its machine, and its engine.
+
+    gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort--> Engine
+                                                  ^                                     |
+                                                  +---- outputs, steps, block events ---+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Any
+
+from core.config import WorkerConfig
+from core.errors import TandemError, WorkerUnavailable
+from core.handoff import AgentAddress
+from core.lifecycle import ServiceRole
+from core.scheduling.block_pool import BlockEvent, BlockStored
+from core.scheduling.worker_load import WorkerChanges
+from core.service import Endpoint
+from protos import codec, report_codec
+from runtime.driver import Driver
+from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
+from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
+from vllm_worker.engine import BlocksChanged, Engine, EngineReport
+from vllm_worker.machine import Abort, Fail, Submit, VllmAction, VllmEvent, VllmMachine
+from worker.core import DrainRequested
+from worker.reports import ReportFeed
+from worker.service import Servicer
+from worker.view import ChangeTracker
+
+logger = logging.getLogger(__name__)
+
+
+class VllmService:
+    """A `core.service.Service`. `name` is the role and the ordinal of the worker; `max_calls` as for the machine."""
+
+    def __init__(
+        self,
+        role: ServiceRole,
+        name: str,
+        config: WorkerConfig,
+        engine: Engine,
+        servicer: Servicer,
+        max_calls: int,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._role, self._name, self._config, self._engine = role, name, config, engine
+        self._servicer, self._max_calls, self._credentials = servicer, max_calls, credentials
+        self._tasks: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._tracker = ChangeTracker()
+        self._blocks: dict[int, None] = {}  # sequence hashes in the prefix cache
+        self._block_events: list[BlockEvent] = []  # since the last report
+        self._driver: Driver[VllmEvent, VllmAction] | None = None
+        self._stopping = False
+
+    async def start(self) -> Endpoint:
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[BaseException] = self._loop.create_future()
+        info = await self._engine.start(self._on_report)
+        incarnation = secrets.randbits(63) | 1
+        self._worker_id = f"{self._name}.{incarnation:016x}"
+        self._address = AgentAddress(
+            name=self._worker_id,
+            incarnation=incarnation,
+            metadata=b"vllm",
+            pool_base=0,
+            num_blocks=info.num_blocks,
+            layout=info.layout,
+            lease_s=1.0,
+        )
+        self._machine = VllmMachine(info, self._config.step_timeout_s, self._max_calls)
+        self._driver = Driver(self._machine, self._perform, self._on_fatal, self._after_event)
+        self._servicer.attach(self._driver, self._worker_id)
+        self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
+        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
+        self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
+        reporting = asyncio.create_task(self._feed.run(), name="reports")
+        reporting.add_done_callback(self._on_reports_ended)
+        self._tasks.append(reporting)
+        address = await self._server.start()
+        logger.info("%s serves on %s", self._worker_id, address)
+        return Endpoint(self._worker_id, address, self._role)
+
+    async def failed(self) -> BaseException:
+        return await self._failure
+
+    async def drain(self, timeout_s: float) -> None:
+        assert self._driver is not None
+        self._driver.post(DrainRequested())
+        await self._server.set_serving(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._machine.idle:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%s still has work after draining for %g s", self._worker_id, timeout_s)
+
+    async def stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._driver is not None:
+            self._driver.stop()
+            self._end_calls(WorkerUnavailable("this worker is stopping"))
+            await cancel_and_wait(self._tasks)
+            await self._server.stop(grace_s=0.5)
+        await self._engine.close()
+
+    def _end_calls(self, error: TandemError) -> None:
+        self._servicer.fail_all(error)
+        self._feed.close()
+
+    # ---- the machine and its engine
+
+    def _on_report(self, report: EngineReport) -> None:
+        if isinstance(report, BlocksChanged):
+            for event in report.events:
+                if isinstance(event, BlockStored):
+                    self._blocks[event.sequence_hash] = None
+                else:
+                    self._blocks.pop(event.sequence_hash, None)
+            self._block_events += report.events
+        if self._driver is not None:
+            self._driver.post(report)
+
+    def _perform(self, action: VllmAction) -> None:
+        match action:
+            case Submit(prompt):
+                self._engine.submit(prompt)
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case Fail(detail):
+                self._loop.call_soon(self._on_fatal, TandemError(detail))
+            case _:
+                assert self._servicer.perform(action), f"no part performs {action}"
+
+    def _after_event(self) -> None:
+        if self._machine.idle:
+            self._idle.set()
+        self._feed.mark_changed()
+
+    def _on_reports_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fatal(error)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        """End every call, so that routers use other workers, and report the failure to the host."""
+        if self._driver is not None:
+            self._driver.stop()
+            self._end_calls(WorkerUnavailable(f"this worker failed: {error}"))
+        if not self._failure.done():
+            self._failure.set_result(error)
+
+    # ---- reports
+
+    def _snapshot(self) -> worker_pb2.WorkerReport:
+        report = report_codec.encode_changes(WorkerChanges(self._machine.worker_load()))
+        report.snapshot.worker_id = self._worker_id
+        report.snapshot.role = codec.ROLE_TO_WIRE[self._role]
+        report.snapshot.agent.CopyFrom(codec.encode_agent(self._address))
+        report.snapshot.cached_blocks.extend(self._blocks)
+        return report
+
+    def _changes(self) -> worker_pb2.WorkerReport | None:
+        events, self._block_events = self._block_events, []
+        changes = self._tracker.take(self._machine.worker_load(), events, ())
+        return None if changes is None else report_codec.encode_changes(changes)
+
+    def _holders(self) -> worker_pb2.DescribeLedgerResponse:
+        ledger = self._machine.worker_load().ledger
+        return worker_pb2.DescribeLedgerResponse(worker_id=self._worker_id, ledger=codec.encode_ledger(ledger))
