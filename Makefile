@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway simulator cli
+PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
 .PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.config import TandemConfig, from_mapping
+from core.config import EngineConfig, TandemConfig, from_mapping
 from core.errors import ConfigError
 
 
@@ -37,6 +37,7 @@ class Flag:
 
 
 FLAGS = (
+    Flag("engine", "engine", "name", "The engine inside the workers: tandem, or vllm with the options of [vllm]."),
     Flag("model", "engine", "model", "A catalogue name, a GGUF file, a Hugging Face directory, or random:<config>."),
     Flag("prefill", "cluster", "num_prefill", "Prefill workers to start with; 0 = decode workers compute the prompts."),
     Flag("decode", "cluster", "num_decode", "Decode workers to start with."),
@@ -78,9 +79,22 @@ def load_config(path: Path | None, flags: Mapping[str, float | str | None]) -> T
         if value is not None:
             tables.setdefault(flag.table, {})[flag.option] = value
     try:
-        return _with_full_paths(from_mapping(tables))
+        return _with_full_paths(_for_vllm(from_mapping(tables)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+def _for_vllm(config: TandemConfig) -> TandemConfig:
+    """With vLLM inside, a name of the catalogue means the copy in Hugging Face format, and a start takes longer."""
+    if config.engine.name != "vllm":
+        return config
+    from cli.vllm_environment import default_model_dir
+
+    engine, start_timeout_s = config.engine, max(config.cluster.start_timeout_s, config.vllm.start_timeout_s)
+    if engine.model == EngineConfig().model and default_model_dir().is_dir():
+        engine = dataclasses.replace(engine, model=str(default_model_dir()))
+    cluster = dataclasses.replace(config.cluster, start_timeout_s=start_timeout_s)
+    return dataclasses.replace(config, engine=engine, cluster=cluster)
 
 
 def _read(path: Path) -> dict[str, dict[str, object]]:

@@ -18,19 +18,21 @@ from typing import Any
 
 from rich.console import Console
 
-from cli import compose
+from cli import compose, vllm
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
+from cli.vllm_environment import python_of, variables
 from core.config import ClusterConfig, EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
+from core.service import Service
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
-from fleet.supervisor import FleetSpec
+from fleet.supervisor import FleetSpec, Interpreter
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
@@ -42,16 +44,25 @@ PrintLine = Callable[[str], None]
 
 
 def fleet_spec(config: TandemConfig) -> FleetSpec:
+    build_prefill: Callable[..., Service] = compose.build_prefill_worker
+    build_decode: Callable[..., Service] = compose.build_decode_worker
+    interpreter = None
+    if config.engine.name == "vllm":
+        python = python_of(config.vllm)
+        interpreter = Interpreter(str(python), variables(python))
+        build_prefill, build_decode = vllm.build_prefill_worker, vllm.build_decode_worker
     return FleetSpec(
         config.cluster,
         router=functools.partial(compose.build_router, config),
-        prefill=functools.partial(compose.build_prefill_worker, config),
-        decode=functools.partial(compose.build_decode_worker, config),
+        prefill=functools.partial(build_prefill, config),
+        decode=functools.partial(build_decode, config),
         router_host=functools.partial(compose.router_host, config),
         router_port=config.router.port,
         drain_timeout_s=config.worker.drain_timeout_s,
         router_drain_timeout_s=config.router.drain_timeout_s,
         gpu_use=gpu_use(config.engine, joined=bool(config.cluster.address)),
+        gpus_per_worker=config.vllm.tensor_parallel,
+        interpreter=interpreter,
     )
 
 

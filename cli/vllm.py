@@ -15,7 +15,7 @@ from vllm_worker.async_llm import AsyncEngine, EngineArguments
 from vllm_worker.service import VllmService
 from worker.service import Servicer
 
-DEFAULT_KV_GB = 0.5  # of a CPU worker, as [engine] kv_memory_mb = 0
+DEFAULT_KV_GB = 1  # of a worker on a CPU; vLLM takes whole gigabytes
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement) -> VllmService:
@@ -44,6 +44,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement, servic
         offers=role is ServiceRole.PREFILL,
         lease_s=vllm.lease_s,
         tensor_parallel=vllm.tensor_parallel,
+        on_gpu=bool(placement.gpus),
         host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",
         side_port=_free_port(),
         args=(*_step_sizes(config), *vllm.args),
@@ -70,8 +71,8 @@ def _set_cpu(config: TandemConfig, placement: Placement) -> None:
     """Memory and cores of vLLM on a CPU, which takes both from the environment."""
     if placement.gpus:
         return
-    kv_gb = config.engine.kv_memory_mb / 1024 or DEFAULT_KV_GB
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gb:g}"
+    kv_gb = -(-config.engine.kv_memory_mb // 1024) or DEFAULT_KV_GB
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gb)
     if placement.cores:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, placement.cores))
 

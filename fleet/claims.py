@@ -9,7 +9,7 @@ a whole share on an empty GPU.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -38,7 +38,7 @@ class Claim:
     """The resources of one member. A member without a resource runs on the machine of the supervisor."""
 
     resource: str = ""  # 1.0 of this
-    gpus: float = 0.0  # in [0, 1]
+    gpus: float = 0.0  # a share of one GPU in [0, 1], or a whole number of GPUs
     accelerator: str = ""  # Ray's name for the type of the GPU; empty = any
 
     def options(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Claim:
 
     def __str__(self) -> str:
         kind = f"{self.accelerator or GPU}"
-        gpu = kind if self.gpus == 1 else f"{self.gpus:g} of one {kind}"
+        gpu = kind if self.gpus == 1 else f"{self.gpus:g} {kind}s" if self.gpus > 1 else f"{self.gpus:g} of one {kind}"
         parts = [repr(self.resource)] * bool(self.resource) + [gpu] * bool(self.gpus)
         return " and ".join(parts)
 
@@ -62,6 +62,7 @@ class Claims:
 
     config: ClusterConfig
     gpu_use: GpuUse = GpuUse.NEVER
+    gpus_per_worker: int = 1  # more than 1: of workers with tensor parallelism, whose claims have whole GPUs
 
     def of(self, role: ServiceRole, machines: Collection[Resources]) -> Claim:
         """The claim of a member that starts now, while these machines are alive."""
@@ -77,8 +78,10 @@ class Claims:
         """The claim of a worker that uses a GPU if its pool may."""
         config = self.config
         if role is ServiceRole.PREFILL:
-            return Claim(config.prefill_resource, config.prefill_gpus, config.prefill_accelerator)
-        return Claim(config.decode_resource, config.decode_gpus, config.decode_accelerator)
+            share, resource, accelerator = config.prefill_gpus, config.prefill_resource, config.prefill_accelerator
+        else:
+            share, resource, accelerator = config.decode_gpus, config.decode_resource, config.decode_accelerator
+        return Claim(resource, share * self.gpus_per_worker, accelerator)
 
     def settled(self, machine: Resources) -> Claims:
         """The claims of a fleet that has only this machine."""
@@ -86,7 +89,7 @@ class Claims:
         if use is GpuUse.IF_PRESENT:
             wanted = self.config.prefill_accelerator or self.config.decode_accelerator
             use = GpuUse.ALWAYS if wanted or machine.get(GPU, 0) > 0 else GpuUse.NEVER
-        return Claims(self.config, use)
+        return replace(self, gpu_use=use)
 
     def wait_hint(self, role: ServiceRole) -> str:
         """The reason why Ray may not have placed a member. A Ray of our own has room for every service but for GPUs."""
@@ -143,6 +146,9 @@ def num_gpus(shares: Sequence[float]) -> int:
     """The number of GPUs of one machine onto which Ray places these shares, in this order."""
     room: list[float] = []  # left on each GPU in use
     for share in filter(None, shares):
+        if share > 1.0:
+            room += [0.0] * round(share)
+            continue
         fitting = [gpu for gpu, left in enumerate(room) if left + ROOM_TOLERANCE >= share]
         if fitting:
             room[min(fitting, key=room.__getitem__)] -= share

@@ -95,6 +95,9 @@ class RayHost:
         options = claim.options()
         if not claim.resource:
             options["scheduling_strategy"] = on_this_machine()
+        if spec.interpreter is not None and member.role is not ServiceRole.ROUTER:
+            python, variables = spec.interpreter.python, dict(spec.interpreter.variables)
+            options["runtime_env"] = {"py_executable": python, "env_vars": variables}
         self._member = member
         self._spec = spec
         self._actor: Any = ray.remote(ACTORS[member.role]).options(**options).remote(claims, claim)

@@ -32,8 +32,8 @@ class Placement:
     num_threads: int  # compute threads, unless the config gives a number
     scale: Scale | None  # for a router: changes the pool sizes
     cores: tuple[int, ...] = ()  # for compute threads; empty = every core
-    # Share of the only GPU that CUDA shows this process, in [0, 1]; 0 = it shows none. None: placed without Ray, on the
-    # device of the config.
+    # Share of the only GPU that CUDA shows this process, in [0, 1], or their number; 0 = it shows none. None: placed
+    # without Ray, on the device of the config.
     gpus: float | None = None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
@@ -58,6 +58,14 @@ RouterHost = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Another Python than that of `tandem serve`, for the processes of workers."""
+
+    python: str
+    variables: Mapping[str, str]  # of the environment
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """The services that a supervisor keeps alive."""
 
@@ -70,6 +78,8 @@ class FleetSpec:
     drain_timeout_s: float  # of a worker
     router_drain_timeout_s: float
     gpu_use: GpuUse = GpuUse.NEVER  # of the workers
+    gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
+    interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {
@@ -81,7 +91,7 @@ class FleetSpec:
 
     @property
     def claims(self) -> Claims:
-        return Claims(self.config, self.gpu_use)
+        return Claims(self.config, self.gpu_use, self.gpus_per_worker)
 
 
 class HostDied(Exception):

@@ -137,22 +137,22 @@ def _scaled(frequency: float, scaling: RopeScaling) -> float:
 # ---- config.json of Hugging Face
 
 # model_type -> (q, k and v always have biases, q and k have norms)
-_HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Convert a config.json of transformers 4 or 5. Raises `ConfigError` for a feature that is not supported."""
     fields = Fields(raw, "config.json")
     family = fields.text("model_type", "")
-    if family not in _HF_FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(_HF_FAMILIES)}")
+    if family not in HF_FAMILIES:
+        raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(HF_FAMILIES)}")
     if fields.text("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
         raise ConfigError("config.json: hidden_act must be silu and mlp_bias false; no other feed-forward is supported")
     if raw.get("quantization_config"):
         raise ConfigError(
             "config.json has a quantization_config; quantized safetensors are not supported, use a GGUF file"
         )
-    always_biased, qk_norm = _HF_FAMILIES[family]
+    always_biased, qk_norm = HF_FAMILIES[family]
     attention_bias = fields.flag("attention_bias")
     rope_theta, scaling = _hf_rope(fields)
     hidden_size = fields.integer("hidden_size", most=MAX_SIZE)

@@ -24,7 +24,7 @@ from model_files.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZ
 from model_files.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
 from model_files.fields import Fields
 from model_files.gguf_file import GGUFFile
-from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
+from model_files.model_config import HF_FAMILIES, ModelConfig, config_from_gguf, config_from_hf
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
@@ -89,16 +89,37 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
             bos_token_id=BYTE_BOS_ID,
         )
     file = GGUFFile(source.path) if source.kind is SourceKind.GGUF and source.path else None
-    config = config_from_gguf(file) if file else load_config(source)
-    eos_token_ids, bos_token_id = _special_ids(source, file, config.vocab_size)
+    if source.kind is SourceKind.HUGGING_FACE and source.path is not None and not is_known_family(source.path):
+        vocab_size, context_length = _sizes_of(source, source.path, max_context)
+    else:
+        config = config_from_gguf(file) if file else load_config(source)
+        vocab_size, context_length = config.vocab_size, config.usable_context(max_context)
+    eos_token_ids, bos_token_id = _special_ids(source, file, vocab_size)
     return ModelInfo(
         name=source.name,
         fingerprint=fingerprint(source),
-        vocab_size=config.vocab_size,
-        context_length=config.usable_context(max_context),
+        vocab_size=vocab_size,
+        context_length=context_length,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
     )
+
+
+def is_known_family(directory: Path) -> bool:
+    """Whether Tandem's own engine knows the family of the model. Other engines know more."""
+    return read_json(directory / "config.json").get("model_type") in HF_FAMILIES
+
+
+def _sizes_of(source: ModelSource, directory: Path, max_context: int) -> tuple[int, int]:
+    """(vocabulary, context) of any model, from its config.json. A model with images has those of its text inside."""
+    raw = read_json(directory / "config.json")
+    fields = Fields(
+        raw.get("text_config", raw) if isinstance(raw.get("text_config", raw), dict) else raw, "config.json"
+    )
+    context_length = fields.integer("max_position_embeddings")
+    if max_context > context_length:
+        raise ConfigError(f"max_context must be at most {context_length} for {source.name}, is {max_context}")
+    return fields.integer("vocab_size"), max_context or context_length
 
 
 def usable_context(source: ModelSource, max_context: int = 0) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import ConfigError, TandemError, WorkerUnavailable
+from core.errors import ConfigError, TandemError
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
@@ -24,6 +24,7 @@ from core.step import SampledToken
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
 from vllm_worker.handoff import decode_handoff, encode_handoff
 from vllm_worker.prefix_cache import PrefixCache
+from vllm_worker.process_group import Guardian
 from vllm_worker.sampling import sampling_arguments
 
 DRAWS = "vllm_worker.draws:TandemDraws"
@@ -33,7 +34,8 @@ OFFER = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0  # afterwards the guardian kills the processes of vLLM
+WARM_UP_TOKENS = (2, 64)  # lengths of the first prompts
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class EngineArguments:
     offers: bool  # a prefill worker
     lease_s: float
     tensor_parallel: int
+    on_gpu: bool
     host: str  # where other workers reach the side channel of the connector
     side_port: int
     args: tuple[str, ...]
@@ -61,10 +64,12 @@ class AsyncEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._events: asyncio.Task[None] | None = None
         self._llm: Any = None
+        self._guardian: Guardian | None = None
         self._report: Callable[[EngineReport], None]
 
     async def start(self, report: Callable[[EngineReport], None]) -> EngineInfo:
         self._report = report
+        self._guardian = Guardian()
         arguments = self._arguments
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = arguments.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(arguments.side_port)
@@ -83,6 +88,7 @@ class AsyncEngine:
         config = self._llm.vllm_config
         layout = _layout(config, arguments.info)
         self._prefix_cache = PrefixCache(layout.block_size)
+        await self._warm_up()
         self._events = asyncio.create_task(self._follow_blocks(), name="kv-events")
         self._events.add_done_callback(self._on_task_ended)
         return EngineInfo(
@@ -92,6 +98,16 @@ class AsyncEngine:
             context_length=config.model_config.max_model_len,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
+
+    async def _warm_up(self) -> None:
+        """Compute some tokens: vLLM compiles at its first steps, which took 50 s on one core."""
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
+        for num_tokens in WARM_UP_TOKENS:
+            prompt = TokensPrompt(prompt_token_ids=[1] * num_tokens, cache_salt="warm-up")
+            async for _ in self._llm.generate(prompt, sampling, f"warm-up-{num_tokens}"):
+                pass
 
     # ---- requests
 
@@ -116,7 +132,7 @@ class AsyncEngine:
             self._report(EngineDied(str(error) or "its process has ended"))
         except (VLLMClientError, ValueError) as error:
             self._report(EngineOutput(request_id, (), error=str(error), invalid=not isinstance(error, TandemError)))
-        except Exception as error:  # noqa: BLE001 - the call waits for a report after any failure
+        except Exception as error:
             logger.exception("request %s failed in vLLM", request_id)
             self._report(EngineOutput(request_id, (), error=f"{type(error).__name__}: {error}"))
 
@@ -125,7 +141,9 @@ class AsyncEngine:
         from vllm.sampling_params import RequestOutputKind
 
         request = prompt.request
-        arguments = sampling_arguments(request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0)
+        arguments = sampling_arguments(
+            request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0
+        )
         transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
         if transfer is not None:
             arguments["extra_args"] = {**(arguments.get("extra_args") or {}), "kv_transfer_params": transfer}
@@ -165,14 +183,14 @@ class AsyncEngine:
 
         engine = self
 
-        class StepReporter(StatLoggerBase):
+        class StepReporter(StatLoggerBase):  # type: ignore[misc]
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 
             def log_engine_initialized(self) -> None:
                 pass
 
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
                 if scheduler_stats is not None:
                     engine._report(_step_of(scheduler_stats))
 
@@ -212,14 +230,20 @@ class AsyncEngine:
 
 
 def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
-    connector = {
+    connector: dict[str, Any] = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if arguments.offers else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"kv_lease_duration": arguments.lease_s},
     }
-    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        connector["kv_buffer_device"] = "cpu"
+    options: dict[str, Any] = {"kv_lease_duration": arguments.lease_s}
+    if not arguments.on_gpu:
+        connector |= {
+            "kv_connector": "WaitingNixlConnector",
+            "kv_connector_module_path": "vllm_worker.connector",
+            "kv_buffer_device": "cpu",
+        }
+        options["num_threads"] = 1
+    connector["kv_connector_extra_config"] = options
     block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
     return [
         "--model", arguments.model,
@@ -295,5 +319,3 @@ def _step_of(stats: Any) -> EngineStep:
         prompt_tokens=0 if details is None else details.num_ctx_tokens,
         seconds=0.0 if details is None else details.elapsed_ms / 1e3,
     )
-
-

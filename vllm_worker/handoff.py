@@ -61,5 +61,5 @@ def _check_blocks(groups: list[Any]) -> None:
     for group in groups:
         if not isinstance(group, list):
             raise InvalidRequest("handoff", "remote_block_ids must be a list of lists")
-        if len(group) > MAX_BLOCKS or not all(type(block) is int and 0 <= block for block in group):
+        if len(group) > MAX_BLOCKS or not all(type(block) is int and block >= 0 for block in group):
             raise InvalidRequest("handoff", "remote_block_ids has an id that is no block")

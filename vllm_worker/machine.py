@@ -230,7 +230,9 @@ class VllmMachine:
         if output.finish_reason is None:
             return actions
         if call.is_prefill or not call.num_tokens:
-            return self._end(output.request_id, TandemError("the engine ended a request without a token"), in_engine=False)
+            return self._end(
+                output.request_id, TandemError("the engine ended a request without a token"), in_engine=False
+            )
         return [*actions, self._finish_decode(call, output.finish_reason, now)]
 
     def _note_tokens(self, call: _Call, output: EngineOutput, now: float) -> None:
@@ -247,7 +249,9 @@ class VllmMachine:
         request, token = call.request, output.tokens[0]
         finish_reason = _finish_reason_after(request, token, self.info.eos_token_ids)
         if finish_reason is None and not output.handoff:
-            return self._end(request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False)
+            return self._end(
+                request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False
+            )
         done = PrefillDone(
             request_id=request.request_id,
             index=call.next_index,

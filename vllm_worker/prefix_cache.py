@@ -1,8 +1,8 @@
 """The prefix cache of vLLM in Tandem's hashes, from vLLM's block events.
 
-vLLM hashes blocks in a way of its own, and tells the tokens of each block that it stores. So each stored block gets the
-sequence hash of core/block_hash.py, which routers look up. Several of vLLM's blocks can have the same content: a hash is
-reported once when the first of them is stored, and removed with the last.
+vLLM hashes blocks in a way of its own, and tells the tokens of each block that it stores. So each stored block gets
+the sequence hash of core/block_hash.py, which routers look up. Several of vLLM's blocks can have the same content: a
+hash is reported once when the first of them is stored, and removed with the last.
 
 Event batches are numbered. After a gap nothing is known for sure: every hash is taken back, and blocks count again once
 their whole chain has been stored anew.

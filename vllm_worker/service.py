@@ -1,8 +1,8 @@
 """The shell of a vLLM worker: the gRPC services of its role, its machine, and its engine.
 
-    gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort--> Engine
-                                                  ^                                     |
-                                                  +---- outputs, steps, block events ---+
+gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort--> Engine
+                                              ^                                     |
+                                              +---- outputs, steps, block events ---+
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import Any
 
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable

@@ -49,6 +49,11 @@ class TandemConfig:
             not self.cluster.router_resource or self.router.port != 0,
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
         )
+        for name in ("prefill_gpus", "decode_gpus"):
+            require(
+                self.vllm.tensor_parallel == 1 or getattr(self.cluster, name) in (0.0, 1.0),
+                f"[cluster] {name} must be 1 for workers with [vllm] tensor_parallel, is {getattr(self.cluster, name)}",
+            )
         for name in ("prefill_accelerator", "decode_accelerator"):
             accelerator = getattr(self.cluster, name)
             require(

@@ -1,0 +1,111 @@
+"""The Python environment of vLLM: where it is, what it needs, and the variables of the processes in it.
+
+vLLM pins versions of torch and transformers that differ from ours, so its workers run in an environment of their own.
+`make vllm` installs one with vLLM's CPU build. For GPUs, docs/vllm.md lists the packages; `[vllm] python` names the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import core
+from cli.findings import Finding, Health, judge
+from core.config import EngineConfig, TandemConfig, VllmConfig
+from core.errors import ConfigError
+from model_files.catalogue import CATALOGUE, default_cache_dir
+
+VLLM_VERSION = "0.32.0"
+# What a worker needs beside vLLM, in the versions of Tandem's own environment.
+WIRE_PACKAGES = (
+    "ray", "xxhash", "grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "opentelemetry-sdk",
+)  # fmt: skip
+TRANSFER_PACKAGE = "nixl"
+INSTALL = "run `make vllm` (for GPUs see docs/vllm.md)"
+LIST_TIMEOUT_S = 60.0
+
+_LIST = """
+import importlib.metadata, json
+print(json.dumps({found.name.lower(): found.version for found in importlib.metadata.distributions()}))
+"""
+# Of the engine, which a worker with vLLM does not have.
+_OWN_OPTIONS = ("quantization", "kv_dtype", "block_size", "prefill_block_size", "kernels")
+
+
+def vllm_dir() -> Path:
+    """The environment of `make vllm`."""
+    return default_cache_dir() / "peers" / f"vllm-{VLLM_VERSION}"
+
+
+def default_model_dir() -> Path:
+    """The default model in Hugging Face format, which `make vllm` writes."""
+    return default_cache_dir() / "peers" / "smollm2-135m-hf"
+
+
+def python_of(config: VllmConfig) -> Path:
+    return Path(config.python).expanduser() if config.python else vllm_dir() / "bin" / "python"
+
+
+def variables(python: Path) -> dict[str, str]:
+    """The environment variables of a process with vLLM, beside those of this process."""
+    directory = python.parent.parent
+    tcmalloc = next(iter(sorted(directory.glob("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4"))), None)
+    libraries = [tcmalloc, directory / "lib" / "libiomp5.so"]  # as vLLM's manual recommends for a CPU
+    preload = [str(library) for library in libraries if library is not None and library.exists()]
+    return {
+        "PYTHONPATH": str(Path(core.__file__).resolve().parents[1]),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **({"LD_PRELOAD": ":".join(preload)} if preload else {}),
+    }
+
+
+def check_vllm(config: TandemConfig) -> None:
+    """Raises `ConfigError` if workers with vLLM could not start on this machine, or would ignore an option."""
+    engine, plain = config.engine, EngineConfig()
+    for name in _OWN_OPTIONS:
+        if getattr(engine, name) != getattr(plain, name):
+            raise ConfigError(f"[engine] {name} is an option of Tandem's own engine; for vLLM use [vllm] args")
+    if not (Path(engine.model) / "config.json").is_file():
+        wanted = "a directory in Hugging Face format"
+        if engine.model in CATALOGUE:
+            raise ConfigError(f"[engine] model: vLLM needs {wanted}; `make vllm` writes one for {engine.model}")
+        raise ConfigError(f"[engine] model: vLLM needs {wanted}, {engine.model!r} is none")
+    for finding in environment(config.vllm):
+        if finding.health is Health.FAIL:
+            raise ConfigError(f"[vllm] python: {finding.subject}: {finding.text}; {finding.fix}")
+
+
+def environment(config: VllmConfig) -> Iterator[Finding]:
+    """What the environment has, and what is missing."""
+    python = python_of(config)
+    if not os.access(python, os.X_OK):
+        yield Finding("vLLM's python", Health.FAIL, f"{python} is not there", INSTALL)
+        return
+    try:
+        listed = subprocess.run(
+            [python, "-c", _LIST], capture_output=True, text=True, check=True, timeout=LIST_TIMEOUT_S
+        )
+        found = json.loads(listed.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        yield Finding("vLLM's python", Health.FAIL, f"{python} does not run: {error}", INSTALL)
+        return
+    version = found.get("vllm", "")
+    yield judge(bool(version), "vllm", version or "not installed", INSTALL, Health.FAIL)
+    tested = version.partition("+")[0].startswith(VLLM_VERSION.rpartition(".")[0])
+    if version and not tested:
+        yield Finding("vllm", Health.WARN, f"{version} was not tested", f"Tandem is tested with {VLLM_VERSION}")
+    for name in WIRE_PACKAGES:
+        ours, theirs = importlib.metadata.version(name), found.get(name, "")
+        exact = name == "ray"  # Ray refuses an actor with another version
+        fix = f"run `{python} -m pip install {name}=={ours}`"
+        good = theirs == ours if exact else bool(theirs)
+        yield judge(good, f"vLLM's {name}", theirs or "not installed", fix, Health.FAIL)
+    nixl = next((found[name] for name in found if name.startswith(TRANSFER_PACKAGE)), "")
+    yield judge(bool(nixl), "vLLM's nixl", nixl or "not installed", f"run `{python} -m pip install nixl`", Health.FAIL)

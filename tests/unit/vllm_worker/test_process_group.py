@@ -1,0 +1,40 @@
+"""The guardian kills the processes of vLLM when their worker dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.support.waiting import until
+
+# A worker with a child, which has a child of its own.
+WORKER = """
+import subprocess, sys
+from vllm_worker.process_group import Guardian
+guardian = Guardian()
+child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline().strip(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda worker: worker.stdin.close()], ids=["killed", "returns"])
+async def test_children_end_with_their_worker(end: Callable[[subprocess.Popen[str]], None]) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    family = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
+    guardians = [one for one in psutil.Process(worker.pid).children() if one not in family]
+    assert len(family) == 2
+    assert all(one.is_running() for one in family)
+    end(worker)
+    await until(
+        lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (*family, *guardians)),
+        "processes of the group still run",
+    )
+    worker.wait()

@@ -1,0 +1,57 @@
+"""What vLLM is asked for, and what travels to Tandem's draws inside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from core.request import Request, SamplingParams
+from vllm_worker.sampling import EXTRA_ARG, decode_draw, draw_of, encode_draw, sampling_arguments
+
+EOS = frozenset({2})
+
+
+def request(delivered: int = 0, **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0} | sampling)
+    return Request("a", tuple(range(5 + delivered)), 5, params)
+
+
+def test_a_greedy_request_needs_no_draw() -> None:
+    arguments = sampling_arguments(request(), EOS)
+    assert "extra_args" not in arguments
+    assert arguments["temperature"] == 0.0
+    assert (arguments["max_tokens"], arguments["stop_token_ids"], arguments["ignore_eos"]) == (10, [2], True)
+
+
+def test_a_resumed_request_asks_for_the_tokens_that_are_left() -> None:
+    assert sampling_arguments(request(delivered=4), EOS)["max_tokens"] == 6
+    assert sampling_arguments(request(delivered=4), EOS, max_tokens=1)["max_tokens"] == 1
+
+
+def test_ignore_eos_leaves_the_stop_tokens_of_the_request() -> None:
+    asked = request(ignore_eos=True, stop_token_ids=frozenset({9}))
+    assert sampling_arguments(asked, EOS)["stop_token_ids"] == [9]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": {4: 2.0}},
+        {"min_tokens": 3},
+    ],
+)
+def test_a_draw_survives_the_wire_with_all_that_chooses_a_token(sampling: dict[str, Any]) -> None:
+    asked = request(delivered=2, **sampling)
+    wire = json.loads(json.dumps(sampling_arguments(asked, EOS)["extra_args"][EXTRA_ARG]))
+    draw = decode_draw(wire)
+    assert encode_draw(draw) == encode_draw(draw_of(asked, EOS))
+    for name, value in sampling.items():
+        assert getattr(draw.sampling, name) == value
+    assert draw.num_prompt_tokens == 5
+    assert draw.barred == ((2,) if "min_tokens" in sampling else ())
