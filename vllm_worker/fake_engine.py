@@ -1,8 +1,8 @@
 """A fake engine for tests: deterministic, its tokens read its own KV, and it fails on command.
 
-The next token is a hash of the tokens in the KV, and of the seed if the request samples. An engine that reads a hand-off
-takes the tokens that the owner kept, so a wrong hand-off gives other tokens. `FakeCluster` connects the engines of one
-process.
+The next token is a hash of the tokens in the KV, and of the seed if the request samples. An engine that reads a
+hand-off takes the tokens that the owner kept, so a wrong hand-off gives other tokens. `FakeCluster` connects the
+engines of one process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutp
 VOCAB_SIZE = 256
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
+EOS_TOKEN_IDS: frozenset[int] = frozenset()
 
 
 def next_token(request: Request, token_ids: list[int]) -> int:
@@ -55,8 +56,10 @@ class FakeEngine:
     `refuses_start`, `dies`, `hangs` and `loses_loads` are the faults.
     """
 
-    def __init__(self, cluster: FakeCluster, step_s: float = 0.001, eos_token_ids: frozenset[int] = frozenset()) -> None:
-        self._cluster, self._step_s, self._eos_token_ids = cluster, step_s, eos_token_ids
+    def __init__(
+        self, cluster: FakeCluster, step_s: float = 0.001, eos_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._cluster, self._step_s, EOS_TOKEN_IDS = cluster, step_s, eos_token_ids
         self._sequences: dict[str, _Sequence] = {}
         self._cached: set[int] = set()  # sequence hashes
         self._stepping: asyncio.Task[None] | None = None
@@ -71,7 +74,7 @@ class FakeEngine:
         self._report = report
         self._stepping = asyncio.create_task(self._run(), name="fake-engine")
         layout = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=BLOCK_SIZE, head_dim=2)
-        return EngineInfo(NUM_BLOCKS, layout, self._eos_token_ids, context_length=4096, max_step_tokens=512)
+        return EngineInfo(NUM_BLOCKS, layout, EOS_TOKEN_IDS, context_length=4096, max_step_tokens=512)
 
     def submit(self, prompt: Prompt) -> None:
         token_ids = prompt.request.token_ids
@@ -141,7 +144,7 @@ class FakeEngine:
             handoff, finish_reason = f"handoff {self._cluster.num_handoffs}".encode(), FinishReason.LENGTH
             self._cluster.kept[handoff] = tuple(sequence.token_ids)
         sequence.token_ids.append(token_id)
-        if token_id in request.sampling.stop_tokens(self._eos_token_ids):
+        if token_id in request.sampling.stop_tokens(EOS_TOKEN_IDS):
             finish_reason = FinishReason.STOP
         elif len(sequence.token_ids) >= request.max_total_tokens:
             finish_reason = FinishReason.LENGTH

@@ -40,7 +40,7 @@ def test_a_hand_off_survives_the_wire() -> None:
     ],
 )
 def test_a_wrong_parameter_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="handoff: .*"):
+    with pytest.raises(InvalidRequest, match="handoff: "):
         decode_handoff(encode_handoff(GOOD | wrong))
 
 

@@ -108,8 +108,10 @@ def test_a_prompt_without_a_hand_off_fails_retryably() -> None:
 @pytest.mark.parametrize("handoff_first", [False, True])
 def test_a_decode_call_and_its_hand_off_may_arrive_in_any_order(handoff_first: bool) -> None:
     worker = machine()
-    events = [decode(ticket=TICKET), HandoffArrived(TICKET, b"kv")]
-    actions = [action for event in (reversed(events) if handoff_first else events) for action in worker.handle(event, 0.0)]
+    events: list[DecodeArrived | HandoffArrived] = [decode(ticket=TICKET), HandoffArrived(TICKET, b"kv")]
+    actions = [
+        action for event in (reversed(events) if handoff_first else events) for action in worker.handle(event, 0.0)
+    ]
     (submit,) = actions
     assert isinstance(submit, Submit)
     assert submit.prompt.handoff == b"kv"

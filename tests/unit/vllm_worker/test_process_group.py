@@ -24,9 +24,8 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda worker: worker.stdin.close()], ids=["killed", "returns"])
 async def test_children_end_with_their_worker(end: Callable[[subprocess.Popen[str]], None]) -> None:
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert worker.stdin is not None
     assert worker.stdout is not None
     family = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
     guardians = [one for one in psutil.Process(worker.pid).children() if one not in family]
@@ -38,3 +37,5 @@ async def test_children_end_with_their_worker(end: Callable[[subprocess.Popen[st
         "processes of the group still run",
     )
     worker.wait()
+    worker.stdin.close()
+    worker.stdout.close()

@@ -1,0 +1,91 @@
+"""A router and vLLM workers with fake engines, in one process: real gRPC, real machines.
+
+async with deploy_fakes(num_decode=2) as fleet:
+    answer = await fleet.generate(token_ids=[1, 2, 3])
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cli.compose import build_router
+from core.config import WorkerConfig
+from core.lifecycle import ServiceRole
+from core.request import Request, SamplingParams
+from core.service import Endpoint
+from decode_worker.servicer import DecodeServicer
+from prefill_worker.servicer import PrefillServicer
+from router.service import RouterService
+from tandem_client import AsyncClient, Completion
+from tests.support.deployment import place, tiny_config
+from tests.support.waiting import until
+from vllm_worker.fake_engine import FakeCluster, FakeEngine, next_token
+from vllm_worker.service import VllmService
+from worker.service import Servicer
+
+
+def expected(prompt: list[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
+    """The tokens that a fake engine makes of a prompt."""
+    sampling = SamplingParams(max_tokens, temperature=0.0) if seed is None else SamplingParams(max_tokens, seed=seed)
+    request, token_ids = Request("expected", tuple(prompt), len(prompt), sampling), list(prompt)
+    for _ in range(max_tokens):
+        token_ids.append(next_token(request, token_ids))
+    return tuple(token_ids[len(prompt) :])
+
+
+@dataclass
+class FakeFleet:
+    cluster: FakeCluster
+    router: RouterService
+    client: AsyncClient
+    engines: dict[str, FakeEngine] = field(default_factory=dict)  # by name of the worker
+    services: dict[str, VllmService] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+
+    async def generate(self, prompt: list[int], max_tokens: int = 8, **options: Any) -> Completion:
+        options = {"temperature": 0.0, "ignore_eos": True} | options
+        return await self.client.complete(prompt, 30.0, max_tokens=max_tokens, **options)
+
+    async def add(self, role: ServiceRole, ordinal: int, engine: FakeEngine, config: WorkerConfig) -> None:
+        name = f"{role.value}-{ordinal}"
+        servicer: Servicer = PrefillServicer(60.0) if role is ServiceRole.PREFILL else DecodeServicer(60.0)
+        service = VllmService(role, name, config, engine, servicer, max_calls=64)
+        self.engines[name], self.services[name] = engine, service
+        self.endpoints[name] = await service.start()
+        await self.publish()
+
+    async def publish(self) -> None:
+        await self.router.set_workers(list(self.endpoints.values()))
+        shell = self.router._shell
+        assert shell is not None
+        known = [endpoint.service_id for endpoint in self.endpoints.values()]
+        await until(lambda: all(shell.view.worker(name) is not None for name in known), "the router knows the workers")
+
+    async def settle(self) -> None:
+        """No engine has a request, and no machine a call."""
+        await until(lambda: not any(engine.num_open for engine in self.engines.values()), "an engine has a request")
+        for service in self.services.values():
+            machine = service._machine
+            await until(lambda: machine.idle, "a worker has a call")  # noqa: B023 - awaited in this round
+            machine.check()
+
+
+@contextlib.asynccontextmanager
+async def deploy_fakes(
+    num_prefill: int = 1, num_decode: int = 1, worker: WorkerConfig | None = None, step_s: float = 0.002, **router: Any
+) -> AsyncIterator[FakeFleet]:
+    router_service = build_router(tiny_config(**router), place(0))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(router_service.stop)
+        endpoint = await router_service.start()
+        client = await stack.enter_async_context(AsyncClient(endpoint.address))
+        fleet = FakeFleet(FakeCluster(), router_service, client)
+        for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
+            for ordinal in range(count):
+                engine = FakeEngine(fleet.cluster, step_s)
+                await fleet.add(role, ordinal, engine, worker or WorkerConfig())
+                stack.push_async_callback(fleet.services[f"{role.value}-{ordinal}"].stop)
+        yield fleet
