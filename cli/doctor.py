@@ -26,7 +26,8 @@ from cli.gpu_checks import judge_gpus
 from cli.gpu_facts import read_facts
 from cli.paths import name_of, paths_of
 from cli.transport_probe import probe
-from core.config import RouterConfig, TransferConfig
+from cli.vllm_environment import environment, python_of
+from core.config import RouterConfig, TransferConfig, VllmConfig
 from core.errors import ConfigError, TandemError
 from core.paths import BROKEN
 from model_files import catalogue
@@ -121,6 +122,14 @@ def paths(fleet: cluster_pb2.GetFleetResponse) -> Iterator[Finding]:
         yield judge(path.state not in BROKEN, name_of(reader, path), str(path), "docs/paths.md lists the causes")
 
 
+def vllm() -> Iterator[Finding]:
+    """The environment of vLLM, if `make vllm` has made one."""
+    config = VllmConfig()
+    if python_of(config).exists():
+        found = list(environment(config))
+        yield from [finding for finding in found if finding.health is not Health.OK] or found[:1]
+
+
 def transports() -> Iterator[Finding]:
     """The default transport, and ucxx if it is installed."""
     yield transport(TransferConfig())
@@ -139,7 +148,7 @@ def transport(config: TransferConfig) -> Finding:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions, processor, memory, gpus, model_cache, ports, transports,
+    versions, processor, memory, gpus, model_cache, ports, transports, vllm,
 )  # fmt: skip
 
 

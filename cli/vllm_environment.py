@@ -25,7 +25,7 @@ VLLM_VERSION = "0.32.0"
 WIRE_PACKAGES = (
     "ray", "xxhash", "grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "opentelemetry-sdk",
 )  # fmt: skip
-TRANSFER_PACKAGE = "nixl"
+TRANSFER_PACKAGES = ("nixl-cu12==1.5.1", "nixl==1.5.1")
 INSTALL = "run `make vllm` (for GPUs see docs/vllm.md)"
 LIST_TIMEOUT_S = 60.0
 
@@ -107,5 +107,5 @@ def environment(config: VllmConfig) -> Iterator[Finding]:
         fix = f"run `{python} -m pip install {name}=={ours}`"
         good = theirs == ours if exact else bool(theirs)
         yield judge(good, f"vLLM's {name}", theirs or "not installed", fix, Health.FAIL)
-    nixl = next((found[name] for name in found if name.startswith(TRANSFER_PACKAGE)), "")
+    nixl = next((found[name] for name in found if name.startswith("nixl")), "")
     yield judge(bool(nixl), "vLLM's nixl", nixl or "not installed", f"run `{python} -m pip install nixl`", Health.FAIL)

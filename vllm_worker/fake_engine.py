@@ -56,10 +56,8 @@ class FakeEngine:
     `refuses_start`, `dies`, `hangs` and `loses_loads` are the faults.
     """
 
-    def __init__(
-        self, cluster: FakeCluster, step_s: float = 0.001, eos_token_ids: frozenset[int] = frozenset()
-    ) -> None:
-        self._cluster, self._step_s, EOS_TOKEN_IDS = cluster, step_s, eos_token_ids
+    def __init__(self, cluster: FakeCluster, step_s: float = 0.001) -> None:
+        self._cluster, self._step_s = cluster, step_s
         self._sequences: dict[str, _Sequence] = {}
         self._cached: set[int] = set()  # sequence hashes
         self._stepping: asyncio.Task[None] | None = None

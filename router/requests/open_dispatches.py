@@ -71,7 +71,7 @@ class OpenDispatches:
     def hand_over(self, routed: RoutedRequest, result: PrefillResult, now: float) -> list[RouterAction]:
         """Bring the hand-off in the answer of the prefill worker, if there is one, to the decode worker."""
         dispatch = routed.dispatch
-        if dispatch is None or dispatch.transfer_id is None or not result.handoff:
+        if dispatch is None or dispatch.transfer_id is None or not result.handoff or result.finish_reason is not None:
             return []
         worker_id, timeout_s = dispatch.candidate.decode_worker, max(0.0, routed.deadline - now)
         return [events.HandOver(dispatch.dispatch_id, worker_id, dispatch.transfer_id, result.handoff, timeout_s)]

@@ -96,6 +96,25 @@ def test_a_first_token_that_is_also_the_last_one_cancels_the_decode_call() -> No
     assert router.only(events.Finish).outcome.num_output_tokens == 1
 
 
+def test_the_hand_off_of_an_engine_goes_to_the_decode_worker_before_the_first_token_to_the_client() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    started = router.only(events.StartPrefill)
+    result = events.PrefillResult(0, SampledToken(11), None, 0, 0.0, 0.0, handoff=b"kv")
+    hand_over, deliver = router.post(events.PrefillReturned("r#1", result))
+    assert isinstance(hand_over, events.HandOver)
+    assert (hand_over.dispatch_id, hand_over.worker_id, hand_over.handoff) == ("r#1", "D", b"kv")
+    assert hand_over.transfer_id == started.transfer_id
+    assert isinstance(deliver, events.Deliver)
+
+
+def test_the_hand_off_of_a_request_that_has_ended_is_dropped() -> None:
+    router = DrivenRouter()
+    router.arrive(request(max_tokens=1))
+    router.first_token(11, finish_reason=FinishReason.LENGTH, handoff=b"kv")
+    assert not router.of(events.HandOver)
+
+
 def test_a_stop_string_ends_the_request_and_its_calls() -> None:
     router = DrivenRouter()
     router.arrive()

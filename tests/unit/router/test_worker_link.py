@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.errors import WorkerUnavailable
+from core.errors import TransferFailed, WorkerUnavailable
 from core.handoff import LIVE_STATES
 from core.lifecycle import WorkerState
 from core.paths import PeerLeft
@@ -20,6 +20,7 @@ from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from protos import report_codec
 from router.requests.events import (
     DecodeReturned,
+    HandOver,
     PrefillReturned,
     StartDecode,
     StartPrefill,
@@ -69,6 +70,15 @@ async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryab
     for event in ended:
         assert not event.result.retryable
         assert str(event.result) == "a call to a worker failed in the router: ZeroDivisionError"
+
+
+async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.link.hand_over(HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
+    ended = await worker.event()
+    assert isinstance(ended, DecodeReturned)
+    assert ended.dispatch_id == "r#1"
+    assert isinstance(ended.result, TransferFailed)
 
 
 async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_next_one(worker: FakeWorker) -> None:

@@ -24,7 +24,8 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda worker: worker.stdin.close()], ids=["killed", "returns"])
 async def test_children_end_with_their_worker(end: Callable[[subprocess.Popen[str]], None]) -> None:
-    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", WORKER]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
     assert worker.stdin is not None
     assert worker.stdout is not None
     family = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]

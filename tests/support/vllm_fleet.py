@@ -1,0 +1,137 @@
+"""A router in this process, and real vLLM workers in processes of their own.
+
+with started_workers(tmp_path, ("prefill", 0), ("decode", 0)) as workers:
+    async with routed(workers) as client:
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cli.compose import build_router
+from cli.vllm_environment import default_model_dir, python_of, variables
+from core.config import VllmConfig, from_mapping
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from router.service import RouterService
+from tandem_client import AsyncClient
+from tests.support.deployment import place
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 600.0
+BLOCK_SIZE = 32
+LEASE_S = 5.0
+# Without compilation a start takes 35 s on a core of its own, not minutes.
+CONFIG: dict[str, dict[str, Any]] = {
+    "engine": {"name": "vllm", "model": str(default_model_dir()), "dtype": "float32", "kv_memory_mb": 1024},
+    "vllm": {"args": ["--enforce-eager", "--block-size", str(BLOCK_SIZE)], "lease_s": LEASE_S},
+    "router": {"port": 0, "worker_wait_s": 60.0},
+    "gateway": {"port": 0},
+}
+
+
+def require_vllm() -> None:
+    """Skip the test where vLLM is not installed."""
+    if not python_of(VllmConfig()).exists() or not default_model_dir().is_dir():
+        pytest.skip("vLLM is not installed (make vllm)")
+
+
+@dataclass
+class VllmProcess:
+    """The process of one worker, the leader of its group."""
+
+    name: str
+    process: subprocess.Popen[str]
+    endpoint: Endpoint
+
+    def engine(self) -> psutil.Process:
+        """The process that schedules, whose child computes."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if any("EngineCore" in word for word in child.cmdline()))
+
+    def group(self) -> list[psutil.Process]:
+        """The processes that are left of the group."""
+        return [one for one in psutil.process_iter() if _group_of(one) == self.process.pid]
+
+
+def _group_of(process: psutil.Process) -> int:
+    try:
+        return -1 if process.status() == psutil.STATUS_ZOMBIE else os.getpgid(process.pid)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return -1
+
+
+@contextlib.contextmanager
+def started_workers(log_dir: Path, *places: tuple[str, int]) -> Iterator[dict[str, VllmProcess]]:
+    """Start workers of (role, ordinal) beside each other, each on one core in turn. Each writes a log of its own."""
+    python, cores = python_of(VllmConfig()), sorted(os.sched_getaffinity(0))
+    environment = os.environ | variables(python)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for place_number, (role, ordinal) in enumerate(places):
+            options = {"role": role, "ordinal": ordinal, "core": cores[place_number % len(cores)], "config": CONFIG}
+            command = [str(python), "-m", "tests.support.vllm_process", json.dumps(options)]
+            log = stack.enter_context((log_dir / f"{role}-{ordinal}.log").open("w"))
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+            stack.callback(_end, process)
+            processes.append((f"{role}-{ordinal}", process))
+        yield {name: VllmProcess(name, process, _endpoint_of(process)) for name, process in processes}
+
+
+def _endpoint_of(process: subprocess.Popen[str]) -> Endpoint:
+    assert process.stdout is not None
+    limit = threading.Timer(START_TIMEOUT_S, process.kill)
+    limit.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                return Endpoint(found["service_id"], found["address"], ServiceRole(found["role"]))
+    finally:
+        limit.cancel()
+    raise AssertionError(f"the worker ended before it served, exit code {process.wait()}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(20.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+@contextlib.asynccontextmanager
+async def routed(workers: Sequence[VllmProcess], **router: Any) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
+    """A client of a new router for these workers."""
+    service = build_router(from_mapping(CONFIG | {"router": CONFIG["router"] | router}), place(0))
+    endpoint = await service.start()
+    try:
+        await service.set_workers([worker.endpoint for worker in workers])
+        view = service._shell.view
+        await until(
+            lambda: all(view.worker(worker.endpoint.service_id) is not None for worker in workers),
+            "the router knows the workers",
+        )
+        async with AsyncClient(endpoint.address) as client:
+            yield client, service
+    finally:
+        await service.stop()

@@ -1,0 +1,35 @@
+"""One vLLM worker in one process of vLLM's environment, without Ray: `python -m tests.support.vllm_process JSON`.
+
+Prints its endpoint as JSON, and ends with its standard input or when its service fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from cli import vllm
+from core.config import from_mapping
+from fleet.service_host import Placement
+
+BUILDERS = {"prefill": vllm.build_prefill_worker, "decode": vllm.build_decode_worker}
+
+
+async def serve(role: str, ordinal: int, core: int, config: dict[str, dict[str, object]]) -> None:
+    endpoint_out = os.dup(1)
+    os.dup2(2, 1)  # vLLM logs to both; nobody reads a pipe after the endpoint, and a full one would stop the process
+    placement = Placement(ordinal, host="", address="", num_threads=1, scale=None, cores=(core,), gpus=0.0)
+    service = BUILDERS[role](from_mapping(config), placement)
+    endpoint = await service.start()
+    os.write(endpoint_out, json.dumps(asdict(endpoint) | {"role": endpoint.role.value}).encode() + b"\n")
+    ends = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    await asyncio.wait([ends, asyncio.create_task(service.failed())], return_when=asyncio.FIRST_COMPLETED)
+    await service.stop()
+    os._exit(0)  # a thread may still read the standard input
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(**json.loads(sys.argv[1])))

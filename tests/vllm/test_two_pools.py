@@ -1,0 +1,136 @@
+"""Real vLLM in two pools: the tokens are those of one vLLM, and no fault of a process costs a stream or a token.
+
+`make test-vllm` runs these tests (after `make vllm`). The tests share their workers and run in order: the last ones
+kill them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from core.scheduling.block_pool import Column
+from tandem_client import AsyncClient
+from tests.support.vllm_fleet import BLOCK_SIZE, LEASE_S, VllmProcess, require_vllm, routed, started_workers
+from tests.support.waiting import until
+
+Workers = dict[str, VllmProcess]
+MAX_TOKENS = 16
+TIMEOUT_S = 180.0
+
+# Parameters that choose tokens, one for each request in turn.
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 3, "min_p": 0.05, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    require_vllm()
+    with started_workers(tmp_path_factory.mktemp("vllm"), ("prefill", 0), ("decode", 0), ("decode", 1)) as started:
+        yield started
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    draws = random.Random(number)
+    return [draws.randint(1000, 40_000) for _ in range(num_tokens)]
+
+
+# Around the edges of blocks; the second half repeats prompts, whose blocks are cached by then.
+EDGES = [k * BLOCK_SIZE + edge for k in (1, 2, 4, 8) for edge in (-1, 0, 1)] + [1, 2, 5, 50, 100, 200, 333, 700]
+PROMPTS = [prompt_of(number, num_tokens) for number, num_tokens in enumerate(EDGES)] * 2
+
+
+async def answers(client: AsyncClient, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[tuple[int, ...]]:
+    calls = [
+        client.complete(prompt, TIMEOUT_S, max_tokens=max_tokens, ignore_eos=True, **SAMPLINGS[place % len(SAMPLINGS)])
+        for place, prompt in enumerate(prompts)
+    ]
+    return [answer.token_ids for answer in await asyncio.gather(*calls)]
+
+
+async def test_forty_prompts_have_the_tokens_of_one_engine(workers: Workers) -> None:
+    async with routed([workers["decode-0"]]) as (client, _):
+        alone = await answers(client, PROMPTS)
+    async with routed([workers["prefill-0"], workers["decode-1"]], local_prefill="never") as (client, _):
+        assert await answers(client, PROMPTS) == alone
+        answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
+        assert (answer.path, answer.num_attempts) == ("disaggregated", 1)
+
+
+async def test_min_tokens_and_log_probabilities_count_from_the_true_prompt(workers: Workers) -> None:
+    prompt, options = PROMPTS[5], {"max_tokens": 12, "min_tokens": 8, "temperature": 0.9, "seed": 5, "logprobs": 2}
+    found = []
+    for names in (["decode-0"], ["prefill-0", "decode-1"]):
+        async with routed([workers[name] for name in names], local_prefill="never") as (client, _):
+            found.append(await client.complete(prompt, TIMEOUT_S, **options))  # type: ignore[arg-type]
+    alone, split = found
+    assert split.token_ids == alone.token_ids
+    assert len(split.token_ids) >= 8
+    assert [one.token_id for one in split.logprobs] == list(split.token_ids)
+    for one, other in zip(split.logprobs, alone.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(one.top) == 2
+
+
+async def test_cancelled_requests_leave_no_block_behind(workers: Workers) -> None:
+    """vLLM tells the use of its pool with a step, so one more request shows what the others have left."""
+    draws = random.Random(0)
+
+    async def one(client: AsyncClient, number: int) -> None:
+        prompt, cancelled = prompt_of(1000 + number, draws.randint(40, 300)), number % 3 == 0
+        async with client.stream(prompt, TIMEOUT_S, max_tokens=MAX_TOKENS, ignore_eos=True) as stream:
+            limit = draws.uniform(0.0, 2.0) if cancelled else TIMEOUT_S
+            try:
+                async with asyncio.timeout(limit):
+                    async for _ in stream:
+                        pass
+            except TimeoutError:
+                return
+
+    pools = [workers["prefill-0"], workers["decode-0"]]
+    async with routed(pools, local_prefill="never") as (client, router):
+        view = router._shell.view  # type: ignore[union-attr]
+        await asyncio.gather(*(one(client, number) for number in range(60)))
+        await until(lambda: not view.num_in_flight, "the router has open requests", 30.0)
+        await asyncio.sleep(LEASE_S + 2.0)
+        most = {worker.name: 0 for worker in pools}
+        async with client.stream(prompt_of(2000, 40), TIMEOUT_S, max_tokens=40, ignore_eos=True) as stream:
+            async for _ in stream:
+                for worker in pools:
+                    record = view.worker(worker.endpoint.service_id)
+                    assert record is not None
+                    most[worker.name] = max(most[worker.name], record.load.ledger[Column.HELD])
+        assert 0 < most["decode-0"] <= 4, most  # 80 tokens in blocks of 32, and one in reserve
+        assert most["prefill-0"] <= 4, most
+
+
+@pytest.mark.parametrize(
+    ("victim", "part"), [("decode-1", "engine"), ("prefill-0", "worker")], ids=["a decode engine", "the prefill worker"]
+)
+async def test_twelve_streams_survive_a_kill(workers: Workers, victim: str, part: str) -> None:
+    """Runs last: nobody starts the victim again."""
+    prompts = [prompt_of(3000 + number, 60 + number) for number in range(12)]
+    alive = [worker for worker in workers.values() if worker.process.poll() is None]
+    async with routed(alive) as (client, router):
+        undisturbed = await answers(client, prompts, 48)
+        process = workers[victim]
+        killed = process.engine().pid if part == "engine" else process.process.pid
+        calls = asyncio.create_task(answers(client, prompts, 48))
+        view = router._shell.view  # type: ignore[union-attr]
+        record = view.worker(process.endpoint.service_id)
+        assert record is not None
+        await until(lambda: record.dispatched, "the victim has a request", 30.0)
+        os.kill(killed, signal.SIGKILL)
+        assert await calls == undisturbed
+        await until(lambda: not process.group(), "processes of the victim still run", 20.0)
