@@ -61,6 +61,7 @@ def variables(python: Path) -> dict[str, str]:
         "PYTHONPATH": str(Path(core.__file__).resolve().parents[1]),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the interface of its logits processors is another one
         "HF_HUB_OFFLINE": "1",
         **({"LD_PRELOAD": ":".join(preload)} if preload else {}),
     }

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_sections import harness
-from benchmarks.gpu_sections.harness import SECTIONS, About, Run, SectionResult, run_sections
+from benchmarks.gpu_sections.harness import About, Run, SectionResult, run_sections
 from benchmarks.report import Line
 
 ROOT = Path(__file__).parents[2]
@@ -90,23 +87,6 @@ def test_the_file_is_whole_after_each_section(run: Run, monkeypatch: pytest.Monk
     assert statuses == [["complete", "not run"], ["complete", "failed"]]
     found = sections_of(run)  # a section may use the time that those before it have left
     assert found["fails"]["allowed_s"] == pytest.approx(8.0 - found["works"]["seconds"], abs=0.5)
-
-
-def test_every_section_rehearses_on_a_cpu(tmp_path: Path) -> None:
-    """Run from another folder: that of the program holds folders named like packages of Tandem."""
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--out", "."]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + (tmp_path / "gpu.log").read_text()
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert (written["device"], written["machine"]["device"]) == ("cpu", "CPU, a rehearsal")
-    sections = {section["name"]: section for section in written["sections"]}
-    assert sections.keys() == SECTIONS.keys()
-    assert all(line["value"] > 0 for section in sections.values() for line in section["lines"])
-    assert any("does not fit" in note for note in sections["decode"]["notes"])
-    measures = " ".join(line["measure"] for line in sections["hand_off"]["lines"])
-    assert "lane cuda_ipc" in measures
-    assert "lane staged" in measures
 
 
 def test_a_section_that_ended_early_stands_in_the_tables_with_its_verdicts() -> None:
