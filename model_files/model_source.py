@@ -107,7 +107,7 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
 
 def is_known_family(directory: Path) -> bool:
     """Whether Tandem's own engine knows the family of the model. Other engines know more."""
-    return read_json(directory / "config.json").get("model_type") in HF_FAMILIES
+    return Fields(read_json(directory / "config.json"), "config.json").text("model_type", "") in HF_FAMILIES
 
 
 def _sizes_of(source: ModelSource, directory: Path, max_context: int) -> tuple[int, int]:

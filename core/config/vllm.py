@@ -46,6 +46,6 @@ def _name_of(argument: str) -> str:
         return ""
     name = argument.lstrip("-").partition("=")[0].replace("_", "-")
     for short, long in SHORT_NAMES.items():
-        if name.removeprefix(short).isdigit() or name == short:
+        if name == short or (name.startswith(short) and name.removeprefix(short).isdigit()):
             return long
     return name.removeprefix("no-")

@@ -151,3 +151,13 @@ def test_a_process_sees_the_gpu_that_ray_gave_it_and_no_other(given: list[str], 
     environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     show_only_own_gpu(given, environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_a_worker_with_tensor_parallelism_claims_whole_gpus() -> None:
+    claims = Claims(ClusterConfig(), GpuUse.ALWAYS, gpus_per_worker=4).settled(GPU_MACHINE)
+    assert claims.of(P, [GPU_MACHINE]) == Claim("prefill", 4.0)
+    assert str(claims.of(P, [GPU_MACHINE])) == "'prefill' and 4 GPUs"
+    assert claims.of(P, [GPU_MACHINE]).options()["num_gpus"] == 4.0
+    assert num_gpus([4.0, 4.0, 0.5]) == 9
+    with pytest.raises(ConfigError, match="need 8 GPUs, but this machine has 2"):
+        check_room(claims, {P: 1, D: 1}, GPU_MACHINE)

@@ -1,0 +1,72 @@
+"""`tandem serve --engine vllm` is refused before Ray starts where vLLM could not run, or would ignore an option."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.findings import Health
+from cli.vllm_environment import check_vllm, environment, variables
+from core.config import TandemConfig, VllmConfig, from_mapping
+from core.errors import ConfigError
+
+
+def config(directory: Path, engine: dict[str, Any] | None = None, **vllm: Any) -> TandemConfig:
+    (directory / "config.json").write_text("{}")
+    tables = {"engine": {"name": "vllm", "model": str(directory)} | (engine or {}), "vllm": vllm}
+    return from_mapping(tables)
+
+
+@pytest.mark.parametrize(
+    ("engine", "vllm", "message"),
+    [
+        ({"quantization": "int8"}, {}, r"\[engine\] quantization is an option of Tandem's own engine"),
+        ({"block_size": 32}, {}, r"\[engine\] block_size is"),
+        ({"model": "/nowhere"}, {}, "'/nowhere' is none"),
+        ({"model": "smollm2-135m"}, {}, "make vllm"),
+        ({}, {"python": "/nowhere/bin/python"}, "/nowhere/bin/python is not there; run `make vllm`"),
+        ({}, {"python": sys.executable}, "vllm: not installed"),
+    ],
+)
+def test_each_fault_has_one_line(tmp_path: Path, engine: dict[str, Any], vllm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_vllm(config(tmp_path, engine, **vllm))
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("--model", r"\[engine\] model"),
+        ("--kv_transfer_config={}", "lease_s"),
+        ("-tp4", "tensor_parallel"),
+        ("-tp", "tensor_parallel"),
+        ("--no-async-scheduling", "every token before the next step"),
+        ("--max-model-len=4", "max_context"),
+    ],
+)
+def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=instead):
+        VllmConfig(args=(argument, "x"))
+
+
+def test_other_arguments_pass() -> None:
+    assert VllmConfig(args=("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1")).args
+
+
+def test_tensor_parallel_workers_take_whole_gpus() -> None:
+    with pytest.raises(ConfigError, match="prefill_gpus must be 1"):
+        from_mapping({"vllm": {"tensor_parallel": 2}, "cluster": {"prefill_gpus": 0.5}})
+
+
+def test_the_environment_lists_what_is_missing_with_its_command() -> None:
+    found = {finding.subject: finding for finding in environment(VllmConfig(python=sys.executable))}
+    assert found["vllm"].health is Health.FAIL
+    assert "make vllm" in found["vllm"].fix
+    assert found["vLLM's ray"].health is Health.OK
+
+
+def test_the_processes_of_vllm_find_tandem() -> None:
+    assert Path(variables(Path(sys.executable))["PYTHONPATH"], "core", "request.py").is_file()
