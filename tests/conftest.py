@@ -31,7 +31,6 @@ ALLOWED_SKIPS = {
     r"^[ipt, c]+ not installed$": "images seldom have iproute2",
     r"AVX-512 BF16|oneDNN has no bfloat16": "the CPU is what it is",
     r"no CUDA device": "CI has no GPU",
-    r"vLLM is not installed \(make vllm\)": "it takes 3 GB; `make test-vllm` runs its tests",
     r"huge pages": "the kernel's configuration is not the container's",
     r"two workers on one core": "the machine may have one core",
     r"over TCP": "a property of the transport under test",
