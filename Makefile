@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -69,6 +69,9 @@ bench-routers: setup  ## Compare 2 and 4 routers with one on a trace, in virtual
 bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live (30 minutes, after bench-peers)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
+
+bench-vllm: vllm  ## The same with vLLM inside the workers, beside vLLM alone and Tandem's own engine (40 minutes)
+	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
 
 bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
 	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))

@@ -12,25 +12,21 @@ from fleet.service_host import Placement
 from model_files.model_source import SourceKind, describe, resolve_model
 from runtime.rpc.security import load_credentials
 from vllm_worker.async_llm import AsyncEngine, EngineArguments
+from vllm_worker.machine import Limits
 from vllm_worker.service import VllmService
-from worker.service import Servicer
 
 DEFAULT_KV_GB = 1  # of a worker on a CPU; vLLM takes whole gigabytes
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement) -> VllmService:
-    from prefill_worker.servicer import PrefillServicer
-
-    return _build(ServiceRole.PREFILL, config, placement, PrefillServicer(config.worker.default_timeout_s))
+    return _build(ServiceRole.PREFILL, config, placement)
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement) -> VllmService:
-    from decode_worker.servicer import DecodeServicer
-
-    return _build(ServiceRole.DECODE, config, placement, DecodeServicer(config.worker.default_timeout_s))
+    return _build(ServiceRole.DECODE, config, placement)
 
 
-def _build(role: ServiceRole, config: TandemConfig, placement: Placement, servicer: Servicer) -> VllmService:
+def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> VllmService:
     engine, vllm = config.engine, config.vllm
     source = resolve_model(engine.model)
     assert source.kind is SourceKind.HUGGING_FACE, "the config names a directory for vLLM"
@@ -49,13 +45,13 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement, servic
         side_port=_free_port(),
         args=(*_step_sizes(config), *vllm.args),
     )
+    max_calls, slo_itl_s = step.max_waiting + step.max_running, config.scheduler.slo_itl_ms / 1e3
     return VllmService(
         role,
-        f"{role.value}-{placement.ordinal}",
+        placement.ordinal,
         replace(config.worker, host=host),
         AsyncEngine(arguments),
-        servicer,
-        step.max_waiting + step.max_running,
+        Limits(config.worker.step_timeout_s, max_calls, slo_itl_s),
         load_credentials(config.security),
     )
 

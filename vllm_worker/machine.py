@@ -102,13 +102,19 @@ class _Call:
         return len(self.request.token_ids) - self.request.num_prompt_tokens + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    step_timeout_s: float  # without a report of the engine
+    max_calls: int  # open ones; more are refused
+    slo_itl_s: float = 0.0  # wanted time between tokens, for the receipts of routers; 0 = none
+
+
 @dataclass(slots=True)
 class VllmMachine:
     """`handle` raises `TandemError` if it refuses a call."""
 
     info: EngineInfo
-    step_timeout_s: float
-    max_calls: int  # open ones; more are refused
+    limits: Limits
     load: EngineLoad = field(init=False)
     draining: bool = False
     open_calls: OpenCalls = field(default_factory=OpenCalls)
@@ -120,7 +126,7 @@ class VllmMachine:
     _failed: bool = False
 
     def __post_init__(self) -> None:
-        self.load = EngineLoad(self.info)
+        self.load = EngineLoad(self.info, self.limits.slo_itl_s)
 
     def handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
         match event:
@@ -152,7 +158,7 @@ class VllmMachine:
     def next_deadline(self) -> float | None:
         known = [self.open_calls.deadlines.next()]
         if self._num_submitted and not self._failed:
-            known.append(self._reported_at + self.step_timeout_s)
+            known.append(self._reported_at + self.limits.step_timeout_s)
         if self._early:
             known.append(next(iter(self._early.values()))[1] + EARLY_HANDOFF_S)
         return min((when for when in known if when is not None), default=None)
@@ -172,8 +178,8 @@ class VllmMachine:
             raise WorkerUnavailable("this worker is draining" if self.draining else "the engine of this worker is dead")
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
-        if len(self._calls) >= self.max_calls:
-            raise QueueFull(f"{self.max_calls} requests are open already (max_waiting + max_running)")
+        if len(self._calls) >= self.limits.max_calls:
+            raise QueueFull(f"{self.limits.max_calls} requests are open already (max_waiting + max_running)")
         if request.max_total_tokens > self.info.context_length:
             raise InvalidRequest("max_tokens", f"the engine holds {self.info.context_length} tokens of a sequence")
         record = CallRecord(self.load.num_waiting, self.load.num_queued_tokens)
@@ -298,8 +304,8 @@ class VllmMachine:
             actions += self._end(request_id, DeadlineExceeded(f"the deadline passed on the worker in stage {stage}"))
         while self._early and next(iter(self._early.values()))[1] + EARLY_HANDOFF_S <= now:
             self._early.popitem(last=False)
-        if self._num_submitted and not self._failed and now >= self._reported_at + self.step_timeout_s:
-            silent = f"no step has ended for {self.step_timeout_s:g} s (step_timeout_s)"
+        if self._num_submitted and not self._failed and now >= self._reported_at + self.limits.step_timeout_s:
+            silent = f"no step has ended for {self.limits.step_timeout_s:g} s (step_timeout_s)"
             return [*actions, *self._on_died(silent)]
         return actions
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -18,36 +19,43 @@ from core.lifecycle import ServiceRole
 from core.scheduling.block_pool import BlockEvent, BlockStored
 from core.scheduling.worker_load import WorkerChanges
 from core.service import Endpoint
+from decode_worker.servicer import DecodeServicer
+from prefill_worker.servicer import PrefillServicer
 from protos import codec, report_codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
-from vllm_worker.machine import Abort, Fail, Submit, VllmAction, VllmEvent, VllmMachine
+from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
 from worker.core import DrainRequested
 from worker.reports import ReportFeed
 from worker.service import Servicer
 from worker.view import ChangeTracker
 
+SERVICERS: dict[ServiceRole, Callable[[float], Servicer]] = {
+    ServiceRole.PREFILL: PrefillServicer,
+    ServiceRole.DECODE: DecodeServicer,
+}
+
 logger = logging.getLogger(__name__)
 
 
 class VllmService:
-    """A `core.service.Service`. `name` is the role and the ordinal of the worker; `max_calls` as for the machine."""
+    """A `core.service.Service`, number `ordinal` of its role."""
 
     def __init__(
         self,
         role: ServiceRole,
-        name: str,
+        ordinal: int,
         config: WorkerConfig,
         engine: Engine,
-        servicer: Servicer,
-        max_calls: int,
+        limits: Limits,
         credentials: Credentials = OPEN,
     ) -> None:
-        self._role, self._name, self._config, self._engine = role, name, config, engine
-        self._servicer, self._max_calls, self._credentials = servicer, max_calls, credentials
+        self._role, self._ordinal, self._config, self._engine = role, ordinal, config, engine
+        self._limits, self._credentials = limits, credentials
+        self._servicer = SERVICERS[role](config.default_timeout_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._tracker = ChangeTracker()
@@ -61,7 +69,7 @@ class VllmService:
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
         info = await self._engine.start(self._on_report)
         incarnation = secrets.randbits(63) | 1
-        self._worker_id = f"{self._name}.{incarnation:016x}"
+        self._worker_id = f"{self._role.value}-{self._ordinal}.{incarnation:016x}"
         self._address = AgentAddress(
             name=self._worker_id,
             incarnation=incarnation,
@@ -71,7 +79,7 @@ class VllmService:
             layout=info.layout,
             lease_s=1.0,
         )
-        self._machine = VllmMachine(info, self._config.step_timeout_s, self._max_calls)
+        self._machine = VllmMachine(info, self._limits)
         self._driver = Driver(self._machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, self._worker_id)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)

@@ -10,6 +10,7 @@ number a second. Errors, refusals and time-outs are outside.
     1P1D    one prefill and one decode worker
     0P2D    two decode workers, which prefill themselves: the undivided shape
     vllm    vLLM's CPU build on both cores, without a server and without clients
+    vllm-1P1D, vllm-0P2D    the same two shapes with vLLM inside the workers, one core each: `make bench-vllm`
 
 TBT10 is the mean of the worst tenth of a request's gaps between tokens. goodput90 is the highest rate with an
 attainment of 0.9, interpolated between the rows. Repeats take the systems in turns; rows are medians over the repeats,
@@ -44,7 +45,8 @@ TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
 TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed
 ALONE_REPEATS = 3
 SHAPES = {"1P1D": (1, 1), "0P2D": (0, 2)}  # prefill and decode workers
-SYSTEMS = (*SHAPES, "vllm")
+INSIDE = "vllm-"  # of the names of shapes with vLLM inside their workers
+SYSTEMS = (*SHAPES, "vllm", *(INSIDE + shape for shape in SHAPES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,10 @@ def alone_s(system: System, request: TraceRequest) -> float:
 def started(name: str, limits: Limits) -> AbstractContextManager[System]:
     if name == "vllm":
         return vllm()
-    prefill, decode = map(str, SHAPES[name])
+    prefill, decode = map(str, SHAPES[name.removeprefix(INSIDE)])
     slo = ["--slo-ttft-ms", str(round(limits.ttft_s * 1e3)), "--slo-itl-ms", str(round(limits.tpot_s * 1e3))]
-    return fleet(["--prefill", prefill, "--decode", decode, *slo])
+    engine = ["--engine", "vllm"] if name.startswith(INSIDE) else []
+    return fleet(["--prefill", prefill, "--decode", decode, *engine, *slo])
 
 
 def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]], systems: Sequence[str]) -> None:
@@ -140,6 +143,23 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
         if "vllm" in systems:
             tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in ("1P1D", "vllm")]
             report.add(Line(f"rate {rate:g}: TBT10 p90 of 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=4.0))
+        if "vllm" in systems and INSIDE + "1P1D" in systems:
+            names = (INSIDE + "1P1D", "vllm")
+            tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in names]
+            report.add(
+                Line(f"rate {rate:g}: TBT10 p90, vLLM inside 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=2.0)
+            )
+            goodputs = [median(name, rate, "goodput") for name in names]
+            report.add(
+                Line(
+                    f"rate {rate:g}: goodput, vLLM inside 1P1D",
+                    goodputs[0],
+                    "requests/s",
+                    "vLLM",
+                    goodputs[1],
+                    least_ratio=1.0,
+                )
+            )
     sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
     for name in systems:
         peer = "vLLM" if name == "1P1D" and "vllm" in systems else ""

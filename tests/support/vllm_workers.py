@@ -16,15 +16,13 @@ from core.config import WorkerConfig
 from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from core.service import Endpoint
-from decode_worker.servicer import DecodeServicer
-from prefill_worker.servicer import PrefillServicer
 from router.service import RouterService
 from tandem_client import AsyncClient, Completion
 from tests.support.deployment import place, tiny_config
 from tests.support.waiting import until
 from vllm_worker.fake_engine import FakeCluster, FakeEngine, next_token
+from vllm_worker.machine import Limits
 from vllm_worker.service import VllmService
-from worker.service import Servicer
 
 
 def expected(prompt: list[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
@@ -51,8 +49,7 @@ class FakeFleet:
 
     async def add(self, role: ServiceRole, ordinal: int, engine: FakeEngine, config: WorkerConfig) -> None:
         name = f"{role.value}-{ordinal}"
-        servicer: Servicer = PrefillServicer(60.0) if role is ServiceRole.PREFILL else DecodeServicer(60.0)
-        service = VllmService(role, name, config, engine, servicer, max_calls=64)
+        service = VllmService(role, ordinal, config, engine, Limits(config.step_timeout_s, max_calls=64))
         self.engines[name], self.services[name] = engine, service
         self.endpoints[name] = await service.start()
         await self.publish()

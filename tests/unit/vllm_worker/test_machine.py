@@ -33,7 +33,7 @@ from decode_worker.machine import (
 )
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep
-from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Fail, Submit, VllmMachine
+from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Fail, Limits, Submit, VllmMachine
 from worker.core import DrainRequested
 
 EOS = 7
@@ -44,7 +44,7 @@ TICKET, DEADLINE = 5, 100.0
 
 
 def machine(max_calls: int = 8) -> VllmMachine:
-    return VllmMachine(INFO, step_timeout_s=30.0, max_calls=max_calls)
+    return VllmMachine(INFO, Limits(step_timeout_s=30.0, max_calls=max_calls))
 
 
 def request(name: str = "a", num_tokens: int = 6, delivered: int = 0, **sampling: object) -> Request:
@@ -215,15 +215,10 @@ def test_an_engine_that_reports_no_step_hangs() -> None:
     ],
 )
 def test_a_refused_call_changes_nothing(event: DecodeArrived, error: type[TandemError]) -> None:
-    worker = machine(max_calls=1)
+    worker = machine(max_calls=1 if error is QueueFull else 8)
     worker.handle(decode("a"), 0.0)
-    if error is QueueFull:
-        with pytest.raises(QueueFull):
-            worker.handle(event, 0.0)
-    else:
-        worker.max_calls = 8
-        with pytest.raises(error):
-            worker.handle(event, 0.0)
+    with pytest.raises(error):
+        worker.handle(event, 0.0)
     worker.check()
     assert worker.worker_load().num_calls == 1
 
