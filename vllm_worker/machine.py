@@ -178,6 +178,8 @@ class VllmMachine:
             raise WorkerUnavailable("this worker is draining" if self.draining else "the engine of this worker is dead")
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        if call.transfer_id in self._waiting:
+            raise InvalidRequest("transfer_id", "another call waits for this hand-off")
         if len(self._calls) >= self.limits.max_calls:
             raise QueueFull(f"{self.limits.max_calls} requests are open already (max_waiting + max_running)")
         if request.max_total_tokens > self.info.context_length:
