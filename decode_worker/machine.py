@@ -107,6 +107,7 @@ DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
 @dataclass(slots=True)
 class _OpenCall:
     sequence: Sequence
+    transfer_id: TransferId | None  # of its hand-off
     pull: PullStats | None = None
 
 
@@ -201,7 +202,7 @@ class DecodeMachine:
         except TandemError:
             self.core.undo_admit(sequence)
             raise
-        self._calls[sequence.sequence_id] = _OpenCall(sequence)
+        self._calls[sequence.sequence_id] = _OpenCall(sequence, None if event.source is None else event.source[0])
         return actions
 
     def _enqueue(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
@@ -337,11 +338,12 @@ class DecodeMachine:
         if request_id not in self._calls:
             return []
         self.core.scheduler.abort(request_id)
+        transfer_id = self._calls[request_id].transfer_id
         actions = self._fail_call(request_id, error)
-        for pull in list(self.pulls.by_id.values()):
-            if pull.sequence.sequence_id == request_id:
-                self.pulls.end_call(pull)
-                actions += self._apply_results(self.transfers.puller.cancel(pull.transfer_id, reason, now), now)
+        pull = None if transfer_id is None else self.pulls.by_id.get(transfer_id)
+        if pull is not None:
+            self.pulls.end_call(pull)
+            actions += self._apply_results(self.transfers.puller.cancel(pull.transfer_id, reason, now), now)
         return actions
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:

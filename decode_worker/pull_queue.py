@@ -83,6 +83,7 @@ class PullQueue:
         self.by_id: dict[TransferId, PulledPrompt] = {}  # in order of arrival
         self.blocked_rank: Rank | None = None  # of the first pull that the pool cannot serve
         self._lacking: list[PulledPrompt] = []  # those that lack blocks, in rank order
+        self._admitted: dict[TransferId, PulledPrompt] = {}  # those with a WANT: only these can hold blocks
         self._num_changes = 0  # of `_lacking`
         self._last_inputs: object = None  # what `give_blocks` saw at the end of its last pass
         self._stalled_since: float | None = None
@@ -129,20 +130,27 @@ class PullQueue:
     def remove(self, transfer_id: TransferId) -> PulledPrompt:
         """The hand-off has ended, and so have its reads. The caller frees its blocks, or makes them the sequence's."""
         pull = self.by_id.pop(transfer_id)
+        self._admitted.pop(transfer_id, None)
         self._stalled_since = None
-        if pull in self._lacking:
-            self._lacking.remove(pull)
+        place = self._place_of(pull)
+        if place is not None:
+            del self._lacking[place]
         self._num_changes += 1
         return pull
 
     def _note(self, pull: PulledPrompt) -> None:
         """Call after each change of `pull`."""
         self._num_changes += 1
-        if pull.lacks_blocks != (pull in self._lacking):
-            if pull.lacks_blocks:
-                insort(self._lacking, pull, key=_rank)
-            else:
-                self._lacking.remove(pull)
+        place = self._place_of(pull)
+        if pull.lacks_blocks and place is None:
+            insort(self._lacking, pull, key=_rank)
+        elif place is not None and not pull.lacks_blocks:
+            del self._lacking[place]
+
+    def _place_of(self, pull: PulledPrompt) -> int | None:
+        """Where `_lacking` has the pull, in logarithmic time. No two pulls have one rank."""
+        place = bisect_left(self._lacking, _rank(pull), key=_rank)
+        return place if place < len(self._lacking) and self._lacking[place] is pull else None
 
     # ---- giving blocks
 
@@ -210,6 +218,7 @@ class PullQueue:
             self._scheduler.drop_blocks(sequence)
             return False
         pull.admitted = True
+        self._admitted[pull.transfer_id] = pull
         self._stalled_since = None
         self._note(pull)
         return True
@@ -229,7 +238,7 @@ class PullQueue:
 
     def _num_promised_before(self, pull: PulledPrompt) -> int:
         """Blocks that half-pulled prompts of higher rank have yet to take, with one for the first tokens of each."""
-        half_pulled = (other for other in self.by_id.values() if other.targets and not other.call_ended)
+        half_pulled = (other for other in self._admitted.values() if other.targets and not other.call_ended)
         return sum(other.num_missing + 1 for other in half_pulled if _rank(other) < _rank(pull))
 
     # ---- when nothing runs
@@ -246,7 +255,7 @@ class PullQueue:
         if self._stalled_since is None:
             self._stalled_since = now
         is_running = any(sequence.rank == waiter for sequence in self._scheduler.running[:1])
-        frees_soon = any(pull.call_ended for pull in self.by_id.values())
+        frees_soon = any(pull.call_ended for pull in self._admitted.values())
         if now < self._stalled_since + MAX_STALL_S and (frees_soon or not is_running):
             return None
         self._stalled_since = None
@@ -259,14 +268,14 @@ class PullQueue:
     def _stalled_rank(self) -> Rank | None:
         """The highest rank that lacks blocks, if no step runs and no pull ends by itself."""
         scheduler = self._scheduler
-        if scheduler.num_steps_in_flight or any(pull.ends_by_itself for pull in self.by_id.values()):
+        if scheduler.num_steps_in_flight or any(pull.ends_by_itself for pull in self._admitted.values()):
             return None
         ranks = [sequence.rank for sequence in (*scheduler.running[:1], *scheduler.waiting[:1])]
         return min(ranks + [_rank(pull) for pull in self._lacking[:1]], default=None)
 
     def _last_holder(self) -> tuple[Rank, Sequence | PulledPrompt] | None:
         holders: list[tuple[Rank, Sequence | PulledPrompt]] = [
-            (_rank(pull), pull) for pull in self.by_id.values() if pull.holds_blocks and not pull.call_ended
+            (_rank(pull), pull) for pull in self._admitted.values() if pull.holds_blocks and not pull.call_ended
         ]
         last = self._scheduler.last_holder
         if last is not None:
@@ -276,6 +285,7 @@ class PullQueue:
     def check(self) -> None:
         lacking = [pull for pull in self.by_id.values() if pull.lacks_blocks]
         assert self._lacking == sorted(lacking, key=_rank)
+        assert self._admitted == {name: pull for name, pull in self.by_id.items() if pull.admitted}
         for transfer_id, pull in self.by_id.items():
             assert transfer_id == pull.transfer_id
             assert pull.admitted or not (pull.holds_blocks or pull.announced), "a hand-off without a WANT holds blocks"

@@ -245,7 +245,10 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         options["num_threads"] = 1
     connector["kv_connector_extra_config"] = options
     block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
+    # A compiled model compiles again for other shapes, for seconds on a core of a CPU, while its streams wait.
+    eager = [] if arguments.on_gpu else ["--enforce-eager"]
     return [
+        *eager,
         "--model", arguments.model,
         "--dtype", arguments.dtype,
         "--max-model-len", str(arguments.info.context_length),
@@ -317,5 +320,4 @@ def _step_of(stats: Any) -> EngineStep:
         kv_usage=stats.kv_cache_usage,
         num_decodes=0 if details is None else details.num_generation_requests,
         prompt_tokens=0 if details is None else details.num_ctx_tokens,
-        seconds=0.0 if details is None else details.elapsed_ms / 1e3,
     )

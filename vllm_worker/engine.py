@@ -62,7 +62,6 @@ class EngineStep(NamedTuple):
     kv_usage: float  # share of the pool that requests and leases hold
     num_decodes: int
     prompt_tokens: int  # computed in the step
-    seconds: float  # 0 = not known
 
 
 class BlocksChanged(NamedTuple):

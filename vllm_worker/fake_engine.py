@@ -121,7 +121,7 @@ class FakeEngine:
             if self.hangs:
                 continue
             sequences = list(self._sequences.values())
-            self._report(EngineStep(len(sequences), 0, self._usage, len(sequences), 0, self._step_s))
+            self._report(EngineStep(len(sequences), 0, self._usage, len(sequences), 0))
             for sequence in sequences:
                 if sequence.prompt.request_id in self._sequences:
                     self._step(sequence)

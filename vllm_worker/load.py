@@ -29,7 +29,9 @@ class EngineLoad:
     stats: StepStats = field(default_factory=StepStats)
     num_prefilled_tokens: int = 0
     num_sampled_tokens: int = 0
-    _step: EngineStep = EngineStep(0, 0, 0.0, 0, 0, 0.0)  # noqa: RUF009 - the newest one
+    _step: EngineStep = EngineStep(0, 0, 0.0, 0, 0)  # noqa: RUF009 - the newest one
+    _step_ended_at: float = 0.0
+    _prompt_came_at: float = 0.0  # the newest one that found no other request
     _prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by request id: tokens, and those computed
     _contexts: dict[str, int] = field(default_factory=dict)  # by request id: tokens of a sequence in decode
     _reported_cost: ReportedCost = field(init=False)
@@ -39,8 +41,10 @@ class EngineLoad:
 
     # ---- requests
 
-    def add_prompt(self, request_id: str, num_tokens: int) -> None:
+    def add_prompt(self, request_id: str, num_tokens: int, now: float) -> None:
         """A prompt waits for its steps."""
+        if not self._prompts and not self._contexts:
+            self._prompt_came_at = now
         self._prompts[request_id] = (num_tokens, 0)
 
     def note_tokens(self, request_id: str, num_tokens: int, context: int) -> None:
@@ -55,15 +59,19 @@ class EngineLoad:
 
     # ---- steps
 
-    def record(self, step: EngineStep) -> None:
-        self._step = step
+    def record(self, step: EngineStep, now: float) -> None:
+        """A step has ended. vLLM's own duration leaves the computation out, so the reports' times are compared."""
+        goes_on = self._step.num_running or self._step.num_waiting
+        started_at = self._step_ended_at if goes_on else self._prompt_came_at
+        seconds = now - started_at if started_at >= self._step_ended_at else 0.0  # 0 = not known
+        self._step, self._step_ended_at = step, now
         work = StepWork(step.num_decodes, self._decode_context, step.prompt_tokens, self._compute(step.prompt_tokens))
         self.num_prefilled_tokens += step.prompt_tokens
         self.stats.num_sequences = step.num_running
         self.stats.num_tokens = step.num_decodes + step.prompt_tokens
-        if step.seconds and self.stats.num_tokens:
-            self.costs.record(work, step.seconds)
-            self.stats.record(work, step.seconds)
+        if seconds > 0.0 and self.stats.num_tokens:
+            self.costs.record(work, seconds)
+            self.stats.record(work, seconds)
 
     def _compute(self, num_tokens: int) -> float:
         """Count the prompt tokens of a step for the oldest prompts. Returns the pairs that they attend to."""

@@ -134,7 +134,7 @@ class VllmMachine:
                 return self._on_output(event, now)
             case EngineStep():
                 self._reported_at = now
-                self.load.record(event)
+                self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
             case BlocksChanged():
                 pass  # the shell reports them
@@ -212,7 +212,7 @@ class VllmMachine:
         if handoff:
             self.open_calls.enter(request_id, Stage.TRANSFER, now)
         else:
-            self.load.add_prompt(request_id, len(call.request.token_ids))
+            self.load.add_prompt(request_id, len(call.request.token_ids), now)
         return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff))]
 
     # ---- reports of the engine

@@ -143,7 +143,8 @@ class WorkerTable:
             self._num_routers = len(self._other_routers) + 1
             for record in self._records.values():
                 record.num_routers = self._num_routers
-                record.refresh()
+                if record.on_the_way:  # only these calls count once for each router
+                    record.refresh()
 
     def _share_costs(self) -> None:
         """Price workers that have measured no step like their measured peers. Else nobody would try them."""

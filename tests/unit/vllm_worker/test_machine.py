@@ -197,7 +197,7 @@ def test_the_death_of_the_engine_ends_every_call_and_the_worker() -> None:
 def test_an_engine_that_reports_no_step_hangs() -> None:
     worker = machine()
     worker.handle(decode("a"), 0.0)
-    worker.handle(EngineStep(1, 0, 0.1, 1, 0, 0.01), 20.0)
+    worker.handle(EngineStep(1, 0, 0.1, 1, 0), 20.0)
     assert worker.next_deadline() == 50.0
     assert worker.handle(Tick(), 49.0) == []
     failed, fail = worker.handle(Tick(), 50.0)
@@ -238,7 +238,7 @@ def test_the_load_counts_prompts_decodes_and_the_pool() -> None:
     worker = machine()
     worker.handle(decode("a", num_tokens=20), 0.0)
     worker.handle(decode("b", num_tokens=8), 0.0)
-    worker.handle(EngineStep(1, 1, 0.05, 0, 12, 0.01), 1.0)
+    worker.handle(EngineStep(1, 1, 0.05, 0, 12), 1.0)
     load = worker.worker_load()
     assert (load.num_waiting, load.num_queued_tokens, load.num_decoding) == (1, 16, 0)
     assert load.ledger[Column.HELD] == 5
@@ -252,6 +252,21 @@ def test_the_load_counts_prompts_decodes_and_the_pool() -> None:
     load = worker.worker_load()
     assert load.ledger[Column.FREE] == INFO.num_blocks  # vLLM does not tell while it is idle
     assert (load.num_decoding, load.num_calls, load.router_calls) == (0, 0, {})
+
+
+def test_the_time_of_a_step_is_learned_from_the_reports_while_the_engine_has_work() -> None:
+    worker = machine()
+    worker.handle(decode("a", num_tokens=20), 5.0)
+    worker.handle(EngineStep(1, 0, 0.1, 0, 20), 5.3)  # since the prompt came
+    worker.handle(output("a", 1), 5.3)
+    worker.handle(EngineStep(0, 0, 0.1, 1, 0), 5.4)  # since the step before
+    assert worker.worker_load().busy_seconds == pytest.approx(0.4)
+    worker.handle(output("a", 2, finish_reason=FinishReason.LENGTH), 5.4)
+    worker.handle(decode("b", ticket=TICKET), 9.0)
+    worker.handle(HandoffArrived(TICKET, b"kv"), 9.0)
+    worker.handle(EngineStep(1, 0, 0.1, 1, 0), 9.5)  # waited for its KV: not known
+    assert worker.worker_load().busy_seconds == pytest.approx(0.4)
+    worker.check()
 
 
 ENDS = (PrefillDone, PrefillFailed, DecodeDone, DecodeFailed)
@@ -275,7 +290,7 @@ def events(draw: st.DrawFn) -> object:
                 output(name, EOS, finish_reason=FinishReason.STOP, handoff=b"kv"),
                 output(name, finish_reason=FinishReason.LENGTH),
                 output(name, error="lost"),
-                EngineStep(1, 1, 0.5, 1, 8, 0.01),
+                EngineStep(1, 1, 0.5, 1, 8),
                 Tick(),
             ]
         )
