@@ -45,6 +45,10 @@ def test_each_fault_has_one_line(tmp_path: Path, engine: dict[str, Any], vllm: d
         ("-tp", "tensor_parallel"),
         ("--no-async-scheduling", "every token before the next step"),
         ("--max-model-len=4", "max_context"),
+        ("--kv-transfer-config.kv_role", "lease_s"),  # vLLM's parser drops the connector for it
+        ("--max_model=4", "max_context"),  # vLLM's parser takes the beginning of a name
+        ("-t", "tensor_parallel"),
+        ("--no-enable-logging-iteration-details", "time of each step"),
     ],
 )
 def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str) -> None:
@@ -53,7 +57,8 @@ def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str)
 
 
 def test_other_arguments_pass() -> None:
-    assert VllmConfig(args=("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1")).args
+    args = ("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1", "--config-format", "hf", "-ep", "-O3")
+    assert VllmConfig(args=args).args == args
 
 
 def test_tensor_parallel_workers_take_whole_gpus() -> None:
