@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import core
+import vllm_worker
 from cli.findings import Finding, Health, judge
 from core.config import EngineConfig, TandemConfig, VllmConfig
 from core.errors import ConfigError
@@ -58,7 +58,7 @@ def variables(python: Path) -> dict[str, str]:
     libraries = [tcmalloc, directory / "lib" / "libiomp5.so"]  # as vLLM's manual recommends for a CPU
     preload = [str(library) for library in libraries if library is not None and library.exists()]
     return {
-        "PYTHONPATH": str(Path(core.__file__).resolve().parents[1]),
+        "PYTHONPATH": str(Path(vllm_worker.__file__).resolve().with_name("startup")),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the interface of its logits processors is another one

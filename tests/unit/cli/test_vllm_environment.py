@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from cli.findings import Health
 from cli.vllm_environment import check_vllm, environment, variables
 from core.config import TandemConfig, VllmConfig, from_mapping
 from core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
 
 
 def config(directory: Path, engine: dict[str, Any] | None = None, **vllm: Any) -> TandemConfig:
@@ -73,5 +78,18 @@ def test_the_environment_lists_what_is_missing_with_its_command() -> None:
     assert found["vLLM's ray"].health is Health.OK
 
 
-def test_the_processes_of_vllm_find_tandem() -> None:
-    assert Path(variables(Path(sys.executable))["PYTHONPATH"], "core", "request.py").is_file()
+def test_the_processes_of_vllm_find_every_package_of_tandem_and_no_library_beside_them(tmp_path: Path) -> None:
+    """A wheel puts Tandem beside its own torch, which hid vLLM's when the folder was on the path."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
+    site_packages = tmp_path / "site-packages"
+    site_packages.mkdir()
+    for package in packages:
+        (site_packages / package).symlink_to(ROOT / package)
+    (site_packages / "xxhash.py").write_text("raise ImportError('of another environment')")
+    program = f"import xxhash, {', '.join(packages)}; print(core.__file__, cli.__file__)"
+    startup = Path(variables(Path(sys.executable))["PYTHONPATH"]).relative_to(ROOT)
+    environment = os.environ | {"PYTHONPATH": str(site_packages / startup)}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [str(site_packages / name / "__init__.py") for name in ("core", "cli")]
