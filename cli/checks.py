@@ -36,13 +36,15 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         check_gateway(config.gateway)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
+    if config.engine.name == "vllm":
+        from cli.vllm_environment import check_machine, check_options
+
+        check_options(config)
+        if not config.cluster.address:
+            check_machine(config)
+        return
     if config.cluster.address:
         return  # the machines of a joined cluster may store their models at other paths
-    if config.engine.name == "vllm":
-        from cli.vllm_environment import check_vllm
-
-        check_vllm(config)
-        return
     entry = CATALOGUE.get(config.engine.model)
     if entry is not None and not is_cached(entry, default_cache_dir()):
         from cli.pull import pull

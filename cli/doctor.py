@@ -1,6 +1,6 @@
 """`tandem doctor`: checks this machine, and says how to fix each fault.
 
-Each check examines one subject and yields findings (cli/findings.py), faults with a fix. CHECKS lists them.
+Each check examines one subject and yields findings (cli/findings.py), faults with a fix. `examine` lists them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,7 @@ from cli.gpu_facts import read_facts
 from cli.paths import name_of, paths_of
 from cli.transport_probe import probe
 from cli.vllm_environment import environment, python_of
-from core.config import RouterConfig, TransferConfig, VllmConfig
+from core.config import RouterConfig, TandemConfig, TransferConfig
 from core.errors import ConfigError, TandemError
 from core.paths import BROKEN
 from model_files import catalogue
@@ -96,9 +96,8 @@ def model_cache() -> Iterator[Finding]:
         yield judge(intact, entry.name, text, f"{fix} to replace the file", Health.FAIL)
 
 
-def ports() -> Iterator[Finding]:
+def ports(config: RouterConfig) -> Iterator[Finding]:
     """The port of the routers and, if a router listens there, the paths between its workers."""
-    config = RouterConfig()
     subject, fix = f"port {config.port}", "choose another port with `tandem serve --port`"
     try:
         check_port(config)
@@ -122,11 +121,10 @@ def paths(fleet: cluster_pb2.GetFleetResponse) -> Iterator[Finding]:
         yield judge(path.state not in BROKEN, name_of(reader, path), str(path), "docs/paths.md lists the causes")
 
 
-def vllm() -> Iterator[Finding]:
-    """The environment of vLLM, if `make vllm` has made one."""
-    config = VllmConfig()
-    if python_of(config).exists():
-        found = list(environment(config))
+def vllm(config: TandemConfig) -> Iterator[Finding]:
+    """The environment of vLLM, if the config has vLLM as engine, or if `make vllm` has made one."""
+    if config.engine.name == "vllm" or python_of(config.vllm).exists():
+        found = list(environment(config.vllm))
         yield from [finding for finding in found if finding.health is not Health.OK] or found[:1]
 
 
@@ -147,19 +145,17 @@ def transport(config: TransferConfig) -> Finding:
     return judge(path.state not in BROKEN, config.transport, f"between two processes {path}", fix)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions, processor, memory, gpus, model_cache, ports, transports, vllm,
-)  # fmt: skip
+def examine(config: TandemConfig) -> list[Finding]:
+    return [
+        *versions(), *processor(), *memory(), *gpus(), *model_cache(), *ports(config.router), *transports(),
+        *vllm(config),
+    ]  # fmt: skip
 
 
-def examine() -> list[Finding]:
-    return [finding for check in CHECKS for finding in check()]
-
-
-def doctor(console: Console) -> int:
+def doctor(console: Console, config: TandemConfig) -> int:
     """Print every finding. Returns the exit code: 1 if a finding is a FAIL."""
     with console.status("examining this machine"):
-        findings = examine()
+        findings = examine(config)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("", "what", "found"):
         table.add_column(name, overflow="fold")  # show file paths whole

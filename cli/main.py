@@ -355,11 +355,16 @@ def demo() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of `tandem serve`: its port, and vLLM's environment.")
+    ] = None,
+) -> None:
     """Check versions, transports, ports, memory and the model cache of this machine, and say how to fix each fault."""
+    from cli.config_file import load_config
     from cli.doctor import doctor as examine
 
-    sys.exit(examine(console))
+    sys.exit(examine(console, load_config(config, {})))
 
 
 if __name__ == "__main__":

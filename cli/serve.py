@@ -24,7 +24,7 @@ from cli.exit_codes import INTERRUPTED
 from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
-from cli.vllm_environment import python_of, variables
+from cli.vllm_environment import python_of, torch_version, variables
 from core.config import ClusterConfig, EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.service import Service
@@ -46,10 +46,10 @@ PrintLine = Callable[[str], None]
 def fleet_spec(config: TandemConfig) -> FleetSpec:
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
-    interpreter = None
+    interpreter, torch = None, importlib.metadata.version("torch")
     if config.engine.name == "vllm":
         python = python_of(config.vllm)
-        interpreter = Interpreter(str(python), variables(python))
+        interpreter, torch = Interpreter(str(python), variables(python)), torch_version(python)
         build_prefill, build_decode = vllm.build_prefill_worker, vllm.build_decode_worker
     return FleetSpec(
         config.cluster,
@@ -60,19 +60,18 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
         router_port=config.router.port,
         drain_timeout_s=config.worker.drain_timeout_s,
         router_drain_timeout_s=config.router.drain_timeout_s,
-        gpu_use=gpu_use(config.engine, joined=bool(config.cluster.address)),
+        gpu_use=gpu_use(config.engine, torch, joined=bool(config.cluster.address)),
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
     )
 
 
-def gpu_use(config: EngineConfig, joined: bool) -> GpuUse:
-    """Whether workers ask Ray for GPUs. In a joined cluster, the build of torch on this machine says nothing."""
+def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
+    """Whether workers ask Ray for GPUs. `torch`: their version of it here, which says nothing for a joined cluster."""
     if config.device == "cpu" or config.model.startswith("fake:"):
         return GpuUse.NEVER
     if config.device == "auto":
-        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
-        return GpuUse.NEVER if cpu_build and not joined else GpuUse.IF_PRESENT
+        return GpuUse.NEVER if torch.endswith("+cpu") and not joined else GpuUse.IF_PRESENT
     return GpuUse.ALWAYS
 
 

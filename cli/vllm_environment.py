@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import core
+import vllm_worker
 from cli.findings import Finding, Health, judge
 from core.config import EngineConfig, TandemConfig, VllmConfig
 from core.errors import ConfigError
@@ -27,11 +27,19 @@ WIRE_PACKAGES = (
 )  # fmt: skip
 TRANSFER_PACKAGES = ("nixl-cu12==1.5.1", "nixl==1.5.1")
 INSTALL = "run `make vllm` (for GPUs see docs/vllm.md)"
-LIST_TIMEOUT_S = 60.0
+MODEL_FORMAT = "a directory in Hugging Face format"
+PROBE_TIMEOUT_S = 60.0
 
-_LIST = """
+# Prints the versions of the packages, and the fault of an import of what Ray starts there.
+_PROBE = """
 import importlib.metadata, json
-print(json.dumps({found.name.lower(): found.version for found in importlib.metadata.distributions()}))
+found = {str(one.name).lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
+fault = ""
+try:
+    import cli.vllm, fleet.ray_hosts
+except Exception as error:
+    fault = f"{type(error).__name__}: {error}".splitlines()[0]
+print(json.dumps([found, fault]))
 """
 # Of the engine, which a worker with vLLM does not have.
 _OWN_OPTIONS = ("quantization", "kv_dtype", "block_size", "prefill_block_size", "kernels")
@@ -48,7 +56,8 @@ def default_model_dir() -> Path:
 
 
 def python_of(config: VllmConfig) -> Path:
-    return Path(config.python).expanduser() if config.python else vllm_dir() / "bin" / "python"
+    """Absolute, because workers run in other directories. A resolved link would lead out of the environment."""
+    return Path(config.python).expanduser().absolute() if config.python else vllm_dir() / "bin" / "python"
 
 
 def variables(python: Path) -> dict[str, str]:
@@ -58,7 +67,7 @@ def variables(python: Path) -> dict[str, str]:
     libraries = [tcmalloc, directory / "lib" / "libiomp5.so"]  # as vLLM's manual recommends for a CPU
     preload = [str(library) for library in libraries if library is not None and library.exists()]
     return {
-        "PYTHONPATH": str(Path(core.__file__).resolve().parents[1]),
+        "PYTHONPATH": str(Path(vllm_worker.__file__).resolve().with_name("startup")),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the interface of its logits processors is another one
@@ -67,17 +76,28 @@ def variables(python: Path) -> dict[str, str]:
     }
 
 
-def check_vllm(config: TandemConfig) -> None:
-    """Raises `ConfigError` if workers with vLLM could not start on this machine, or would ignore an option."""
+def torch_version(python: Path) -> str:
+    """Of the torch in the environment of an interpreter; empty if it has none. A CPU build ends in +cpu."""
+    site_packages = [str(directory) for directory in python.parent.parent.glob("lib/python*/site-packages")]
+    found = importlib.metadata.distributions(name="torch", path=site_packages)
+    return next((torch.version for torch in found), "")
+
+
+def check_options(config: TandemConfig) -> None:
+    """Raises `ConfigError` if workers with vLLM would ignore an option, on whatever machine they run."""
     engine, plain = config.engine, EngineConfig()
     for name in _OWN_OPTIONS:
         if getattr(engine, name) != getattr(plain, name):
             raise ConfigError(f"[engine] {name} is an option of Tandem's own engine; for vLLM use [vllm] args")
-    if not (Path(engine.model) / "config.json").is_file():
-        wanted = "a directory in Hugging Face format"
-        if engine.model in CATALOGUE:
-            raise ConfigError(f"[engine] model: vLLM needs {wanted}; `make vllm` writes one for {engine.model}")
-        raise ConfigError(f"[engine] model: vLLM needs {wanted}, {engine.model!r} is none")
+    if engine.model in CATALOGUE:
+        raise ConfigError(f"[engine] model: vLLM needs {MODEL_FORMAT}; `make vllm` writes one for {engine.model}")
+
+
+def check_machine(config: TandemConfig) -> None:
+    """Raises `ConfigError` if workers with vLLM could not start on this machine."""
+    model = config.engine.model
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"[engine] model: vLLM needs {MODEL_FORMAT}, {model!r} is none")
     for finding in environment(config.vllm):
         if finding.health is Health.FAIL:
             raise ConfigError(f"[vllm] python: {finding.subject}: {finding.text}; {finding.fix}")
@@ -90,10 +110,9 @@ def environment(config: VllmConfig) -> Iterator[Finding]:
         yield Finding("vLLM's python", Health.FAIL, f"{python} is not there", INSTALL)
         return
     try:
-        listed = subprocess.run(
-            [python, "-c", _LIST], capture_output=True, text=True, check=True, timeout=LIST_TIMEOUT_S
-        )
-        found = json.loads(listed.stdout)
+        command, env = [python, "-c", _PROBE], os.environ | variables(python)
+        probed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S, env=env)
+        found, fault = json.loads(probed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         yield Finding("vLLM's python", Health.FAIL, f"{python} does not run: {error}", INSTALL)
         return
@@ -108,5 +127,9 @@ def environment(config: VllmConfig) -> Iterator[Finding]:
         fix = f"run `{python} -m pip install {name}=={ours}`"
         good = theirs == ours if exact else bool(theirs)
         yield judge(good, f"vLLM's {name}", theirs or "not installed", fix, Health.FAIL)
-    nixl = next((found[name] for name in found if name.startswith("nixl")), "")
-    yield judge(bool(nixl), "vLLM's nixl", nixl or "not installed", f"run `{python} -m pip install nixl`", Health.FAIL)
+    nixl = found.get("nixl") or found.get("nixl-rocm")  # their backends, such as nixl-cu12, are not enough for vLLM
+    fix = f"run `{python} -m pip install {TRANSFER_PACKAGES[-1]}`"
+    yield judge(bool(nixl), "vLLM's nixl", nixl or "not installed", fix, Health.FAIL)
+    pinned = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in WIRE_PACKAGES)
+    fix = f"run `{python} -m pip install {pinned}`"
+    yield judge(not fault, "Tandem in vLLM's python", fault or "its modules import", fix, Health.FAIL)

@@ -17,11 +17,12 @@ OWN_ARGUMENTS = {
     "logits-processors": "nothing: Tandem draws the tokens",
     "async-scheduling": "nothing: Tandem's draws need every token before the next step",
     "skip-tokenizer-init": "nothing: the router has the tokenizer",
+    "enable-logging-iteration-details": "nothing: routers need the time of each step",
     "seed": "the seed of a request",
     "host": "[worker] host",
     "port": "nothing: the port of a worker is free",
 }
-SHORT_NAMES = {"tp": "tensor-parallel-size"}
+TENSOR_PARALLEL = "tp"  # vLLM's short name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,22 @@ class VllmConfig:
         require_positive(self, "tensor_parallel", "lease_s", "start_timeout_s")
         require_finite_floats(self)
         for argument in self.args:
-            name = _name_of(argument)
-            require(name not in OWN_ARGUMENTS, f"args: Tandem sets --{name} itself; use {OWN_ARGUMENTS.get(name)}")
+            name = _own_argument(argument)
+            require(not name, f"args: Tandem sets --{name} itself; use {OWN_ARGUMENTS.get(name)}")
 
 
-def _name_of(argument: str) -> str:
-    """vLLM's name of the option that an argument sets; empty for a value."""
-    if not argument.startswith("-"):
+def _own_argument(argument: str) -> str:
+    """The name in `OWN_ARGUMENTS` of the option that an argument sets, or an empty text.
+
+    vLLM's parser takes underscores, the beginning of a name, and one key of a JSON value: --kv-transfer-config.kv_role.
+    """
+    bare = argument.lstrip("-")
+    name = bare.partition("=")[0].partition(".")[0].replace("_", "-")
+    num_dashes = len(argument) - len(bare)
+    if not name or not num_dashes:
         return ""
-    name = argument.lstrip("-").partition("=")[0].replace("_", "-")
-    for short, long in SHORT_NAMES.items():
-        if name == short or (name.startswith(short) and name.removeprefix(short).isdigit()):
-            return long
-    return name.removeprefix("no-")
+    if num_dashes == 1:
+        is_size = name.startswith(TENSOR_PARALLEL) and name.removeprefix(TENSOR_PARALLEL).isdigit()
+        return "tensor-parallel-size" if is_size or TENSOR_PARALLEL.startswith(name) else ""
+    beginnings = (name, name.removeprefix("no-") or name)
+    return next((own for own in OWN_ARGUMENTS if own.startswith(beginnings)), "")

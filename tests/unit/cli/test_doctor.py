@@ -9,18 +9,26 @@ from rich.console import Console
 
 from cli import doctor
 from cli.findings import Finding, Health
+from core.config import TandemConfig, from_mapping
 
 LONG_PATH = "/home/somebody/" + "a-long-name/" * 9 + "model.gguf"
 
 
 @pytest.mark.parametrize(("health", "code"), [(Health.OK, 0), (Health.WARN, 0), (Health.FAIL, 1)])
 def test_a_narrow_terminal_shows_a_finding_whole(health: Health, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine() -> list[Finding]:
+    def examine(_: TandemConfig) -> list[Finding]:
         return [Finding("model", health, LONG_PATH, "fix it")]
 
     monkeypatch.setattr(doctor, "examine", examine)
     console = Console(file=io.StringIO(), width=60)
-    assert doctor.doctor(console) == code
+    assert doctor.doctor(console, TandemConfig()) == code
     shown = "".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert LONG_PATH in shown
     assert "->fixit" in shown
+
+
+def test_an_interpreter_of_vllm_that_is_missing_is_a_fault_only_of_a_config_that_needs_it() -> None:
+    python = {"python": "/nowhere/bin/python"}
+    (finding,) = doctor.vllm(from_mapping({"engine": {"name": "vllm"}, "vllm": python}))
+    assert (finding.health, finding.text) == (Health.FAIL, "/nowhere/bin/python is not there")
+    assert not list(doctor.vllm(from_mapping({"vllm": python})))

@@ -155,10 +155,9 @@ def test_a_certificate_of_the_gateway_that_cannot_be_read_is_refused(tmp_path: P
     ],
 )
 def test_workers_use_gpus_by_the_device_and_the_build_of_torch_on_this_machine(
-    options: dict[str, str], build: str, joined: bool, use: GpuUse, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, str], build: str, joined: bool, use: GpuUse
 ) -> None:
-    monkeypatch.setattr("cli.serve.importlib.metadata.version", lambda _: build)
-    assert gpu_use(EngineConfig(**options), joined) is use  # type: ignore[arg-type]
+    assert gpu_use(EngineConfig(**options), build, joined) is use  # type: ignore[arg-type]
 
 
 def test_a_device_with_an_index_is_refused_because_ray_chooses_it() -> None:

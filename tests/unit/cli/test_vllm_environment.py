@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from cli.findings import Health
-from cli.vllm_environment import check_vllm, environment, variables
+from cli.checks import check_before_start
+from cli.findings import Finding, Health
+from cli.vllm_environment import check_machine, check_options, environment, python_of, torch_version, variables
 from core.config import TandemConfig, VllmConfig, from_mapping
 from core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
 
 
 def config(directory: Path, engine: dict[str, Any] | None = None, **vllm: Any) -> TandemConfig:
@@ -23,17 +30,32 @@ def config(directory: Path, engine: dict[str, Any] | None = None, **vllm: Any) -
 @pytest.mark.parametrize(
     ("engine", "vllm", "message"),
     [
-        ({"quantization": "int8"}, {}, r"\[engine\] quantization is an option of Tandem's own engine"),
-        ({"block_size": 32}, {}, r"\[engine\] block_size is"),
         ({"model": "/nowhere"}, {}, "'/nowhere' is none"),
-        ({"model": "smollm2-135m"}, {}, "make vllm"),
         ({}, {"python": "/nowhere/bin/python"}, "/nowhere/bin/python is not there; run `make vllm`"),
         ({}, {"python": sys.executable}, "vllm: not installed"),
     ],
 )
 def test_each_fault_has_one_line(tmp_path: Path, engine: dict[str, Any], vllm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_vllm(config(tmp_path, engine, **vllm))
+        check_machine(config(tmp_path, engine, **vllm))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"quantization": "int8"}, r"\[engine\] quantization is an option of Tandem's own engine"),
+        ({"block_size": 32}, r"\[engine\] block_size is"),
+        ({"model": "smollm2-135m"}, "make vllm"),
+    ],
+)
+def test_options_that_vllm_would_ignore_are_refused_in_a_joined_cluster_too(
+    tmp_path: Path, engine: dict[str, Any], message: str
+) -> None:
+    joined = {"cluster": {"address": "10.0.0.1:6379"}, "router": {"port": 0}}
+    options = from_mapping({"engine": {"name": "vllm", "model": str(tmp_path)} | engine} | joined)
+    with pytest.raises(ConfigError, match=message):
+        check_before_start(options, Console())
+    check_options(from_mapping({"engine": {"name": "vllm", "model": "/models/of/another/machine"}} | joined))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +67,10 @@ def test_each_fault_has_one_line(tmp_path: Path, engine: dict[str, Any], vllm: d
         ("-tp", "tensor_parallel"),
         ("--no-async-scheduling", "every token before the next step"),
         ("--max-model-len=4", "max_context"),
+        ("--kv-transfer-config.kv_role", "lease_s"),  # vLLM's parser drops the connector for it
+        ("--max_model=4", "max_context"),  # vLLM's parser takes the beginning of a name
+        ("-t", "tensor_parallel"),
+        ("--no-enable-logging-iteration-details", "time of each step"),
     ],
 )
 def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str) -> None:
@@ -53,7 +79,8 @@ def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str)
 
 
 def test_other_arguments_pass() -> None:
-    assert VllmConfig(args=("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1")).args
+    args = ("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1", "--config-format", "hf", "-ep", "-O3")
+    assert VllmConfig(args=args).args == args
 
 
 def test_tensor_parallel_workers_take_whole_gpus() -> None:
@@ -61,12 +88,58 @@ def test_tensor_parallel_workers_take_whole_gpus() -> None:
         from_mapping({"vllm": {"tensor_parallel": 2}, "cluster": {"prefill_gpus": 0.5}})
 
 
+def findings(python: str = sys.executable) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in environment(VllmConfig(python=python))}
+
+
 def test_the_environment_lists_what_is_missing_with_its_command() -> None:
-    found = {finding.subject: finding for finding in environment(VllmConfig(python=sys.executable))}
+    found = findings()
     assert found["vllm"].health is Health.FAIL
     assert "make vllm" in found["vllm"].fix
     assert found["vLLM's ray"].health is Health.OK
+    assert found["Tandem in vLLM's python"].health is Health.OK
+    assert found["vLLM's nixl"].fix.endswith("pip install nixl==1.5.1`")
 
 
-def test_the_processes_of_vllm_find_tandem() -> None:
-    assert Path(variables(Path(sys.executable))["PYTHONPATH"], "core", "request.py").is_file()
+def test_a_library_that_tandem_cannot_import_is_a_fault(tmp_path: Path) -> None:
+    """vLLM's pins may bring a protobuf that is older than Tandem's stubs."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['google.protobuf'] = None")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    finding = findings(str(python))["Tandem in vLLM's python"]
+    assert finding.health is Health.FAIL
+    assert "google.protobuf" in finding.text
+
+
+def test_the_torch_of_an_environment_tells_its_build(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    assert torch_version(python) == ""
+    metadata = tmp_path / "lib/python3.11/site-packages/torch-2.13.0+cpu.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Name: torch\nVersion: 2.13.0+cpu\n")
+    assert torch_version(python) == "2.13.0+cpu"
+
+
+def test_a_relative_interpreter_keeps_its_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolved link of a virtual environment starts the Python that the environment was made with."""
+    monkeypatch.chdir(tmp_path)
+    Path("python").symlink_to(sys.executable)
+    assert python_of(VllmConfig(python="python")) == tmp_path / "python"
+
+
+def test_the_processes_of_vllm_find_every_package_of_tandem_and_no_library_beside_them(tmp_path: Path) -> None:
+    """A wheel puts Tandem beside its own torch, which hid vLLM's when the folder was on the path."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
+    site_packages = tmp_path / "site-packages"
+    site_packages.mkdir()
+    for package in packages:
+        (site_packages / package).symlink_to(ROOT / package)
+    (site_packages / "xxhash.py").write_text("raise ImportError('of another environment')")
+    program = f"import xxhash, {', '.join(packages)}; print(core.__file__, cli.__file__)"
+    startup = Path(variables(Path(sys.executable))["PYTHONPATH"]).relative_to(ROOT)
+    environment = os.environ | {"PYTHONPATH": str(site_packages / startup)}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [str(site_packages / name / "__init__.py") for name in ("core", "cli")]
