@@ -259,6 +259,7 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         "--no-async-scheduling",
         "--skip-tokenizer-init",
         "--enable-logging-iteration-details",
+        "--disable-log-stats",  # its own log, a line for each step; ours gets the same figures
         "--seed", "0",
     ]  # fmt: skip
 
