@@ -245,10 +245,8 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         options["num_threads"] = 1
     connector["kv_connector_extra_config"] = options
     block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
-    # A compiled model compiles again for other shapes, for seconds on a core of a CPU, while its streams wait.
-    eager = [] if arguments.on_gpu else ["--enforce-eager"]
     return [
-        *eager,
+        *_cpu_arguments(arguments),
         "--model", arguments.model,
         "--dtype", arguments.dtype,
         "--max-model-len", str(arguments.info.context_length),
@@ -262,6 +260,21 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         "--disable-log-stats",  # its own log, a line for each step; ours gets the same figures
         "--seed", "0",
     ]  # fmt: skip
+
+
+def _cpu_arguments(arguments: EngineArguments) -> list[str]:
+    """On a CPU the model shares its cores with everything else.
+
+    A compiled model compiles again for other shapes, for seconds, while its streams wait. Between two processes, engine
+    and model wait for each other in loops of sched_yield: the kernel then starved programs of other sessions, such as
+    clients, for more than a second at a time. vLLM lets one process do both only with this variable.
+    """
+    if arguments.on_gpu:
+        return []
+    if arguments.tensor_parallel > 1:
+        return ["--enforce-eager"]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return ["--enforce-eager", "--distributed-executor-backend", "uni"]
 
 
 def _parse(args: Sequence[str]) -> Any:
