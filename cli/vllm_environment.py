@@ -110,7 +110,7 @@ def environment(config: VllmConfig) -> Iterator[Finding]:
         yield Finding("vLLM's python", Health.FAIL, f"{python} is not there", INSTALL)
         return
     try:
-        command, env = [python, "-c", _PROBE], os.environ | variables(python)
+        command, env = [str(python), "-c", _PROBE], os.environ | variables(python)
         probed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S, env=env)
         found, fault = json.loads(probed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
