@@ -22,6 +22,9 @@ from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
+# gRPC closes the connection of a draining server right behind the last call. If the client sends anything after that,
+# even a word of flow control, the connection is reset, and what the client has not read by then is lost.
+LAST_READ_S = 0.3
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -38,6 +41,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._shell = shell
         self._validation_pool = validation_pool
         self._tenants = tenants
+        self.draining = False
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -45,6 +49,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
             await self.serve(request, StreamWriter(context))
+            if self.draining:
+                await asyncio.sleep(min(LAST_READ_S, self._remaining_s(context) / 2))
         except TandemError as error:
             await abort(context, error)
 
