@@ -33,6 +33,7 @@ from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
+from worker.grammar_check import refuse_grammars
 from worker.service import BuildParts, WorkerParts, WorkerService
 from worker.step_stats import StepStats
 from worker.view import WorkerMachine
@@ -171,6 +172,8 @@ def _worker_parts(
         from engine.backend import choose_device
         from engine.factory import build_runner
         from engine.runner import StepLimits
+        from text.grammars import GrammarReader
+        from text.tokenizer import load_tokenizer
 
         engine = _engine_config(role, config.engine, placement)
         if engine.device.startswith("cuda"):  # fails before a model is loaded
@@ -179,7 +182,10 @@ def _worker_parts(
         with pinned(cores):  # loading must not use the other workers' cores
             step = config.scheduler.on_device(choose_device(engine.device).type == "cuda")
             limits = StepLimits(step.max_running, step.max_batched_tokens)
-            runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0)
+            grammars = GrammarReader(
+                functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir)
+            )
+            runner = build_runner(engine, cache_dir, limits, placement.gpus or 1.0, grammars)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):
             max_tokens = min(step.max_batched_tokens, runner.info.context_length - 1)
@@ -211,6 +217,7 @@ def _worker_parts(
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
         core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
         machine = make_machine(core, TransferMachine(transfer, pool, address))
-        return WorkerParts(identity.name, machine, executor, agent)
+        check_grammar = grammars.compile_aside if runner.takes_grammars else refuse_grammars
+        return WorkerParts(identity.name, machine, executor, agent, check_grammar)
 
     return build

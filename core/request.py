@@ -24,6 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_USER_CHARS = 256
+MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_SEED = 2**63 - 1
 # Smaller numbers overflow float32: a logit divided by 1e-38 is infinite, and no token can be drawn.
 MIN_SAMPLING_TEMPERATURE = 1e-5
@@ -84,6 +85,7 @@ class SamplingParams:
     num_logprobs: int | None = None  # None = no logprobs; n = of the sampled token and the n most likely tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0  # the least output before a stop token or a stop string
+    grammar: str = ""  # that the output follows, as text/grammars.py reads it; "" = any output
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -98,6 +100,12 @@ class SamplingParams:
             raise InvalidRequest("top_k", f"must be 0 (all) or more, is {self.top_k}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest("seed", f"must be in [0, {MAX_SEED}], is {self.seed}")
+        if len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                "output_format", f"must have at most {MAX_GRAMMAR_CHARS} characters, has {len(self.grammar)}"
+            )
+        if self.grammar and self.ignore_eos:
+            raise InvalidRequest("ignore_eos", "must be false beside output_format: only its end completes a format")
         check_num_stop_token_ids(len(self.stop_token_ids))
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], is {self.num_logprobs}")

@@ -12,7 +12,7 @@ from core.lifecycle import FinishReason
 from core.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SequenceView:
     """The part of a sequence that a runner sees: one object for the life of the sequence on this worker.
 

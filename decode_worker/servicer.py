@@ -36,6 +36,7 @@ from runtime.rpc.grpc_server import abort, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
+from worker.grammar_check import GrammarCheck
 
 SPAN_OF_STAGE = {
     Stage.QUEUE: SpanName.DECODE_QUEUE,
@@ -67,8 +68,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStreamWriter] = {}  # open StreamTokens calls, by stream id
 
-    def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
+    def attach(
+        self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str, check_grammar: GrammarCheck
+    ) -> None:
         self._driver = driver
+        self._check_grammar = check_grammar
         self._worker_id = worker_id
 
     # ---- calls of routers
@@ -106,6 +110,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _decode(self, wire: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
         request = codec.decode_sequence(wire.sequence)
+        if request.sampling.grammar:
+            await self._check_grammar(request.sampling.grammar)
         source = None
         if wire.HasField("source"):
             source = (codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.source))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.routes.tokens import TOKENIZE
-from gateway.schemas.fields import CALL, CHAT, COMPLETION, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
+from gateway.schemas.fields import CALL, CHAT, COMPLETION, FORMAT, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
 
 DOCUMENT = Path(__file__).resolve().parent / "gateway.md"
 
@@ -24,6 +24,7 @@ GROUPS: dict[str, Mapping[str, FieldRule]] = {
     "a chat message": MESSAGE,
     "an item of input": ITEM,
     "a part of a content": PART,
+    "structured_outputs": FORMAT,
     "a call of a tool": CALL,
     "a tool": TOOL,
 }

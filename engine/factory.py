@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.config import EngineConfig
+from core.output_grammar import Grammars
 from engine.fake_runner import FakeRunner
 from engine.runner import Runner, StepLimits
 from model_files.model_source import SourceKind, resolve_model
 
 
 def build_runner(
-    config: EngineConfig, cache_dir: Path | None = None, limits: StepLimits | None = None, gpu_share: float = 1.0
+    config: EngineConfig,
+    cache_dir: Path | None = None,
+    limits: StepLimits | None = None,
+    gpu_share: float = 1.0,
+    grammars: Grammars | None = None,
 ) -> Runner:
     """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`.
 
-    A runner on a GPU prepares for steps of `limits`, and uses `gpu_share` of the memory of the GPU.
+    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, and takes no grammars.
     """
     if resolve_model(config.model, cache_dir).kind is SourceKind.FAKE:
-        return FakeRunner.from_config(config)
+        return FakeRunner.from_config(config, grammars)
     from engine.backend import choose_device
 
     if choose_device(config.device).type == "cuda" and config.kernels == "auto":
@@ -27,4 +32,4 @@ def build_runner(
         return GpuRunner(config, cache_dir, limits=limits, share=gpu_share)
     from engine.torch_runner import TorchRunner
 
-    return TorchRunner(config, cache_dir)
+    return TorchRunner(config, cache_dir, grammars=grammars)

@@ -23,6 +23,7 @@ from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
 from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
+from core.output_grammar import Grammars
 from core.request import Request
 from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.sampling import Sampler
@@ -37,7 +38,7 @@ _SHIFT = np.uint64(29)
 class FakeRunner:
     """`info` and `layout` set the size; `FakeRunner.from_config` makes both for a spec such as fake:tiny."""
 
-    def __init__(self, info: ModelInfo, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, info: ModelInfo, layout: KVLayout, num_blocks: int, grammars: Grammars | None = None) -> None:
         self.info = info
         self.layout = layout
         self.num_blocks = num_blocks
@@ -46,10 +47,12 @@ class FakeRunner:
         self._use_memory(np.frombuffer(self._mapping, np.uint8))
         self._pool[:] = 0
         self._closed = False
+        self._grammars = grammars
+        self.takes_grammars = grammars is not None
         self._steps = StepQueue(self._prepare, self._compute)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> FakeRunner:
+    def from_config(cls, config: EngineConfig, grammars: Grammars | None = None) -> FakeRunner:
         """Raises `ConfigError` if kv_memory_mb holds no block, `ModelNotFound` for an unknown spec."""
         source = resolve_model(config.model)
         shape = FAKE_CONFIGS[source.config_name]
@@ -66,7 +69,7 @@ class FakeRunner:
         num_blocks = min((config.host_kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
-        return cls(info, layout, num_blocks)
+        return cls(info, layout, num_blocks, grammars)
 
     def _use_memory(self, memory: np.ndarray) -> None:
         """Keep the pool in these bytes. # uint8 [num_blocks * block_bytes]"""
@@ -120,7 +123,9 @@ class FakeRunner:
                 logits.append(logits_after(self._read(chunk, 0, chunk.start + chunk.num_tokens), self.info.vocab_size))
         if not logits:
             return NOTHING_COMPUTED
-        return Computed(Sampler(chunks, self.info.eos_token_ids).sample(np.stack(logits), promised))
+        sampler = Sampler(chunks, self.info.eos_token_ids)
+        masks = sampler.begin_masks(self._grammars, promised)()
+        return Computed(sampler.sample(np.stack(logits), promised, masks=masks), masks.failed)
 
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
@@ -162,7 +167,11 @@ def _stream(state: int, count: int) -> np.ndarray:
 
 
 def expected_tokens(
-    request: Request, layout: KVLayout, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()
+    request: Request,
+    layout: KVLayout,
+    vocab_size: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+    grammars: Grammars | None = None,
 ) -> list[int]:
     """The tokens that the fake runner must generate after `request.token_ids`, computed without a pool."""
     token_ids = list(request.token_ids)
@@ -171,7 +180,7 @@ def expected_tokens(
         for position in range(len(slots), len(token_ids)):
             previous = slots[-1] if slots else b""
             slots.append(slot_content(previous, token_ids[position], position, layout.token_bytes))
-        token_id = _drawn(logits_after(b"".join(slots), vocab_size), token_ids, request, eos_token_ids)
+        token_id = _drawn(logits_after(b"".join(slots), vocab_size), token_ids, request, eos_token_ids, grammars)
         token_ids.append(token_id)
         if token_id in request.sampling.stop_token_ids:
             break
@@ -180,7 +189,14 @@ def expected_tokens(
     return token_ids[len(request.token_ids) :]
 
 
-def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request, eos_token_ids: frozenset[int]) -> int:
+def _drawn(
+    logits: np.ndarray,
+    token_ids: Sequence[int],
+    request: Request,
+    eos_token_ids: frozenset[int],
+    grammars: Grammars | None,
+) -> int:
     view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
     chunk = ScheduledChunk(view, 0, len(token_ids), samples=True, promised=False)
-    return Sampler([chunk], eos_token_ids).sample(logits[None])[request.request_id].token_id
+    sampler = Sampler([chunk], eos_token_ids)
+    return sampler.sample(logits[None], masks=sampler.begin_masks(grammars)())[request.request_id].token_id

@@ -45,6 +45,7 @@ class Runner(Protocol):
     layout: KVLayout
     num_blocks: int
     sizes: ModelSizes | None  # None: the runner has no model
+    takes_grammars: bool  # else no sequence may have one
 
     def pool_address(self) -> int:
         """Address of block 0; block n begins n * layout.block_bytes later. Page-aligned, and constant."""

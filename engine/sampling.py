@@ -1,7 +1,8 @@
 """From logits to tokens, as a pure function of (logits, the request's tokens so far, seed, position).
 
     logits -> logit_bias -> repetition penalty (prompt and output) -> presence and frequency penalties (output)
-           -> before min_tokens: -inf for the tokens that end the output
+           -> -inf for the tokens that the grammar of the output does not allow here
+           -> before min_tokens: -inf for the tokens that end the output, unless the grammar allows no others
            -> greedy: the highest logit, ties to the lowest id
            -> else: of the tokens that top_k, top_p and min_p keep, the one with the largest
                     logit / temperature - log(exponential(draw_key(seed, position), token id))
@@ -21,11 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from core.output_grammar import GrammarRow, Grammars, Masks
 from core.request import SamplingParams, draw_key
 from core.step import SampledToken, ScheduledChunk
 from engine.step_queue import NO_TOKENS, PromisedTokens, tokens_of
 
 _LARGEST_QUANTILE = 0.99999994  # the largest float32 below 1
+NO_MASKS = Masks()
 # (logits after bias and penalties, parameters, `draw_key`) -> token
 Draw = Callable[[np.ndarray, SamplingParams, int], int]
 
@@ -41,17 +44,36 @@ class Sampler:
         # row -> tokens that its sequence must not draw yet
         self._barred = {row: barred for row in late if (barred := barred_tokens(self.chunks[row], eos_token_ids))}
         self._plain = [row for row, sampling in enumerate(samplings) if is_plain_greedy(sampling)]
-        if self._barred:
-            self._plain = [row for row in self._plain if row not in self._barred]
+        self._written = [row for row, sampling in enumerate(samplings) if sampling.grammar]
+        if self._barred or self._written:
+            special = {*self._barred, *self._written}
+            self._plain = [row for row in self._plain if row not in special]
         bare = {row for row in self._plain if samplings[row].num_logprobs is None}
         self._others = [row for row in range(len(self.chunks)) if row not in bare]
 
-    def sample(
-        self, logits: np.ndarray, promised: PromisedTokens = NO_TOKENS, draw: Draw | None = None
-    ) -> dict[str, SampledToken]:
-        """One token for each chunk that samples; row i of `logits` belongs to chunk i of these.
+    def begin_masks(self, grammars: Grammars | None, promised: PromisedTokens = NO_TOKENS) -> Callable[[], Masks]:
+        """Let another thread find what the grammars of the rows allow, while the model runs."""
+        if not self._written:
+            return lambda: NO_MASKS
+        assert grammars is not None, "the worker has refused grammars"
+        rows = []
+        for chunk in (self.chunks[row] for row in self._written):
+            view, start, num_tokens, _, is_promised = chunk
+            last = (promised[view.sequence_id],) if is_promised else ()
+            rows.append(GrammarRow(view, start + num_tokens - len(last), last))
+        return grammars.begin(rows)
 
-        `promised` has the tokens of the promised chunks, and `draw` replaces `draw_token`.
+    def sample(
+        self,
+        logits: np.ndarray,
+        promised: PromisedTokens = NO_TOKENS,
+        draw: Draw | None = None,
+        masks: Masks = NO_MASKS,
+    ) -> dict[str, SampledToken]:
+        """One token for each chunk that samples, but for `masks.failed`; row i of `logits` belongs to chunk i of these.
+
+        `promised` has the tokens of the promised chunks, `draw` replaces `draw_token`, and `masks` has what the
+        grammars allow.
         # logits: float32 [len(self.chunks), vocab]
         """
         assert len(logits) == len(self.chunks), "one row of logits for each chunk that samples"
@@ -63,19 +85,30 @@ class Sampler:
                 token_ids[row] = token_id
         sampled = dict(zip(self._names, map(SampledToken, token_ids), strict=True))
         for row in self._others:
-            sampled[self._names[row]] = self._sample_row(logits[row], row, token_ids[row], promised, draw)
+            name = self._names[row]
+            if name in masks.failed:
+                del sampled[name]
+                continue
+            allowed = masks.allowed.get(name)
+            sampled[name] = self._sample_row(logits[row], row, token_ids[row], promised, draw, allowed)
         return sampled
 
     def _sample_row(
-        self, logits: np.ndarray, row: int, highest: int, promised: PromisedTokens, draw: Draw | None
+        self,
+        logits: np.ndarray,
+        row: int,
+        highest: int,
+        promised: PromisedTokens,
+        draw: Draw | None,
+        allowed: bytes | None,
     ) -> SampledToken:
         chunk = self.chunks[row]
         sampling = chunk.sequence.sampling
         barred = self._barred.get(row, ())
-        if is_plain_greedy(sampling) and not barred:
+        if is_plain_greedy(sampling) and not barred and allowed is None:
             token_id = highest
         else:
-            token_id = choose(logits, chunk, promised, draw, barred)
+            token_id = choose(logits, chunk, promised, draw, barred, allowed)
         return with_logprobs(logits, token_id, sampling.num_logprobs)
 
 
@@ -108,23 +141,37 @@ def choose(
     promised: PromisedTokens = NO_TOKENS,
     draw: Draw | None = None,
     barred: Sequence[int] = (),
+    allowed: bytes | None = None,
 ) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
     view, position = chunk.sequence, chunk.start + chunk.num_tokens
     if is_plain(view.sampling):
-        return choose_at(logits, view.sampling, position, barred, draw)
+        return choose_at(logits, view.sampling, position, barred, draw, allowed)
     token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
     adjusted = adjust(logits, view.sampling, token_ids, view.num_prompt_tokens)
-    return choose_at(adjusted, view.sampling, position, barred, draw)
+    return choose_at(adjusted, view.sampling, position, barred, draw, allowed)
 
 
 def choose_at(
-    adjusted: np.ndarray, sampling: SamplingParams, position: int, barred: Sequence[int] = (), draw: Draw | None = None
+    adjusted: np.ndarray,
+    sampling: SamplingParams,
+    position: int,
+    barred: Sequence[int] = (),
+    draw: Draw | None = None,
+    allowed: bytes | None = None,
 ) -> int:
-    """The token at `position` of a sequence, counted from the start of its prompt. # float32 [vocab], left unchanged"""
+    """The token at `position` of a sequence, counted from the start of its prompt.
+
+    `allowed` is a mask of `core.output_grammar.Masks`; None = every token. # float32 [vocab], left unchanged
+    """
+    if allowed is not None:
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(adjusted), bitorder="little")
+        adjusted = np.where(bits.view(bool), adjusted, np.float32(-np.inf))
     if barred:
-        adjusted = adjusted.copy()
-        adjusted[barred] = -np.inf
+        late = adjusted.copy()
+        late[barred] = -np.inf
+        if allowed is None or late.max() > -np.inf:
+            adjusted = late
     if sampling.greedy:
         return int(adjusted.argmax())
     return (draw or draw_token)(adjusted, sampling, draw_key(sampling.seed, position))

@@ -10,6 +10,7 @@ import torch
 from core.config import EngineConfig
 from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
+from core.output_grammar import Grammars
 from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.backend import choose_backend, sorted_error
 from engine.host_memory import keep_freed_memory
@@ -28,7 +29,11 @@ class TorchRunner:
     """The constructor loads the model and allocates the pool. Raises `ConfigError` or `ModelNotFound`."""
 
     def __init__(
-        self, config: EngineConfig, cache_dir: Path | None = None, on_progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        cache_dir: Path | None = None,
+        on_progress: Progress | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
         if setup.layout.has_scales:
@@ -39,6 +44,8 @@ class TorchRunner:
         self._pool = KVPool(self.layout, self.num_blocks, setup.device)
         backend = choose_backend(config, setup.model_config, self._pool, setup.num_threads, cache_dir)
         self._draw = backend.draw
+        self._grammars = grammars
+        self.takes_grammars = grammars is not None
         self._steps = StepQueue(self._prepare, self._compute)
         self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
         self._model: Model | None = load_model(
@@ -88,6 +95,7 @@ class TorchRunner:
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> Computed:
         assert self._model is not None, "the runner is closed"
         prepared, sampler = inputs
+        masks_of = sampler.begin_masks(self._grammars, promised)
         try:
             with torch.inference_mode():
                 logits = self._model.compute(prepared.inputs(list(promised.values())))
@@ -96,4 +104,5 @@ class TorchRunner:
                 logits = logits.cpu()
         except RuntimeError as error:
             raise sorted_error(error) from error
-        return Computed(sampler.sample(logits.numpy(), promised, self._draw))
+        masks = masks_of()
+        return Computed(sampler.sample(logits.numpy(), promised, self._draw, masks), masks.failed)

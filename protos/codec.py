@@ -131,6 +131,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
         call=call.number,
         router_id=call.router_id,
         tenant=request.tenant,
+        grammar=sampling.grammar,
     )
 
 
@@ -139,6 +140,7 @@ def decode_sampling(
     stop: inference_pb2.StopConditions,
     logprobs: int | None,
     defaults: dict[str, int],
+    grammar: str = "",
 ) -> SamplingParams:
     """The sampling of a request. `defaults` has values for max_tokens and seed, used for fields that are not set.
 
@@ -161,6 +163,7 @@ def decode_sampling(
         min_tokens=stop.min_tokens,
         num_logprobs=logprobs,
         logit_bias=dict(wire.logit_bias),
+        grammar=grammar,
     )
 
 
@@ -175,7 +178,7 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         request_id=wire.request_id,
         token_ids=token_ids,
         num_prompt_tokens=wire.num_prompt_tokens,
-        sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}),
+        sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}, wire.grammar),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
         tenant=wire.tenant,

@@ -25,6 +25,7 @@ from runtime.rpc.grpc_server import GrpcServer
 from runtime.rpc.security import load_credentials, router_rules
 from runtime.tracing.telemetry import Telemetry
 from tandem_client.stubs import cluster_pb2_grpc, inference_pb2_grpc
+from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,12 @@ class RouterService:
             self._place.shares_port,
         )  # fmt: skip
         server.on_refused = shell.count_refusal
-        self._inference = inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._tenants)
+        grammars = GrammarReader(lambda: tokenizer)
+        self._inference = inference = InferenceServicer(
+            self._config, tokenizer, shell, self._validation, self._tenants, grammars
+        )
         self._cluster = cluster = ClusterServicer(
-            self._config, tokenizer, shell, self._validation, self._place.scale, self._tenants
+            self._config, tokenizer, shell, self._validation, self._place.scale, self._tenants, grammars
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     priority: int
     request_id: str
     user: str
+    output_format: Mapping[str, Any] | inference_pb2.OutputFormat  # e.g. {"json_schema": {...}}, {"choices": ["a"]}
 
 
 _STOP = {name: name for name in ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")} | {"stop": "stop_strings"}
@@ -50,6 +52,8 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.G
         values["stop"] = [values["stop"]]
     stop = {_STOP[name]: values.pop(name) for name in _STOP if name in values}
     sampling = {name: values.pop(name) for name in _SAMPLING if name in values}
+    if "output_format" in values:
+        values["output_format"] = _output_format(values["output_format"])
     request = inference_pb2.GenerateRequest(
         stop=inference_pb2.StopConditions(**stop), sampling=inference_pb2.SamplingParams(**sampling), **values
     )
@@ -70,3 +74,18 @@ def _message(message: Mapping[str, Any] | inference_pb2.ChatMessage) -> inferenc
         return inference_pb2.ChatMessage(**message)
     except ValueError as error:  # of protobuf, for a field that a message does not have
         raise TypeError(f"a message has role and content, this one has {', '.join(message)}") from error
+
+
+def _output_format(given: Mapping[str, Any] | inference_pb2.OutputFormat) -> inference_pb2.OutputFormat:
+    if isinstance(given, inference_pb2.OutputFormat):
+        return given
+    values = dict(given)
+    if isinstance(values.get("json_schema"), Mapping | bool):
+        values["json_schema"] = json.dumps(values["json_schema"])
+    if isinstance(values.get("choices"), Sequence):
+        values["choices"] = inference_pb2.Choices(texts=values["choices"])
+    try:
+        return inference_pb2.OutputFormat(**values)
+    except ValueError as error:  # of protobuf, for a form that does not exist
+        forms = ", ".join(field.name for field in inference_pb2.OutputFormat.DESCRIPTOR.fields)
+        raise TypeError(f"an output format is one of {forms}, this one has {', '.join(values)}") from error

@@ -11,6 +11,8 @@ vLLM loads this class by name (`logits_processors`) in its worker processes.
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,29 +21,51 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from core.output_grammar import GrammarRow
+from core.step import SequenceView
 from engine.sampling import adjust, choose_at, is_plain
+from text.grammars import GrammarReader
+from text.tokenizer import load_tokenizer
 from vllm_worker.sampling import EXTRA_ARG, Draw, decode_draw
+
+logger = logging.getLogger(__name__)
 
 
 class _Row:
     """One request of the batch. `output` grows while vLLM samples."""
 
     def __init__(self, draw: Draw, prompt: list[int], output: list[int]) -> None:
-        self._draw, self._prompt, self._output = draw, prompt, output
+        self._draw, self._num_prompt, self._output = draw, len(prompt), output  # of vLLM's prompt
+        self._token_ids = list(prompt)
+        self.view = SequenceView(str(id(self)), self._token_ids, draw.num_prompt_tokens, (), draw.sampling)
 
-    def choose(self, logits: np.ndarray) -> int:
+    def update(self) -> None:
+        self._token_ids += self._output[len(self._token_ids) - self._num_prompt :]
+
+    @property
+    def grammar_row(self) -> GrammarRow | None:
+        return GrammarRow(self.view, len(self._token_ids)) if self._draw.sampling.grammar else None
+
+    @property
+    def end(self) -> int:
+        """A token that ends the output."""
+        return min(self._draw.ends)
+
+    def choose(self, logits: np.ndarray, allowed: bytes | None) -> int:
         """# float32 [vocab], left unchanged"""
-        draw = self._draw
-        position = len(self._prompt) + len(self._output)
+        draw, position = self._draw, len(self._token_ids)
         if not is_plain(draw.sampling):
-            logits = adjust(logits, draw.sampling, [*self._prompt, *self._output], draw.num_prompt_tokens)
+            logits = adjust(logits, draw.sampling, self._token_ids, draw.num_prompt_tokens)
         late = position - draw.num_prompt_tokens >= draw.sampling.min_tokens
-        return choose_at(logits, draw.sampling, position, () if late else draw.barred)
+        return choose_at(logits, draw.sampling, position, () if late else draw.barred, allowed=allowed)
 
 
 class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed where mypy runs
-    def __init__(self, *_: Any) -> None:
+    """A grammar that becomes too complex ends its output: vLLM cannot fail one request of a step."""
+
+    def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._rows: dict[int, _Row] = {}  # by place in the batch
+        self._grammars = GrammarReader(partial(load_tokenizer, vllm_config.model_config.model))
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -54,8 +78,18 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
         if not self._rows:
             return logits
         places = sorted(self._rows)
+        rows = [self._rows[place] for place in places]
+        for row in rows:
+            row.update()
+        masks_of = self._grammars.begin([found for row in rows if (found := row.grammar_row) is not None])
         on_host = logits[places].float().cpu().numpy()
-        chosen = [self._rows[place].choose(row) for place, row in zip(places, on_host, strict=True)]
+        masks = masks_of()
+        for error in masks.failed.values():
+            logger.warning("an output ends early: %s", error)
+        chosen = [
+            row.end if row.view.sequence_id in masks.failed else row.choose(found, masks.allowed.get(row.view.sequence_id))
+            for row, found in zip(rows, on_host, strict=True)
+        ]
         logits[places] = -float("inf")
         logits[places, chosen] = 0.0
         return logits

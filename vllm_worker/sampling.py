@@ -28,19 +28,24 @@ class Draw:
 
     sampling: SamplingParams
     num_prompt_tokens: int  # of the true prompt
-    barred: tuple[int, ...]  # tokens that must not end the output before it has `min_tokens` tokens
+    ends: tuple[int, ...]  # the tokens that end the output; needed for `min_tokens` and a grammar
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        """Tokens that must not end the output before it has `min_tokens` tokens."""
+        return self.ends if self.sampling.min_tokens else ()
 
     @property
     def chooses(self) -> bool:
         """Whether a token can differ from the one with the highest logit."""
         sampling = self.sampling
-        return not sampling.greedy or bool(self.barred) or _has_penalty(sampling)
+        return not sampling.greedy or bool(self.barred or sampling.grammar) or _has_penalty(sampling)
 
 
 def draw_of(request: Request, eos_token_ids: frozenset[int]) -> Draw:
     sampling = request.sampling
-    barred = tuple(sorted(sampling.stop_tokens(eos_token_ids))) if sampling.min_tokens else ()
-    return Draw(sampling, request.num_prompt_tokens, barred)
+    ends = tuple(sorted(sampling.stop_tokens(eos_token_ids))) if sampling.min_tokens or sampling.grammar else ()
+    return Draw(sampling, request.num_prompt_tokens, ends)
 
 
 def encode_draw(draw: Draw) -> dict[str, Any]:
@@ -50,8 +55,9 @@ def encode_draw(draw: Draw) -> dict[str, Any]:
         **{name: getattr(sampling, name) for name in _DRAWN_FIELDS},
         "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
         "min_tokens": sampling.min_tokens,
+        "grammar": sampling.grammar,
         "num_prompt_tokens": draw.num_prompt_tokens,
-        "barred": list(draw.barred),
+        "ends": list(draw.ends),
     }
 
 
@@ -59,8 +65,10 @@ def decode_draw(wire: dict[str, Any]) -> Draw:
     fields = {name: wire[name] for name in _DRAWN_FIELDS}
     min_tokens = wire["min_tokens"]
     bias = {int(token_id): float(value) for token_id, value in wire["logit_bias"]}
-    sampling = SamplingParams(max_tokens=max(1, min_tokens), min_tokens=min_tokens, logit_bias=bias, **fields)
-    return Draw(sampling, wire["num_prompt_tokens"], tuple(wire["barred"]))
+    sampling = SamplingParams(
+        max_tokens=max(1, min_tokens), min_tokens=min_tokens, logit_bias=bias, grammar=wire["grammar"], **fields
+    )
+    return Draw(sampling, wire["num_prompt_tokens"], tuple(wire["ends"]))
 
 
 def sampling_arguments(request: Request, eos_token_ids: frozenset[int], *, max_tokens: int = 0) -> dict[str, Any]:

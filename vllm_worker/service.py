@@ -29,6 +29,7 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
 from worker.core import DrainRequested
+from worker.grammar_check import accept_grammars
 from worker.reports import ReportFeed
 from worker.service import Servicer
 from worker.view import ChangeTracker
@@ -81,7 +82,7 @@ class VllmService:
         )
         self._machine = VllmMachine(info, self._limits)
         self._driver = Driver(self._machine, self._perform, self._on_fatal, self._after_event)
-        self._servicer.attach(self._driver, self._worker_id)
+        self._servicer.attach(self._driver, self._worker_id, accept_grammars)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)

@@ -29,6 +29,7 @@ from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
+from worker.grammar_check import GrammarCheck
 from worker.reports import ReportFeed
 from worker.view import WorkerMachine, WorkerMachineView
 
@@ -45,7 +46,7 @@ class Servicer(Protocol):
 
     full_name: str
 
-    def attach(self, driver: Driver[Any, Any], worker_id: str) -> None: ...
+    def attach(self, driver: Driver[Any, Any], worker_id: str, check_grammar: GrammarCheck) -> None: ...
 
     def register(self, servicer: Any, server: Any) -> None: ...
 
@@ -66,6 +67,7 @@ class WorkerParts:
     machine: WorkerMachine
     executor: StepExecutor
     agent: TransferAgent  # started
+    check_grammar: GrammarCheck
 
 
 # Takes two functions for use on any thread: post an event to the machine; report the failure of a part.
@@ -104,7 +106,7 @@ class WorkerService:
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
         self._view = WorkerMachineView(parts.machine)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
-        self._servicer.attach(self._driver, parts.worker_id)
+        self._servicer.attach(self._driver, parts.worker_id, parts.check_grammar)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)

@@ -95,6 +95,7 @@ class GpuRunner:
         self.info = setup.info
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
+        self.takes_grammars = False  # a step is launched before the tokens are known that its masks depend on
         self.device_seconds = 0.0
         self._device = device
         if device.type == "cuda":

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from gateway.errors import api_error, refused
-from gateway.schemas.sampling import Schema
+from gateway.schemas.base import Schema
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
 RECEIPT_HEADER = "x-tandem-receipt"

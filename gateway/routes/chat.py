@@ -15,8 +15,9 @@ from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
-from gateway.schemas.chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
+from gateway.schemas.output_format import output_format_of
 from gateway.schemas.sampling import common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import ChatPrompt
 
@@ -40,7 +41,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     """Raises an error that names the field."""
     context = call_context(request)
     warnings = check_extra(body.model_extra, CHAT) + stream_warnings(body)
-    check_response_format(body)
+    output_format, format_warnings = output_format_of(body)
     messages, message_warnings = wire_messages(body.messages)
     tools, tool_warnings = wire_tools(body.tools, body.tool_choice)
     guardrail = guardrail_of(request)
@@ -48,16 +49,20 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     num_chars = sum(len(message.content) for message in messages)
     model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     options = json.dumps(body.chat_template_kwargs, ensure_ascii=False) if body.chat_template_kwargs else ""
-    chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options)
+    choice = wire_choice(body.tool_choice, body.parallel_tool_calls, bool(body.tools))
+    chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options, tool_choice=choice)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("chatcmpl-", body.request_id, context)
     wire = common_request(body, _max_tokens(body), model.info.name, call_id)
     wire.chat.CopyFrom(chat)
+    if output_format is not None:
+        wire.output_format.CopyFrom(output_format)
     logprobs = num_logprobs(body)
     if logprobs is not None:
         wire.logprobs = logprobs
     wire.n = body.num_choices
-    return Call(call_id, model, [wire], [prompt], guardrail, warnings + message_warnings + tool_warnings, context)
+    warnings += format_warnings + message_warnings + tool_warnings
+    return Call(call_id, model, [wire], [prompt], guardrail, warnings, context)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

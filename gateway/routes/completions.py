@@ -16,6 +16,7 @@ from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
+from gateway.schemas.output_format import output_format_of
 from gateway.schemas.sampling import common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenIds
 
@@ -38,6 +39,8 @@ async def _prepare(request: Request, body: CompletionBody) -> tuple[Call, list[s
     context = call_context(request)
     warnings = check_extra(body.model_extra, COMPLETION) + stream_warnings(body)
     check_completion(body)
+    output_format, format_warnings = output_format_of(body)
+    warnings += format_warnings
     guardrail = guardrail_of(request)
     refuse_logprobs(guardrail, body.logprobs)
     prompts: list[Prompt] = body.prompt
@@ -56,6 +59,8 @@ async def _prepare(request: Request, body: CompletionBody) -> tuple[Call, list[s
         wire = common_request(body, max_tokens, model.info.name, name)
         _set_prompt(wire, prompt)
         wire.n = body.num_choices
+        if output_format is not None:
+            wire.output_format.CopyFrom(output_format)
         if body.logprobs is not None:
             wire.logprobs = body.logprobs
         wires.append(wire)

@@ -13,13 +13,14 @@ from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.schemas.chat import wire_choice
 from gateway.schemas.fields import RESPONSES, check_extra
 from gateway.schemas.responses import (
     ResponsesBody,
-    check_text_options,
     echoed_fields,
     input_messages,
     response_tools,
+    text_format,
 )
 from gateway.schemas.sampling import common_request
 from tandem_client.stubs.inference_pb2 import ChatPrompt
@@ -40,17 +41,21 @@ async def responses(request: Request) -> Response:
 async def _prepare(request: Request, body: ResponsesBody) -> Call:
     """Raises an error that names the field."""
     context = call_context(request)
-    warnings = check_extra(body.model_extra, RESPONSES) + check_text_options(body)
+    output_format, warnings = text_format(body)
+    warnings += check_extra(body.model_extra, RESPONSES)
     messages = input_messages(body)
     tools, tool_warnings = response_tools(body)
     guardrail = guardrail_of(request)
     num_chars = sum(len(message.content) for message in messages)
     model = fleets_of(request).resolve(body.model, num_chars, context.tag)
-    chat = ChatPrompt(messages=messages, tools=tools)
+    choice = wire_choice(body.tool_choice, body.parallel_tool_calls, bool(body.tools))
+    chat = ChatPrompt(messages=messages, tools=tools, tool_choice=choice)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("resp_", body.request_id, context)
     wire = common_request(body, body.max_output_tokens, model.info.name, call_id)
     wire.chat.CopyFrom(chat)
+    if output_format is not None:
+        wire.output_format.CopyFrom(output_format)
     return Call(call_id, model, [wire], [prompt], guardrail, warnings + tool_warnings, context)
 
 

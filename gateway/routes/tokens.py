@@ -16,7 +16,8 @@ from gateway.http.connection import while_connected
 from gateway.routes.calls import call_context, json_bytes, read_body, warning_headers
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schemas.fields import FieldRule, Verdict, check_extra
-from gateway.schemas.sampling import Schema, TokenId
+from gateway.schemas.base import Schema
+from gateway.schemas.sampling import TokenId
 from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest
 
 MAX_DETOKENIZE_TOKENS = 1_000_000

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
-from gateway.schemas.fields import CALL, MESSAGE, PART, STRUCTURED, TOOL, check_extra
-from gateway.schemas.sampling import Count, SamplingFields, Schema
-from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
+from gateway.schemas.base import Schema
+from gateway.schemas.fields import CALL, MESSAGE, PART, TOOL, check_extra
+from gateway.schemas.sampling import Count, SamplingFields
+from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall, ToolChoice
 
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
@@ -54,10 +55,6 @@ class ToolSpec(Schema):
     function: FunctionSpec | None = None
 
 
-class ResponseFormat(Schema):
-    type: str
-
-
 class ChatBody(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -65,7 +62,7 @@ class ChatBody(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -129,7 +126,6 @@ def _require_function(kind: str, path: str) -> None:
 
 def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> tuple[list[Tool], list[str]]:
     """The tools that the model may call, and warnings. Empty if `choice` is "none"."""
-    check_tool_choice(choice, bool(specs))
     if choice == "none":
         return [], []
     tools, warnings = [], []
@@ -141,8 +137,6 @@ def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None
         check_extra(tool.model_extra, TOOL, f"{path}.")
         check_extra(tool.function.model_extra, TOOL, f"{path}.function.")
         tools.append(wire_tool(tool.function))
-        if tool.function.strict:
-            warnings.append(f"{path}.function.strict has no effect: {STRUCTURED}")
     return tools, warnings
 
 
@@ -151,22 +145,20 @@ def wire_tool(function: FunctionSpec) -> Tool:
     return Tool(name=function.name, description=function.description or "", parameters_json=parameters)
 
 
-def check_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> None:
-    if choice in (None, "none"):
-        return
-    if choice != "auto":
-        shown = choice if isinstance(choice, str) else "a named function"
-        raise refused(
-            "tool_choice",
-            f"{shown[:40]} is not supported: {STRUCTURED}, so it cannot force a call; use auto or none",
-            "unsupported_parameter",
-        )
+def wire_choice(choice: str | dict[str, Any] | None, parallel: bool | None, has_tools: bool) -> ToolChoice | None:
+    """How the model calls the tools; None = as it likes. Raises `ApiError`."""
+    if choice in (None, "auto", "none"):
+        if choice == "auto" and not has_tools:
+            raise refused("tool_choice", "needs tools")
+        return ToolChoice(single=True) if parallel is False and has_tools and choice != "none" else None
     if not has_tools:
         raise refused("tool_choice", "needs tools")
-
-
-def check_response_format(body: ChatBody) -> None:
-    form = body.response_format
-    if form is not None and form.type != "text":
-        message = f"{form.type[:40]} is not supported: {STRUCTURED}; use text"
-        raise refused("response_format", message, "unsupported_parameter")
+    name = ""
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)  # of a chat; the choice of a response has the name itself
+        name = function.get("name", "") if isinstance(function, dict) else ""
+        if choice.get("type") != "function" or not isinstance(name, str) or not name:
+            raise refused("tool_choice", 'must be none, auto, required, or {"type": "function", ...} with a name')
+    elif choice != "required":
+        raise refused("tool_choice", f"must be none, auto, required or a named function, is {choice[:40]!r}")
+    return ToolChoice(required=True, name=name, single=parallel is False)

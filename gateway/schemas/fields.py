@@ -39,11 +39,13 @@ def _refuse(reason: str, *neutral: Any) -> FieldRule:
     return FieldRule(Verdict.REFUSE, reason, neutral)
 
 
-STRUCTURED = "the engine cannot force a structure of the output yet"
+TAGS = "use tools, response_format or a grammar"
 SAMPLER = "the engine has no such sampling"
 
 # Fields that every route shares.
 SHARED: dict[str, FieldRule] = {
+    "guided_decoding_backend": _ignore("there is one backend"),
+    "guided_whitespace_pattern": _warn("a JSON output has at most 20 spaces between two parts"),
     "metadata": _ignore("describes stored answers, and nothing is stored"),
     "safety_identifier": _ignore("names the end user to OpenAI"),
     "prompt_cache_key": _ignore("the router finds cached prefixes by itself"),
@@ -63,12 +65,7 @@ SHARED: dict[str, FieldRule] = {
     "allowed_token_ids": _refuse(SAMPLER, []),
     "logits_processors": _refuse(SAMPLER, []),
     "thinking_token_budget": _refuse(SAMPLER),
-    "guided_json": _refuse(STRUCTURED),
-    "guided_regex": _refuse(STRUCTURED),
-    "guided_choice": _refuse(STRUCTURED),
-    "guided_grammar": _refuse(STRUCTURED),
-    "structured_outputs": _refuse(STRUCTURED),
-    "structural_tag": _refuse(STRUCTURED),
+    "structural_tag": _refuse(TAGS),
     "return_tokens_as_token_ids": _refuse("tokens are named by their text", False),
     "return_token_ids": _refuse("use /tokenize for the ids of a text", False),
     "kv_transfer_params": _refuse("the router plans the transfer of KV blocks"),
@@ -77,7 +74,6 @@ SHARED: dict[str, FieldRule] = {
 }
 
 CHAT: dict[str, FieldRule] = SHARED | {
-    "parallel_tool_calls": _warn("the model itself decides the number of its calls", True),
     "reasoning_effort": _warn("use chat_template_kwargs for the switches of the model's template"),
     "verbosity": _warn("the models here have no such switch"),
     "modalities": _refuse("the models here write text only", ["text"]),
@@ -99,11 +95,9 @@ COMPLETION: dict[str, FieldRule] = SHARED | {
     "suffix": _refuse("the models here cannot insert text before a suffix", ""),
     "add_special_tokens": _refuse("a text gets the special tokens that the model expects; send token ids", True),
     "prompt_embeds": _refuse("send text or token ids"),
-    "response_format": _refuse(STRUCTURED, {"type": "text"}),
 }
 
 RESPONSES: dict[str, FieldRule] = SHARED | {
-    "parallel_tool_calls": _warn("the model itself decides the number of its calls", True),
     "reasoning": _warn("use /v1/chat/completions with chat_template_kwargs", {}),
     "truncation": _refuse("a prompt is never cut", "disabled"),
     "previous_response_id": _refuse("nothing is stored; send the earlier messages in input"),
@@ -144,6 +138,14 @@ PART: dict[str, FieldRule] = {
     "logprobs": _ignore("are no part of the text"),
     "cache_control": _ignore("the router finds cached prefixes by itself"),
     "prompt_cache_breakpoint": _ignore("the router finds cached prefixes by itself"),
+}
+# Fields of vLLM's `structured_outputs`.
+FORMAT: dict[str, FieldRule] = {
+    "structural_tag": _refuse(TAGS),
+    "disable_any_whitespace": _warn("a JSON output has at most 20 spaces between two parts", False),
+    "disable_fallback": _ignore("there is one backend"),
+    "disable_additional_properties": _warn("set additionalProperties in the schema", False),
+    "whitespace_pattern": _warn("a JSON output has at most 20 spaces between two parts"),
 }
 CALL: dict[str, FieldRule] = {"index": _ignore("calls keep their order")}
 TOOL: dict[str, FieldRule] = {"cache_control": _ignore("the router finds cached prefixes by itself")}

@@ -13,13 +13,14 @@ from gateway.schemas.chat import (
     ContentPart,
     FunctionSpec,
     Role,
-    check_tool_choice,
     text_of,
     wire_tool,
 )
-from gateway.schemas.fields import ITEM, STRUCTURED, TOOL, check_extra
-from gateway.schemas.sampling import Count, GenerationFields, Schema
-from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
+from gateway.schemas.base import Schema
+from gateway.schemas.fields import ITEM, TOOL, check_extra
+from gateway.schemas.output_format import response_format
+from gateway.schemas.sampling import Count, GenerationFields
+from tandem_client.stubs.inference_pb2 import ChatMessage, OutputFormat, Tool, ToolCall
 
 
 class InputItem(Schema):
@@ -36,6 +37,10 @@ class InputItem(Schema):
 
 class TextFormat(Schema):
     type: str = "text"
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
 class TextOptions(Schema):
@@ -56,6 +61,7 @@ class ResponsesBody(GenerationFields):
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 def input_messages(body: ResponsesBody) -> list[ChatMessage]:
@@ -106,7 +112,6 @@ def _required(value: str | None, path: str) -> str:
 
 def response_tools(body: ResponsesBody) -> tuple[list[Tool], list[str]]:
     """The tools that the model may call, and warnings. Empty if `tool_choice` is "none"."""
-    check_tool_choice(body.tool_choice, bool(body.tools))
     if body.tool_choice == "none":
         return [], []
     tools, warnings = [], []
@@ -119,21 +124,21 @@ def response_tools(body: ResponsesBody) -> tuple[list[Tool], list[str]]:
         tool = ResponseTool.model_validate(given)
         check_extra(tool.model_extra, TOOL, f"{path}.")
         tools.append(wire_tool(tool))
-        if tool.strict:
-            warnings.append(f"{path}.strict has no effect: {STRUCTURED}")
     return tools, warnings
 
 
-def check_text_options(body: ResponsesBody) -> list[str]:
-    """Warnings. Raises `ApiError` for another format than text."""
+def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
+    """The form of the output, and warnings. Raises `ApiError` for an unknown form."""
     options = body.text
     if options is None:
-        return []
+        return None, []
     check_extra(options.model_extra, {}, "text.")
-    if options.format is not None and options.format.type != "text":
-        message = f"{options.format.type[:40]} is not supported: {STRUCTURED}; use text"
-        raise refused("text.format", message, "unsupported_parameter")
-    return ["text.verbosity has no effect: the models here have no such switch"] if options.verbosity else []
+    warnings = ["text.verbosity has no effect: the models here have no such switch"] if options.verbosity else []
+    form = options.format
+    if form is None:
+        return None, warnings
+    check_extra(form.model_extra, {}, "text.format.")
+    return response_format(form.type, form.schema_, "text.format"), warnings
 
 
 def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
@@ -145,12 +150,17 @@ def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "tools": body.tools or [],
         "tool_choice": body.tool_choice or "auto",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _echoed_format(body)},
         "truncation": "disabled",
         "user": body.user,
         "metadata": (body.model_extra or {}).get("metadata") or {},
     }
+
+
+def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
+    form = None if body.text is None else body.text.format
+    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True, exclude_defaults=False)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from gateway.errors import refused
+from gateway.schemas.base import Schema
 from gateway.schemas.fields import check_extra
+from gateway.schemas.output_format import FormatFields
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
@@ -27,12 +29,6 @@ def _bias_token(key: str) -> str:
 BiasedToken = Annotated[str, AfterValidator(_bias_token)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
-
-
-class Schema(BaseModel):
-    """Unknown fields are kept apart, for `gateway.fields.check_extra`."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
 
 class GenerationFields(Schema):
@@ -55,7 +51,7 @@ class GenerationFields(Schema):
     request_id: str | None = None
 
 
-class SamplingFields(GenerationFields):
+class SamplingFields(GenerationFields, FormatFields):
     """The further fields of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

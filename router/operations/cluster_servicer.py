@@ -18,6 +18,7 @@ from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
+from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
@@ -37,6 +38,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         validation_pool: ValidationThreads,
         scale: Scale | None,
         tenants: TenantAdmission,
+        grammars: GrammarReader,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -44,6 +46,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._validation_pool = validation_pool
         self._scale = scale
         self._tenants = tenants
+        self._grammars = grammars
         self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
@@ -102,8 +105,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             self._tenants.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
-                remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
-                request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request,
+                remaining_s(context, self._config.default_timeout_s), validation.work_of(request), validation.prepare,
+                request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request, self._grammars,
             )  # fmt: skip
             found = view.find_candidates(generation.choices[0], self._shell.now())
             if not found:

@@ -5,12 +5,11 @@ Every error names its field. Lengths are checked before texts are parsed as JSON
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 from core.errors import InvalidRequest
+from router.serving.client_json import json_object, quoted
 from tandem_client.stubs import inference_pb2
 from text.chat import Chat
 from text.tokenizer import ModelTokenizer
@@ -21,9 +20,6 @@ MAX_CHAT_MESSAGES = 1024
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128  # of one message
 MAX_CALL_ID_CHARS = 128
-MAX_JSON_CHARS = 64 * 1024  # of one text
-MAX_JSON_DEPTH = 32
-MAX_SHOWN_CHARS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -49,11 +45,6 @@ def check_chat(wire: inference_pb2.ChatPrompt, tokenizer: ModelTokenizer, max_ch
         _check_role(field, message, position, tokenizer)
         messages.append(_to_message(field, message, names))
     return Chat(messages, _check_tools(wire), _check_options(wire.template_options_json, tokenizer))
-
-
-def quoted(text: str) -> str:
-    """A client's text for an error message. Shortened: a message beyond the size of a gRPC status would be lost."""
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")
 
 
 # ---- messages
@@ -93,7 +84,7 @@ def _to_message(field: str, message: inference_pb2.ChatMessage, names: dict[str,
         if not 1 <= len(call.id) <= MAX_CALL_ID_CHARS:
             raise InvalidRequest(f"{at}.id", f"must have 1 to {MAX_CALL_ID_CHARS} characters, has {len(call.id)}")
         _check_name(f"{at}.name", call.name)
-        arguments = _json_object(f"{at}.arguments_json", call.arguments_json)
+        arguments = json_object(f"{at}.arguments_json", call.arguments_json)
         calls.append({"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}})
         names[call.id] = call.name
     if calls:  # a template may test whether the key is there
@@ -119,7 +110,7 @@ def _check_tools(wire: inference_pb2.ChatPrompt) -> list[dict[str, Any]]:
         if tool.name in names:
             raise InvalidRequest(f"{field}.name", f"must be unique, {tool.name!r} is there twice")
         names.add(tool.name)
-        parameters = _json_object(f"{field}.parameters_json", tool.parameters_json) or NO_ARGUMENTS
+        parameters = json_object(f"{field}.parameters_json", tool.parameters_json) or NO_ARGUMENTS
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
         tools.append({"type": "function", "function": function})
     return tools
@@ -127,7 +118,7 @@ def _check_tools(wire: inference_pb2.ChatPrompt) -> list[dict[str, Any]]:
 
 def _check_options(text: str, tokenizer: ModelTokenizer) -> dict[str, Any]:
     field = "chat.template_options_json"
-    options = _json_object(field, text)
+    options = json_object(field, text)
     taken = sorted(options.keys() & tokenizer.reserved_options)
     if taken:
         raise InvalidRequest(field, f"must not set {', '.join(taken)}")
@@ -140,44 +131,3 @@ def _check_options(text: str, tokenizer: ModelTokenizer) -> dict[str, Any]:
 def _check_name(field: str, name: str) -> None:
     if not TOOL_NAME.fullmatch(name):
         raise InvalidRequest(field, f"must have 1 to 64 letters, digits, '_' and '-', is {quoted(name)}")
-
-
-# ---- JSON
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _json_object(field: str, text: str) -> dict[str, Any]:
-    """The object; an empty one for an empty text."""
-    if len(text) > MAX_JSON_CHARS:
-        raise InvalidRequest(field, f"must have at most {MAX_JSON_CHARS} characters, has {len(text)}")
-    if not text:
-        return {}
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep") from None
-    except ValueError as error:
-        raise InvalidRequest(field, f"must be a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, f"must be a JSON object, is {quoted(text)}")
-    _check_value(field, value, MAX_JSON_DEPTH)
-    return value
-
-
-def _check_value(field: str, value: object, levels: int) -> None:
-    """Refuse what a template cannot write as UTF-8 JSON again: deep nesting, 1e999, half a surrogate pair."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest(field, "must not contain half a surrogate pair") from None
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(field, "must have finite numbers")
-    elif isinstance(value, dict | list):
-        if levels == 0:
-            raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
-        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            _check_value(field, item, levels - 1)

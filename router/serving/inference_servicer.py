@@ -18,6 +18,7 @@ from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from text.grammars import GrammarReader
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
@@ -35,12 +36,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         shell: RouterShell,
         validation_pool: ValidationThreads,
         tenants: TenantAdmission,
+        grammars: GrammarReader,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
         self._tenants = tenants
+        self._grammars = grammars
         self.draining = False
 
     def _remaining_s(self, context: Any) -> float:
@@ -72,8 +75,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_id, longest = self._shell.new_request_id(), self._shell.view.longest_request
         try:
             generation = await self._validation_pool.run(
-                timeout_s, request.ByteSize(), validation.prepare,
-                request, self._tokenizer, self._config, new_id, _random_seed, longest,
+                timeout_s, validation.work_of(request), validation.prepare,
+                request, self._tokenizer, self._config, new_id, _random_seed, longest, self._grammars,
             )  # fmt: skip
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id

@@ -19,8 +19,12 @@ from core.request import (
     check_stop_strings,
 )
 from protos import codec
-from router.serving.chat_prompt import check_chat, quoted
+from router.serving.chat_prompt import check_chat
+from router.serving.client_json import quoted
+from router.serving.output_formats import grammar_for
+from router.serving.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
+from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 MAX_PRIORITY = 100
@@ -36,6 +40,11 @@ class Generation:
     stop_strings: tuple[str, ...]
 
 
+def work_of(wire: inference_pb2.GenerateRequest) -> int:
+    """The size of `prepare` for `ValidationThreads`, in bytes: a grammar may take 100 ms, so never on the loop."""
+    return wire.ByteSize() + (MAX_INLINE_BYTES + 1 if wire.HasField("output_format") or wire.chat.tools else 0)
+
+
 def prepare(
     wire: inference_pb2.GenerateRequest,
     tokenizer: ModelTokenizer,
@@ -43,6 +52,7 @@ def prepare(
     unique_id: str,
     random_seed: Callable[[], int],
     longest: int | None,
+    grammars: GrammarReader,
 ) -> Generation:
     """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
@@ -58,11 +68,13 @@ def prepare(
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
     room = min(info.context_length, longest or info.context_length)
+    grammar = grammar_for(wire, tokenizer, grammars.compile)
     sampling = codec.decode_sampling(
         wire.sampling,
         wire.stop,
         wire.logprobs if wire.HasField("logprobs") else None,
         {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
+        grammar,
     )
     first = Request(
         f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt,

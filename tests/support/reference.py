@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from core.config import EngineConfig, SchedulerConfig
 from core.request import Request
 from core.scheduling.block_pool import BlockPool
@@ -9,11 +11,14 @@ from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
 from engine.factory import build_runner
 from engine.runner import Runner, run_step
+from text.grammars import GrammarReader
+from text.tokenizer import load_tokenizer
 
 
 class CoLocatedEngine:
     def __init__(self, config: EngineConfig) -> None:
-        self.runner: Runner = build_runner(config)
+        grammars = GrammarReader(functools.partial(load_tokenizer, config.model))
+        self.runner: Runner = build_runner(config, grammars=grammars)
 
     def generate(self, request: Request) -> list[int]:
         """Output token ids, computed with an empty prefix cache."""

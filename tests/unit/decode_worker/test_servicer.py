@@ -16,6 +16,7 @@ from decode_worker.machine import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
 from tandem_client.stubs import worker_pb2
+from worker.grammar_check import refuse_grammars
 
 
 class FakeDriver:
@@ -61,7 +62,7 @@ class Context:
 class Scene:
     def __init__(self) -> None:
         self.servicer, self.driver = DecodeServicer(60.0), FakeDriver()
-        self.servicer.attach(cast(Any, self.driver), "decode-0")
+        self.servicer.attach(cast(Any, self.driver), "decode-0", refuse_grammars)
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def stream(self, stream_id: int) -> Stream:

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import TandemError
+from core.output_grammar import Masks
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
-from engine.sampling import Sampler, adjust, choose, filtered_distribution
+from engine.sampling import Sampler, adjust, choose, choose_at, filtered_distribution
 
 LOGITS = np.random.default_rng(5).normal(0.0, 2.0, 50).astype(np.float32)
 
@@ -211,3 +213,48 @@ def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
     token = Sampler([chunk(sampling)], frozenset({best})).sample(LOGITS[None])["a"]
     assert token.token_id != best
     assert token.top_logprobs[0][0] == best
+
+
+# ---- masks of a grammar
+
+
+def mask_of(*token_ids: int) -> bytes:
+    bits = np.zeros(len(LOGITS), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@given(allowed=st.sets(st.integers(0, 49), min_size=1), seed=st.integers(0, 9))
+def test_a_masked_token_is_that_of_logits_without_the_others(allowed: set[int], seed: int) -> None:
+    masked = np.where(np.isin(np.arange(50), list(allowed)), LOGITS, np.float32(-np.inf))
+    for options in ({"temperature": 0.0}, {}, {"top_k": 3, "temperature": 0.7}, {"top_p": 0.5}, {"min_p": 0.3}):
+        sampling = params(**options, seed=seed, grammar="any", presence_penalty=1.5)
+        one = chunk(sampling, [1, 2, 3])
+        masks = Masks({"a": mask_of(*allowed)})
+        found = Sampler([one]).sample(LOGITS[None], masks=masks)["a"].token_id
+        adjusted = adjust(masked, sampling, [1, 2, 3], 1)
+        assert found == choose_at(adjusted, sampling, 3)
+        assert found in allowed
+
+
+def test_log_probabilities_are_those_of_the_model_behind_a_mask_too() -> None:
+    plain = Sampler([chunk(params(temperature=0.0, num_logprobs=2))]).sample(LOGITS[None])["a"]
+    (least,) = [int(LOGITS.argmin())]
+    written = chunk(params(temperature=0.0, num_logprobs=2, grammar="any"))
+    token = Sampler([written]).sample(LOGITS[None], masks=Masks({"a": mask_of(least)}))["a"]
+    assert token.token_id == least
+    assert token.top_logprobs == plain.top_logprobs
+
+
+def test_the_least_output_gives_way_to_a_grammar_that_allows_nothing_but_the_end() -> None:
+    sampling = params(temperature=0.0, grammar="any", min_tokens=5)
+    eos = frozenset({7})
+    sampler = Sampler([chunk(sampling)], eos)
+    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7)}))["a"].token_id == 7
+    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7, 8)}))["a"].token_id == 8
+
+
+def test_a_sequence_whose_grammar_has_failed_gets_no_token() -> None:
+    rows = [chunk(params(grammar="any")), ScheduledChunk(SequenceView("b", [1], 1, [0], params()), 0, 1, True, False)]
+    masks = Masks({}, {"a": TandemError("too complex")})
+    assert list(Sampler(rows).sample(np.stack([LOGITS, LOGITS]), masks=masks)) == ["b"]

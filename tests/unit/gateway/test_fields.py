@@ -34,7 +34,7 @@ def test_a_field_with_a_warning_gives_its_reason() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "code"),
-    [("suffix", "end", "unsupported_parameter"), ("guided_json", {}, "unsupported_parameter"),
+    [("suffix", "end", "unsupported_parameter"), ("prompt_embeds", {}, "unsupported_parameter"),
      ("tempreture", 1, "unknown_parameter"), ("tempreture", None, "unknown_parameter")],
 )  # fmt: skip
 def test_a_refused_field_is_named(name: str, value: Any, code: str) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from gateway.errors import ApiError
-from gateway.schemas.chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.completions import CompletionBody, check_completion
-from gateway.schemas.responses import ResponsesBody, input_messages, response_tools
+from gateway.schemas.output_format import output_format_of
+from gateway.schemas.responses import ResponsesBody, echoed_fields, input_messages, response_tools, text_format
 from gateway.schemas.sampling import common_request, stream_warnings
+from tandem_client.stubs.inference_pb2 import Choices, OutputFormat, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -90,10 +92,29 @@ def test_tools_reach_the_wire_unless_none_may_be_called() -> None:
     assert wire_tools(body.tools, "none") == ([], [])
 
 
-@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_tool_is_refused(choice: Any) -> None:
-    with pytest.raises(ApiError, match=r"^tool_choice: .* cannot force a call"):
-        wire_tools(chat(tools=[TOOL]).tools, choice)
+@pytest.mark.parametrize(
+    ("choice", "parallel", "wire"),
+    [
+        (None, None, None),
+        ("auto", True, None),
+        ("auto", False, ToolChoice(single=True)),
+        ("none", False, None),
+        ("required", None, ToolChoice(required=True)),
+        ("required", False, ToolChoice(required=True, single=True)),
+        ({"type": "function", "function": {"name": "add"}}, None, ToolChoice(required=True, name="add")),
+        ({"type": "function", "name": "add"}, None, ToolChoice(required=True, name="add")),
+    ],
+)
+def test_a_choice_of_tools_reaches_the_wire(choice: Any, parallel: bool | None, wire: ToolChoice | None) -> None:
+    assert wire_choice(choice, parallel, has_tools=True) == wire
+
+
+@pytest.mark.parametrize("choice", ["any", {"type": "function"}, {"type": "function", "function": 3}, {"name": "add"}])
+def test_an_unknown_choice_of_tools_is_refused(choice: Any) -> None:
+    with pytest.raises(ApiError, match=r"^tool_choice: must be none, auto, required"):
+        wire_choice(choice, None, has_tools=True)
+    with pytest.raises(ApiError, match=r"^tool_choice: needs tools"):
+        wire_choice("required", None, has_tools=False)
 
 
 def test_logprobs_of_a_chat_have_a_switch_and_a_number() -> None:
@@ -105,10 +126,53 @@ def test_logprobs_of_a_chat_have_a_switch_and_a_number() -> None:
         num_logprobs(chat(top_logprobs=5))
 
 
-def test_only_text_is_a_format() -> None:
-    check_response_format(chat(response_format={"type": "text"}))
-    with pytest.raises(ApiError, match="json_schema is not supported"):
-        check_response_format(chat(response_format={"type": "json_schema", "json_schema": {}}))
+SCHEMA = {"type": "object", "properties": {"a": {"const": "\u00e9"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wire"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, OutputFormat(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+            OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+        ),
+        ({"guided_json": SCHEMA}, OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False))),
+        ({"guided_regex": "a+"}, OutputFormat(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, OutputFormat(choices=Choices(texts=["a", "b"]))),
+        ({"structured_outputs": {"json": "true"}}, OutputFormat(json_schema="true")),
+        ({"structured_outputs": {"json_object": True}}, OutputFormat(json_object=True)),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, OutputFormat(lark='start: "a"')),
+    ],
+)
+def test_a_format_by_any_of_its_names(fields: dict[str, Any], wire: OutputFormat | None) -> None:
+    assert output_format_of(chat(**fields)) == (wire, [])
+    assert output_format_of(CompletionBody.model_validate({"prompt": "a"} | fields)) == (wire, [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, r"response_format\.type: must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, r"response_format\.json_schema\.schema: is required"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice: cannot be combined with guided_regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, r"structured_outputs\.structural_tag: is not supported"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        output_format_of(chat(**fields))
+
+
+def test_the_format_of_a_response() -> None:
+    body = ResponsesBody.model_validate(
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}}
+    )
+    assert text_format(body) == (OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)), [])
+    assert echoed_fields(body)["text"]["format"]["schema"] == SCHEMA
+    assert text_format(ResponsesBody.model_validate({"input": "a"})) == (None, [])
 
 
 def test_options_of_a_stream_need_a_stream() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
-from router.serving.chat_prompt import MAX_JSON_CHARS, MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOLS, check_chat
+from router.serving.chat_prompt import MAX_TOOL_CALLS, MAX_TOOLS, check_chat
+from router.serving.client_json import MAX_JSON_CHARS, MAX_JSON_DEPTH
 from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
 from text.chat_template import ChatTemplate
 from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer

@@ -1,0 +1,60 @@
+"""JSON in the requests of clients. Lengths are checked before texts are parsed."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from core.errors import InvalidRequest
+
+MAX_JSON_CHARS = 64 * 1024  # of one text
+MAX_JSON_DEPTH = 32
+MAX_SHOWN_CHARS = 128
+
+
+def quoted(text: str) -> str:
+    """A client's text for an error message. Shortened: a message beyond the size of a gRPC status would be lost."""
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def json_object(field: str, text: str) -> dict[str, Any]:
+    """The object; an empty one for an empty text. Raises `InvalidRequest`."""
+    value = json_value(field, text, "a JSON object") if text else {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, f"must be a JSON object, is {quoted(text)}")
+    return value
+
+
+def json_value(field: str, text: str, what: str = "JSON") -> Any:
+    """Raises `InvalidRequest`."""
+    if len(text) > MAX_JSON_CHARS:
+        raise InvalidRequest(field, f"must have at most {MAX_JSON_CHARS} characters, has {len(text)}")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep") from None
+    except ValueError as error:
+        raise InvalidRequest(field, f"must be {what}: {error}") from None
+    _check_value(field, value, MAX_JSON_DEPTH)
+    return value
+
+
+def _check_value(field: str, value: object, levels: int) -> None:
+    """Refuse what a template cannot write as UTF-8 JSON again: deep nesting, 1e999, half a surrogate pair."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(field, "must not contain half a surrogate pair") from None
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(field, "must have finite numbers")
+    elif isinstance(value, dict | list):
+        if levels == 0:
+            raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            _check_value(field, item, levels - 1)

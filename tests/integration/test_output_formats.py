@@ -1,0 +1,179 @@
+"""An output format holds on every way of a request, and the tokens are those of one engine that nothing disturbs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+import pytest_asyncio
+
+from core.request import Request, SamplingParams
+from router.serving.output_formats import format_grammar
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import Choices, OutputFormat
+from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
+from tests.support.reference import CoLocatedEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{2,8}$"},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 4},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+FORMATS = {
+    "json_schema": OutputFormat(json_schema=json.dumps(SCHEMA)),
+    "regex": OutputFormat(regex=r"[A-F0-9]{4}(-[A-F0-9]{4}){2,7}"),
+    "choices": OutputFormat(choices=Choices(texts=["a long answer that goes over many tokens", "another long answer"])),
+    "lark": OutputFormat(lark='start: "(" start ")" | start "+" start | /[0-9]{1,9}/'),
+}
+NUM_OUTPUT = 90
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.875, "presence_penalty": 0.5, "seed": 7}
+LONG = 150  # tokens of a prompt: three chunks of the scheduler's 64
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(model: str) -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config(model, transport="nixl"), num_decode=2) as deployment:
+        yield deployment
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
+    yield running
+    await running.settle()
+    running.drop_caches(running.workers)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = random.Random(seed * 10_007 + length)
+    return tuple(generator.randrange(1, 250) for _ in range(length))
+
+
+def expected(engine: CoLocatedEngine, prompt: tuple[int, ...], form: str, **sampling: Any) -> list[int]:
+    params = SamplingParams(max_tokens=NUM_OUTPUT, grammar=format_grammar(FORMATS[form]), **sampling)
+    return engine.generate(Request("reference", prompt, len(prompt), params))
+
+
+def ask(prompt: tuple[int, ...], form: str, **fields: Any) -> inference_pb2.GenerateRequest:
+    return make_request(
+        token_ids=prompt, max_tokens=NUM_OUTPUT, ignore_eos=False, output_format=FORMATS[form], **fields
+    )
+
+
+def is_right(form: str, text: str, finished: inference_pb2.Finished) -> bool:
+    if finished.finish_reason != inference_pb2.FINISH_REASON_STOP:
+        return len(text) > 0
+    match form:
+        case "json_schema":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        case "regex":
+            return re.fullmatch(FORMATS["regex"].regex, text) is not None
+        case "choices":
+            return text in FORMATS["choices"].choices.texts
+    return True
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+async def test_two_pools_give_the_tokens_of_one_engine(
+    deployment: Deployment, engine: CoLocatedEngine, form: str, sampling: dict[str, Any]
+) -> None:
+    prompt = prompt_of(LONG)
+    answers = await asyncio.gather(
+        *(deployment.generate_all(ask(prompt, form, **(sampling | {"seed": seed}))) for seed in range(3))
+    )
+    for seed, (answer,) in enumerate(answers):
+        assert answer.finished is not None
+        assert answer.token_ids == expected(engine, prompt, form, **(sampling | {"seed": seed}))
+        assert is_right(form, answer.text, answer.finished)
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+
+
+async def test_prefix_hits_and_other_requests_change_no_token(deployment: Deployment, engine: CoLocatedEngine) -> None:
+    prompt = prompt_of(LONG, seed=1)
+    forms = [*FORMATS, *FORMATS]
+    plain = [deployment.generate(token_ids=prompt_of(40 + i, seed=2), max_tokens=40) for i in range(6)]
+    written = [deployment.generate_all(ask(prompt, form, **SAMPLED)) for form in forms]
+    answers = (await asyncio.gather(*plain, *written))[len(plain) :]
+    for form, (answer,) in zip(forms, answers, strict=True):
+        assert answer.token_ids == expected(engine, prompt, form, **SAMPLED)
+
+
+async def test_choices_of_one_call_are_those_of_consecutive_seeds(
+    deployment: Deployment, engine: CoLocatedEngine
+) -> None:
+    prompt = prompt_of(33, seed=3)
+    request = ask(prompt, "json_schema", **SAMPLED)
+    request.n = 3
+    for choice, answer in enumerate(await deployment.generate_all(request)):
+        assert answer.token_ids == expected(engine, prompt, "json_schema", **(SAMPLED | {"seed": 7 + choice}))
+
+
+@pytest.mark.parametrize("num_delivered", [1, 2, 17, 30])
+async def test_a_stream_whose_worker_dies_goes_on_within_its_format(
+    engine: CoLocatedEngine, model: str, num_delivered: int
+) -> None:
+    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands."""
+    prompt = prompt_of(LONG, seed=4)
+    config = tiny_config(model, report_stale_s=1.0, worker_lost_s=1.5)
+    config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=2.0))
+    async with deploy(config, num_decode=2) as deployment:
+        request = ask(prompt, "json_schema", **SAMPLED)
+        token_ids: list[int] = []
+        text, finished = "", None
+        async for response in deployment.inference.Generate(request, timeout=60):
+            if response.HasField("finished"):
+                finished = response.finished
+                continue
+            token_ids += response.tokens.token_ids
+            text += response.tokens.text
+            if num_delivered and len(token_ids) >= num_delivered:
+                num_delivered = 0
+                (busy,) = [worker for worker in deployment.decode if worker._view.load.num_calls]
+                await busy.stop()
+        assert finished is not None
+        assert finished.attempts == 2
+        assert finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        assert token_ids == expected(engine, prompt, "json_schema", **SAMPLED)
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (OutputFormat(), "output_format: one of json_schema, json_object, regex, choices, lark must be set"),
+        (OutputFormat(json_schema="{"), "output_format.json_schema: must be JSON"),
+        (OutputFormat(json_schema="3"), "output_format.json_schema: must be a JSON object, true or false"),
+        (OutputFormat(json_schema='{"type": "objekt"}'), "output_format: Invalid type: objekt"),
+        (OutputFormat(json_object=False), "output_format.json_object: must be true"),
+        (OutputFormat(choices=Choices()), "output_format.choices: must have 1 to 1024 texts, has 0"),
+        (OutputFormat(choices=Choices(texts=["a", ""])), "output_format.choices: must not have an empty text"),
+        (OutputFormat(regex="a" * 70_000), "output_format.regex: must have 1 to 65536 characters, has 70000"),
+        (OutputFormat(lark="start: nothing"), "output_format: "),
+    ],
+)
+async def test_a_wrong_format_is_refused_by_name(running: Deployment, given: OutputFormat, message: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await running.generate(text="a", ignore_eos=False, output_format=given)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith(message)
+    assert trailers_of(refused.value)["tandem-field"] == message.partition(":")[0]
+
+
+async def test_a_format_needs_an_end(running: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="ignore_eos: must be false beside output_format"):
+        await running.generate(text="a", ignore_eos=True, output_format=FORMATS["regex"])

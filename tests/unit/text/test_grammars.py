@@ -1,0 +1,207 @@
+"""What a grammar allows next: compared with languages that are listed out, byte by byte and token by token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidRequest
+from core.output_grammar import GrammarRow
+from core.request import SamplingParams
+from core.step import SequenceView
+from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
+from text.grammars import GrammarReader
+from text.output_format import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
+from text.tokenizer import load_tokenizer
+from text.tool_grammar import tool_grammar
+
+TOKENIZER = load_tokenizer("fake:tiny")
+(EOS,) = TOKENIZER.eos_token_ids
+READER = GrammarReader(lambda: TOKENIZER)
+PROMPT = [5, 6, 7]
+
+
+def view_of(grammar: str, output: Sequence[int] = ()) -> SequenceView:
+    sampling = SamplingParams(max_tokens=100, grammar=grammar)
+    return SequenceView("a", [*PROMPT, *output], len(PROMPT), (), sampling)
+
+
+def allowed(row: GrammarRow, reader: GrammarReader = READER) -> set[int]:
+    masks = reader.begin([row])()
+    if masks.failed:
+        raise masks.failed["a"]
+    bits = np.unpackbits(np.frombuffer(masks.allowed["a"], np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[: TOKENIZER.info.vocab_size]).tolist())
+
+
+def allowed_after(grammar: str, text: bytes) -> set[int]:
+    view = view_of(grammar, list(text))
+    return allowed(GrammarRow(view, len(view.token_ids)))
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Whether the grammar allows each byte of `text` in turn, and then the end."""
+    view = view_of(grammar)
+    tokens = view.token_ids
+    assert isinstance(tokens, list)
+    for token_id in [*text.encode(), EOS]:
+        if token_id not in allowed(GrammarRow(view, len(tokens))):
+            return False
+        tokens.append(token_id)
+    return True
+
+
+LANGUAGES: dict[str, tuple[str, Iterable[str]]] = {
+    "choices": (choice_grammar(["yes", "no", "not sure", 'say "no"', "ja, \u00e9\n"]),
+                ["yes", "no", "not sure", 'say "no"', "ja, \u00e9\n"]),
+    "regex": (regex_grammar(r"a[bc]{1,3}(d|ef)?"),
+              ["a" + "".join(middle) + end for n in (1, 2, 3) for middle in itertools.product("bc", repeat=n)
+               for end in ("", "d", "ef")]),
+    "lark": ('start: "x" item ("," item)~0..1\nitem: "1" | "22"',
+             ["x1", "x22", "x1,1", "x1,22", "x22,1", "x22,22"]),
+    "enum": (json_schema_grammar({"enum": ["red", 12, True, None]}), ['"red"', "12", "true", "null"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_a_mask_has_exactly_the_tokens_that_some_text_of_the_language_goes_on_with(name: str) -> None:
+    grammar, listed = LANGUAGES[name]
+    texts = {text.encode() for text in listed}
+    prefixes = {text[:length] for text in texts for length in range(len(text) + 1)}
+    for prefix in prefixes:
+        wanted = {text[len(prefix)] for text in texts if text.startswith(prefix) and text != prefix}
+        wanted |= {EOS} if prefix in texts else set()
+        assert allowed_after(grammar, prefix) == wanted, prefix
+
+
+def test_a_mask_depends_on_the_output_alone_not_on_what_was_asked_before() -> None:
+    grammar = json_schema_grammar({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    output = list(b'{"n": 12}')
+    one_by_one = view_of(grammar, output)
+    in_turn = [allowed(GrammarRow(one_by_one, len(PROMPT) + length)) for length in range(len(output) + 1)]
+    for length in (4, 9, 0, 7, 7, 3):  # on, back and again, with and without a promised token
+        assert allowed(GrammarRow(one_by_one, len(PROMPT) + length)) == in_turn[length]
+        if length:
+            promised = GrammarRow(view_of(grammar, output[: length - 1]), len(PROMPT) + length - 1, (output[length - 1],))
+            assert allowed(promised) == in_turn[length]
+            another = GrammarReader(lambda: TOKENIZER)
+            assert allowed(GrammarRow(view_of(grammar, output), len(PROMPT) + length), another) == in_turn[length]
+
+
+def test_after_its_end_an_output_may_only_end_again() -> None:
+    """A step that was planned ahead computes one token more."""
+    view = view_of(choice_grammar(["a"]), [ord("a"), EOS])
+    assert allowed(GrammarRow(view, len(view.token_ids))) == {EOS}
+
+
+def test_an_output_that_cannot_follow_the_grammar_fails_alone() -> None:
+    wrong, right = view_of(choice_grammar(["a"]), [ord("b")]), view_of(choice_grammar(["a"]))
+    other = SequenceView("b", right.token_ids, right.num_prompt_tokens, (), right.sampling)
+    masks = READER.begin([GrammarRow(wrong, len(wrong.token_ids)), GrammarRow(other, len(PROMPT))])()
+    assert list(masks.allowed) == ["b"]
+    assert isinstance(masks.failed["a"], InvalidRequest)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ("start: nothing", "unknown name"),
+        ("not lark", "output_format: "),
+        (regex_grammar("(a"), "output_format: "),
+        (json_schema_grammar({"type": "objekt"}), "Invalid type: objekt"),
+        (json_schema_grammar({"type": "object", "unevaluatedProperties": False}), "unevaluatedProperties"),
+        (json_schema_grammar(False), "not"),
+        (json_schema_grammar({"anyOf": [
+            {"type": "object", "properties": {f"k{i}_{j}": {"type": "string"} for j in range(20)}} for i in range(600)
+        ]}), "too big"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_wrong_or_too_large_is_refused(grammar: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        READER.compile(grammar)
+    assert refused.value.field == "output_format"
+    assert len(str(refused.value)) < 600
+
+
+def test_json_may_have_spaces_but_not_without_end() -> None:
+    grammar = json_object_grammar()
+    assert takes(grammar, '{"a":1}')
+    assert takes(grammar, '{\n  "a": [1, {"b": null}],\n  "c": "\u00e9"\n}')
+    assert not takes(grammar, "[1]")
+    assert not takes(grammar, '{"a":' + " " * 21 + "1}")
+
+
+# ---- calls of tools
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+TOOLS = [("weather", {**CITY, "additionalProperties": False}), ("stop", {"enum": [{}]})]
+CALL = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+}
+TWO = {
+    "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>\n' + CALL["hermes"],
+    "llama3_json": '{"name": "stop", "parameters": {}}; ' + CALL["llama3_json"],
+    "mistral": '[TOOL_CALLS][{"name": "stop", "arguments": {}}, {"name": "weather", "arguments": {"city": "Oslo"}}]',
+}
+WRONG = {name: call.replace("city", "town") for name, call in CALL.items()}
+
+
+@pytest.mark.parametrize("form", CALL)
+def test_required_calls_begin_at_once_and_have_arguments_of_the_schema(form: str) -> None:
+    grammar = tool_grammar(form, TOOLS, {}, required=True)
+    assert takes(grammar, CALL[form])
+    assert takes(grammar, TWO[form])
+    assert not takes(grammar, WRONG[form])
+    assert not takes(grammar, "It rains.")
+    single = tool_grammar(form, TOOLS, {}, required=True, single=True)
+    assert takes(single, CALL[form])
+    assert not takes(single, TWO[form])
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+def test_an_automatic_call_is_constrained_from_its_tag(form: str) -> None:
+    grammar = tool_grammar(form, TOOLS, {}, required=False)
+    assert takes(grammar, "It rains.")
+    assert takes(grammar, f"Let me look.\n{CALL[form]}")
+    assert takes(grammar, TWO[form])
+    assert not takes(grammar, f"Let me look.\n{WRONG[form]}")
+
+
+def test_an_automatic_call_without_a_tag_is_left_to_the_model() -> None:
+    assert tool_grammar("llama3_json", TOOLS, {}, required=False) == ""
+
+
+@pytest.mark.parametrize("form", CALL)
+@pytest.mark.parametrize("other", [json_schema_grammar({"type": "integer"}), choice_grammar(["none"])])
+def test_beside_a_format_an_output_is_either_calls_or_of_the_format(form: str, other: str) -> None:
+    grammar = tool_grammar(form, TOOLS, {}, required=False, other=other)
+    assert takes(grammar, CALL[form])
+    assert takes(grammar, "12" if "integer" in other else "none")
+    assert not takes(grammar, "It rains.")
+
+
+def test_a_tag_that_is_a_special_token_is_forced_as_that_token() -> None:
+    (text, token_id), *_ = BYTE_SPECIAL_TOKENS.items()
+    tags = {"[TOOL_CALLS]": token_id}
+    forced = tool_grammar("mistral", TOOLS, tags, required=True)
+    assert allowed_after(forced, b"") == {token_id}, text
+    body = CALL["mistral"].removeprefix("[TOOL_CALLS]").encode()
+    view = view_of(forced, [token_id, *body])
+    assert allowed(GrammarRow(view, len(view.token_ids))) == {EOS}
+    free = view_of(tool_grammar("mistral", TOOLS, tags, required=False), [*b"So: ", token_id])
+    assert allowed(GrammarRow(free, len(free.token_ids))) == {ord("[")}
+
+
+def test_the_schema_of_a_tool_may_have_its_own_names() -> None:
+    """`$defs` of one tool do not meet those of another."""
+    tools = [
+        (name, {"$ref": "#/$defs/Kind", "$defs": {"Kind": {"enum": [value]}}}) for name, value in (("a", 1), ("b", 2))
+    ]
+    grammar = tool_grammar("hermes", tools, {}, required=True)
+    assert takes(grammar, '<tool_call>\n{"name": "b", "arguments": 2}\n</tool_call>')
+    assert not takes(grammar, '<tool_call>\n{"name": "b", "arguments": 1}\n</tool_call>')

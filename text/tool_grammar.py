@@ -1,0 +1,103 @@
+"""Grammars for outputs that call tools, in the format that the chat template of the model shows.
+
+    hermes       <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>, one a line
+    llama3_json  {"name": NAME, "parameters": ARGUMENTS}; several with ";" between them
+    mistral      [TOOL_CALLS][{"name": NAME, "arguments": ARGUMENTS}, ...]
+
+With REQUIRED, the output is calls from its first token. With AUTO, it is any text, and what follows the opening tag of a
+call is a call; a call without a tag (llama3_json) is left to the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from text.output_format import JSON_SPACE
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    tag: str  # opens a call or a list of calls
+    before_name: str  # from behind the tag
+    before_arguments: str
+    after: str  # behind the arguments
+    separator: str
+    needs_tag: bool = True  # else the tag is optional, and never written when calls are required
+    is_list: bool = False
+
+
+FORMATS = {  # ChatTemplate.tool_format
+    "hermes": ToolFormat("<tool_call>", '\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": ToolFormat("<|python_tag|>", '{"name": ', ', "parameters": ', "}", "; ", needs_tag=False),
+    "mistral": ToolFormat("[TOOL_CALLS]", '{"name": ', ', "arguments": ', "}", ", ", is_list=True),
+}
+
+
+def tool_grammar(
+    tool_format: str,
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    special_tokens: Mapping[str, int],
+    *,
+    required: bool,
+    single: bool = False,
+    other: str = "",
+) -> str:
+    """`tools` have names and JSON Schemas of arguments. `other` is the grammar of an output without calls; "" = any text.
+
+    Returns "" where nothing can be forced.
+    """
+    form = FORMATS[tool_format]
+    tag = f"<[{special_tokens[form.tag]}]>" if form.tag in special_tokens else _quoted(form.tag)
+    is_special = form.tag in special_tokens
+    lines = [f"call_{index}: {_call(form, index, name)}" for index, (name, _) in enumerate(tools)]
+    lines += [f"arguments_{index}: %json {_schema(schema)}" for index, (_, schema) in enumerate(tools)]
+    lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    opening = f"{tag} " if form.needs_tag else ""
+    if form.is_list:
+        more = "" if single else f" ({_quoted(form.separator)} body)*"
+        lines.append(f'calls: {opening}"[" body{more} "]"')
+    else:
+        more = "" if single else f" ({_quoted(form.separator)} {opening}body)*"
+        lines.append(f"calls: {opening}body{more}")
+    if required:
+        return "\n".join(["start: calls", *lines])
+    if other:
+        grammars = [{"name": "start", "lark_grammar": "\n".join(["start: calls | @other", *lines])}]
+        return json.dumps({"grammars": [*grammars, *_named(other)]})
+    if not form.needs_tag and not is_special:
+        return ""
+    lines.append(f"TEXT: {_ANY_TEXT}")
+    rest = '"[" body' + ("" if single else f" ({_quoted(form.separator)} body)*") + ' "]"' if form.is_list else "body"
+    if is_special:
+        first = [f"start: TEXT | TEXT {tag} {rest}" if single or form.is_list else f"start: TEXT ({tag} {rest} TEXT)*"]
+    else:
+        repeat = "?" if single else "*"
+        first = [f"start: tagged{repeat} TEXT", f"tagged: opening {rest}", f"opening[lazy]: TEXT {tag}"]
+    return "\n".join([*first, *lines])
+
+
+def _call(form: ToolFormat, index: int, name: str) -> str:
+    before = f"{form.before_name}{json.dumps(name)}{form.before_arguments}"
+    return f"{_quoted(before)} arguments_{index} {_quoted(form.after)}"
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}}, ensure_ascii=False)
+
+
+def _named(grammar: str) -> list[dict[str, Any]]:
+    """A grammar of `text.output_format` under the name that the start rule uses."""
+    if grammar.startswith("{"):
+        (only,) = json.loads(grammar)["grammars"]
+        return [{**only, "name": "other"}]
+    return [{"name": "other", "lark_grammar": grammar}]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
