@@ -182,10 +182,8 @@ def _worker_parts(
         with pinned(cores):  # loading must not use the other workers' cores
             step = config.scheduler.on_device(choose_device(engine.device).type == "cuda")
             limits = StepLimits(step.max_running, step.max_batched_tokens)
-            grammars = GrammarReader(
-                functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir)
-            )
-            runner = build_runner(engine, cache_dir, limits, placement.gpus or 1.0, grammars)
+            grammars = GrammarReader(functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir))
+            runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0, grammars=grammars)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):
             max_tokens = min(step.max_batched_tokens, runner.info.context_length - 1)

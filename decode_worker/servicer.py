@@ -68,9 +68,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStreamWriter] = {}  # open StreamTokens calls, by stream id
 
-    def attach(
-        self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str, check_grammar: GrammarCheck
-    ) -> None:
+    def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str, check_grammar: GrammarCheck) -> None:
         self._driver = driver
         self._check_grammar = check_grammar
         self._worker_id = worker_id

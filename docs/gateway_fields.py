@@ -11,7 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.routes.tokens import TOKENIZE
-from gateway.schemas.fields import CALL, CHAT, COMPLETION, FORMAT, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
+from gateway.schemas.fields import (
+    CALL,
+    CHAT,
+    COMPLETION,
+    FORMAT,
+    ITEM,
+    MESSAGE,
+    PART,
+    RESPONSES,
+    SHARED,
+    TOOL,
+    FieldRule,
+)
 
 DOCUMENT = Path(__file__).resolve().parent / "gateway.md"
 

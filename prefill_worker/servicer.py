@@ -36,9 +36,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         self._default_timeout_s = default_timeout_s
         self._calls: dict[str, asyncio.Future[PrefillDone]] = {}  # open calls, by request id
 
-    def attach(
-        self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str, check_grammar: GrammarCheck
-    ) -> None:
+    def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str, check_grammar: GrammarCheck) -> None:
         self._driver = driver
         self._check_grammar = check_grammar
         self._worker_id = worker_id

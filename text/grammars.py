@@ -77,7 +77,10 @@ class GrammarReader:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return make_ll_tokenizer(self._load_tokenizer())
+        tokenizer = self._load_tokenizer()
+        if not tokenizer.eos_token_ids:
+            raise InvalidRequest(FIELD, "this model has no end-of-sequence token, so no output can be complete")
+        return make_ll_tokenizer(tokenizer)
 
     def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
         return self._masks.submit(self._masks_of, rows).result
@@ -122,7 +125,7 @@ def _refused(matcher: LLMatcher) -> InvalidRequest:
     return InvalidRequest(FIELD, " ".join(matcher.get_error().split())[:500])
 
 
-class _Vocabulary(TokenizerWrapper):  # type: ignore[misc]  # llguidance has no types for it
+class _Vocabulary(TokenizerWrapper):
     """The tokens of a `ModelTokenizer`, as llguidance wants them. Texts that a grammar forces get canonical tokens."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
@@ -133,7 +136,7 @@ class _Vocabulary(TokenizerWrapper):  # type: ignore[misc]  # llguidance has no 
             for token_id in range(tokenizer.info.vocab_size)
         ]
         self.special_token_ids = sorted(special)
-        self.eos_token_id = min(tokenizer.eos_token_ids, default=None)
+        self.eos_token_id = min(tokenizer.eos_token_ids)
         self.bos_token_id = None
         self.is_tokenizer_wrapper = True
         self.greedy: LLTokenizer | None = None

@@ -4,8 +4,8 @@
     llama3_json  {"name": NAME, "parameters": ARGUMENTS}; several with ";" between them
     mistral      [TOOL_CALLS][{"name": NAME, "arguments": ARGUMENTS}, ...]
 
-With REQUIRED, the output is calls from its first token. With AUTO, it is any text, and what follows the opening tag of a
-call is a call; a call without a tag (llama3_json) is left to the model.
+Where calls are required, the output is calls from its first token. Else it is any text, and what follows the opening
+tag of a call is a call; a call without a tag (llama3_json) is left to the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def tool_grammar(
     single: bool = False,
     other: str = "",
 ) -> str:
-    """`tools` have names and JSON Schemas of arguments. `other` is the grammar of an output without calls; "" = any text.
+    """`tools`: names and JSON Schemas of arguments. `other`: the grammar of an output without calls; "" = any text.
 
     Returns "" where nothing can be forced.
     """

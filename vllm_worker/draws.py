@@ -47,6 +47,10 @@ class _Row:
         return GrammarRow(self.view, len(self._token_ids)) if self._draw.sampling.grammar else None
 
     @property
+    def name(self) -> str:
+        return self.view.sequence_id
+
+    @property
     def end(self) -> int:
         """A token that ends the output."""
         return min(self._draw.ends)
@@ -87,7 +91,7 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
         for error in masks.failed.values():
             logger.warning("an output ends early: %s", error)
         chosen = [
-            row.end if row.view.sequence_id in masks.failed else row.choose(found, masks.allowed.get(row.view.sequence_id))
+            row.end if row.name in masks.failed else row.choose(found, masks.allowed.get(row.name))
             for row, found in zip(rows, on_host, strict=True)
         ]
         logits[places] = -float("inf")

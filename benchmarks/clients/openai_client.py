@@ -92,7 +92,7 @@ def errors() -> str:
     for kind, options in (
         (openai.NotFoundError, {"model": "gpt-5"}),
         (openai.BadRequestError, {"model": MODEL, "temperature": 9000}),
-        (openai.BadRequestError, {"model": MODEL, "response_format": {"type": "json_object"}}),
+        (openai.BadRequestError, {"model": MODEL, "response_format": {"type": "xml"}}),
         (openai.BadRequestError, {"model": MODEL, "extra_body": {"no_such_field": 1}}),
     ):
         try:

@@ -43,7 +43,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     warnings = check_extra(body.model_extra, CHAT) + stream_warnings(body)
     output_format, format_warnings = output_format_of(body)
     messages, message_warnings = wire_messages(body.messages)
-    tools, tool_warnings = wire_tools(body.tools, body.tool_choice)
+    tools = wire_tools(body.tools, body.tool_choice)
     guardrail = guardrail_of(request)
     refuse_logprobs(guardrail, body.logprobs or None)
     num_chars = sum(len(message.content) for message in messages)
@@ -61,7 +61,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     if logprobs is not None:
         wire.logprobs = logprobs
     wire.n = body.num_choices
-    warnings += format_warnings + message_warnings + tool_warnings
+    warnings += format_warnings + message_warnings
     return Call(call_id, model, [wire], [prompt], guardrail, warnings, context)
 
 

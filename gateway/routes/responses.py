@@ -44,7 +44,7 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     output_format, warnings = text_format(body)
     warnings += check_extra(body.model_extra, RESPONSES)
     messages = input_messages(body)
-    tools, tool_warnings = response_tools(body)
+    tools = response_tools(body)
     guardrail = guardrail_of(request)
     num_chars = sum(len(message.content) for message in messages)
     model = fleets_of(request).resolve(body.model, num_chars, context.tag)
@@ -56,7 +56,7 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     wire.chat.CopyFrom(chat)
     if output_format is not None:
         wire.output_format.CopyFrom(output_format)
-    return Call(call_id, model, [wire], [prompt], guardrail, warnings + tool_warnings, context)
+    return Call(call_id, model, [wire], [prompt], guardrail, warnings, context)
 
 
 ROUTES = [Route("/v1/responses", responses, methods=["POST"])]

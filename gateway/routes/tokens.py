@@ -14,9 +14,9 @@ from gateway.errors import refused
 from gateway.fleets import fleets_of
 from gateway.http.connection import while_connected
 from gateway.routes.calls import call_context, json_bytes, read_body, warning_headers
+from gateway.schemas.base import Schema
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schemas.fields import FieldRule, Verdict, check_extra
-from gateway.schemas.base import Schema
 from gateway.schemas.sampling import TokenId
 from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest
 
@@ -62,8 +62,8 @@ async def tokenize(request: Request) -> Response:
         wire = TokenizeRequest(text=body.prompt)
     else:
         messages, message_warnings = wire_messages(body.messages or [])
-        tools, tool_warnings = wire_tools(body.tools, None)
-        warnings += message_warnings + tool_warnings
+        tools = wire_tools(body.tools, None)
+        warnings += message_warnings
         options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
         wire = TokenizeRequest(chat=ChatPrompt(messages=messages, tools=tools, template_options_json=options))
     model = fleets_of(request).resolve(body.model, 0, context.tag)

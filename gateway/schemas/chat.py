@@ -124,11 +124,11 @@ def _require_function(kind: str, path: str) -> None:
         raise refused(path, f"only tools of type 'function' are supported, one is {kind[:40]!r}")
 
 
-def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> tuple[list[Tool], list[str]]:
-    """The tools that the model may call, and warnings. Empty if `choice` is "none"."""
+def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> list[Tool]:
+    """The tools that the model may call. Empty if `choice` is "none"."""
     if choice == "none":
-        return [], []
-    tools, warnings = [], []
+        return []
+    tools = []
     for index, tool in enumerate(specs or ()):
         path = f"tools[{index}]"
         _require_function(tool.type, f"{path}.type")
@@ -137,7 +137,7 @@ def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None
         check_extra(tool.model_extra, TOOL, f"{path}.")
         check_extra(tool.function.model_extra, TOOL, f"{path}.function.")
         tools.append(wire_tool(tool.function))
-    return tools, warnings
+    return tools
 
 
 def wire_tool(function: FunctionSpec) -> Tool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
+from gateway.schemas.base import Schema
 from gateway.schemas.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -16,7 +17,6 @@ from gateway.schemas.chat import (
     text_of,
     wire_tool,
 )
-from gateway.schemas.base import Schema
 from gateway.schemas.fields import ITEM, TOOL, check_extra
 from gateway.schemas.output_format import response_format
 from gateway.schemas.sampling import Count, GenerationFields
@@ -110,11 +110,11 @@ def _required(value: str | None, path: str) -> str:
     return value
 
 
-def response_tools(body: ResponsesBody) -> tuple[list[Tool], list[str]]:
-    """The tools that the model may call, and warnings. Empty if `tool_choice` is "none"."""
+def response_tools(body: ResponsesBody) -> list[Tool]:
+    """The tools that the model may call. Empty if `tool_choice` is "none"."""
     if body.tool_choice == "none":
-        return [], []
-    tools, warnings = [], []
+        return []
+    tools = []
     for index, given in enumerate(body.tools or ()):
         path = f"tools[{index}]"
         if given.get("type") != "function":
@@ -124,7 +124,7 @@ def response_tools(body: ResponsesBody) -> tuple[list[Tool], list[str]]:
         tool = ResponseTool.model_validate(given)
         check_extra(tool.model_extra, TOOL, f"{path}.")
         tools.append(wire_tool(tool))
-    return tools, warnings
+    return tools
 
 
 def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
@@ -163,4 +163,6 @@ def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
 
 def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
     form = None if body.text is None else body.text.format
-    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True, exclude_defaults=False)
+    return (
+        {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True, exclude_defaults=False)
+    )

@@ -84,6 +84,8 @@ def _read_parameters(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.
             stream = bool(_typed(field, value, bool))
         elif name in PARAMETERS:
             part, kind = PARAMETERS[name]
+            if part == "output_format" and request.HasField(part):
+                raise InvalidRequest(field, "cannot be combined with another form of the output")
             try:
                 setattr(getattr(request, part) if part else request, name, _typed(field, value, kind))
             except (ValueError, TypeError) as error:

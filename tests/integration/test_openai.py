@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import grpc
 import httpx
 import openai
+import pydantic
 import pytest
 
 from gateway.fleets import Fleets
@@ -143,6 +144,54 @@ async def test_a_call_of_a_tool_streams(scripted: ScriptedRouter, scripted_clien
             arguments += call.function.arguments or ""
     assert (names[0], json.loads(arguments), text.strip()) == ("weather", {"city": "Bonn"}, "Let me see.")
     assert reasons[-1] == "tool_calls"
+
+
+class Person(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(pattern="^[a-z]{2,9}$")]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+    likes: Annotated[list[Literal["tea", "coffee"]], pydantic.Field(max_length=2)]
+
+
+async def test_a_parsed_answer_has_the_form_of_its_class(client: openai.AsyncOpenAI) -> None:
+    for seed in range(3):
+        options: Any = {"model": MODEL, "seed": seed}
+        chat = await client.chat.completions.parse(messages=HELLO, response_format=Person, **options)
+        assert isinstance(chat.choices[0].message.parsed, Person)
+        async with client.chat.completions.stream(messages=HELLO, response_format=Person, **options) as stream:
+            assert (await stream.get_final_completion()).choices[0].message.parsed == chat.choices[0].message.parsed
+        response = await client.responses.parse(model=MODEL, input="Hello", text_format=Person)
+        assert isinstance(response.output_parsed, Person)
+
+
+async def test_a_forced_call_of_a_tool_streams_and_has_arguments_of_its_schema(client: openai.AsyncOpenAI) -> None:
+    tools: Any = [openai.pydantic_function_tool(Person, name="greet"), WEATHER]
+    options: Any = {"model": MODEL, "messages": HELLO, "tools": tools, "seed": 5}
+    named: Any = {"type": "function", "function": {"name": "greet"}}
+    answer = await client.chat.completions.create(**options, tool_choice=named)
+    assert answer.choices[0].message.tool_calls is not None
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, answer.choices[0].finish_reason) == ("greet", "tool_calls")
+    Person.model_validate_json(call.function.arguments)
+    async with client.chat.completions.stream(**options, tool_choice=named) as stream:
+        final = (await stream.get_final_completion()).choices[0].message.tool_calls
+    assert final is not None
+    (streamed,) = final
+    assert streamed.function.arguments == call.function.arguments
+    one = await client.chat.completions.create(**options, tool_choice="required", parallel_tool_calls=False)
+    assert one.choices[0].finish_reason == "tool_calls"
+    assert len(one.choices[0].message.tool_calls or ()) == 1
+
+
+async def test_vllms_names_of_a_format(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": MODEL, "prompt": "Is it?", "max_tokens": 20}
+    for extra in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}):
+        answer = await client.completions.create(**options, extra_body=extra)
+        assert answer.choices[0].text in ("yes", "no")
+        assert answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="Invalid type: objekt") as refused:
+        await client.completions.create(**options, extra_body={"guided_json": {"type": "objekt"}})
+    assert refused.value.param == "output_format"
 
 
 async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> None:

@@ -13,10 +13,12 @@ from protos import codec
 from router.serving.validation import prepare
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.requests import VOCAB_SIZE, requests
+from text.grammars import GrammarReader
 from text.tokenizer import ByteCodec, ModelTokenizer
 
 INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
 TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are token ids here
+GRAMMARS = GrammarReader(lambda: TOKENIZER)
 
 
 @given(requests())
@@ -27,6 +29,7 @@ def test_encoding_and_decoding_a_request_gives_an_equal_request(request: Request
 
 @given(requests())
 def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(request: Request) -> None:
+    request = replace(request, sampling=replace(request.sampling, grammar=""))  # it comes from other fields
     wire = codec.encode_sequence(request)
     sent = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=request.token_ids),
@@ -37,6 +40,6 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
         priority=request.priority,
         user=request.tenant,
     )
-    (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None).choices
+    (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None, GRAMMARS).choices
     tenant = request.tenant or request.cache_salt
     assert choice == replace(request, request_id="name.0", num_prompt_tokens=len(request.token_ids), tenant=tenant)

@@ -33,12 +33,18 @@ SAMPLING: dict[str, st.SearchStrategy[object]] = {
     "min_tokens": st.integers(0, 1),  # at most max_tokens
     "num_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
     "logit_bias": st.dictionaries(TOKEN_IDS, float32(-100, 100), max_size=8),
+    "grammar": st.just("") | st.text(max_size=8),
 }
+
+
+def _sampling(drawn: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**(drawn | {"ignore_eos": drawn["ignore_eos"] and not drawn["grammar"]}))
+
 
 REQUEST: dict[str, st.SearchStrategy[object]] = {
     "request_id": st.text("router-0123.#", min_size=1, max_size=20),
     "token_ids": st.lists(TOKEN_IDS, min_size=1, max_size=20).map(tuple),
-    "sampling": st.builds(SamplingParams, **SAMPLING),
+    "sampling": st.fixed_dictionaries(SAMPLING).map(_sampling),
     "priority": st.integers(-100, 100),
     "cache_salt": st.text(max_size=8),
     "tenant": st.text(max_size=8),

@@ -91,7 +91,7 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
 ) -> None:
     given: list[tuple[object, float]] = []
 
-    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float) -> None:
+    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float, **_: object) -> None:
         given.append((limits, gpu_share))
         raise ConfigError("no runner here")
 

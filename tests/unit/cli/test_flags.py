@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
 from cli.main import app
 from core.errors import InvalidRequest
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
+from tandem_client.stubs.inference_pb2 import Choices, GenerateRequest, OutputFormat, SamplingParams, StopConditions
 
 # A command line, and the message that it makes.
 TYPED = [
@@ -26,6 +26,9 @@ TYPED = [
     ("--stop-token-id 4 --stop-token-id 5", GenerateRequest(stop=StopConditions(stop_token_ids=[4, 5]))),
     ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
     ("--min-tokens 3", GenerateRequest(stop=StopConditions(min_tokens=3))),
+    ("--json-schema {}", GenerateRequest(output_format=OutputFormat(json_schema="{}"))),
+    ("--regex a+", GenerateRequest(output_format=OutputFormat(regex="a+"))),
+    ("--choice a --choice b", GenerateRequest(output_format=OutputFormat(choices=Choices(texts=["a", "b"])))),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
     ("--user me", GenerateRequest(user="me")),
     ("--priority -3", GenerateRequest(priority=-3)),

@@ -85,7 +85,8 @@ def test_a_mask_depends_on_the_output_alone_not_on_what_was_asked_before() -> No
     for length in (4, 9, 0, 7, 7, 3):  # on, back and again, with and without a promised token
         assert allowed(GrammarRow(one_by_one, len(PROMPT) + length)) == in_turn[length]
         if length:
-            promised = GrammarRow(view_of(grammar, output[: length - 1]), len(PROMPT) + length - 1, (output[length - 1],))
+            before = len(PROMPT) + length - 1
+            promised = GrammarRow(view_of(grammar, output[: length - 1]), before, (output[length - 1],))
             assert allowed(promised) == in_turn[length]
             another = GrammarReader(lambda: TOKENIZER)
             assert allowed(GrammarRow(view_of(grammar, output), len(PROMPT) + length), another) == in_turn[length]
@@ -136,8 +137,15 @@ def test_json_may_have_spaces_but_not_without_end() -> None:
 
 # ---- calls of tools
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
-TOOLS = [("weather", {**CITY, "additionalProperties": False}), ("stop", {"enum": [{}]})]
+CITY: dict[str, object] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}},
+    "required": ["city"],
+}
+TOOLS: list[tuple[str, dict[str, object]]] = [
+    ("weather", {**CITY, "additionalProperties": False}),
+    ("stop", {"enum": [{}]}),
+]
 CALL = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
     "llama3_json": '{"name": "weather", "parameters": {"city": "Rome"}}',
