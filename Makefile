@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -87,6 +87,10 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
+
+bench-formats: setup  ## Measure the cost of JSON schemas, and validate 2,000 outputs (8 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.formats
 
 bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull

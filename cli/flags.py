@@ -120,6 +120,13 @@ def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
     return decorate
 
 
+def _refuse_second(message: Any, part: str, flag: CommandFlag) -> None:
+    """Raises `InvalidRequest` for a second flag of one choice: the message would keep the last one alone."""
+    choice = message.DESCRIPTOR.fields_by_name[part].containing_oneof
+    if choice is not None and message.WhichOneof(choice.name) not in (None, part):
+        raise InvalidRequest(flag.name, f"cannot be combined with {message.WhichOneof(choice.name)}")
+
+
 def fill_request(request: inference_pb2.GenerateRequest, flags: dict[str, Any]) -> None:
     """Set the field of every given flag. Raises `InvalidRequest` for a number that the field cannot hold."""
     for flag in (*REQUEST_FLAGS, *CHOICE_FLAGS):
@@ -129,7 +136,9 @@ def fill_request(request: inference_pb2.GenerateRequest, flags: dict[str, Any]) 
         message: Any = request
         *path, name = flag.field.split(".")
         for part in path:
+            _refuse_second(message, part, flag)
             message = getattr(message, part)
+        _refuse_second(message, name, flag)
         try:
             if isinstance(value, list):
                 getattr(message, name).extend(value)

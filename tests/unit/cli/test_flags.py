@@ -76,6 +76,11 @@ def test_a_number_out_of_the_range_of_its_field_names_field_and_limit(flag: str,
         fill_request(GenerateRequest(), {flag: value})
 
 
+def test_two_forms_of_one_output_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^choice: cannot be combined with regex$"):
+        fill_request(GenerateRequest(), {"regex": "a", "choice": ["b"]})
+
+
 CONNECTING = ("generate", "explain", "chat", "status", "scale")  # to a router
 
 

@@ -1,0 +1,161 @@
+"""What an output format costs, and whether the outputs have it: `make bench-formats`.
+
+A fleet answers the same prompts with a JSON schema and without, in turns: one client, then 32 at a time, each with a
+schema of its own. Both write 64 tokens: the schemas ask for more text. TTFT runs from the client's send to the first
+token; TPOT = (last - first) / (n - 1). Then 20 schemas are asked for with many seeds at temperature 1, and every output
+that ends by itself is validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from benchmarks.asking import Answer
+from benchmarks.processes import serving
+from benchmarks.report import Line, Report
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
+
+ADDRESS = "127.0.0.1:50653"
+TIMEOUT_S = 300.0
+NUM_OUTPUT = 64
+PROMPT = "Some facts about a town, its people, its streets and its trade, as JSON."
+LEVELS = (1, 32)
+
+
+def long_schema(number: int) -> dict[str, Any]:
+    """Nested objects, and a text that is longer than the output."""
+    return {
+        "type": "object",
+        "properties": {
+            f"kind_{number}": {"enum": ["town", "village", "city"]},
+            "place": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}},
+                      "required": ["name"], "additionalProperties": False},
+            "story": {"type": "string", "minLength": 2000, "maxLength": 4000},
+        },
+        "required": [f"kind_{number}", "place", "story"],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+_PARTS: list[dict[str, Any]] = [
+    {"type": "string", "maxLength": 20},
+    {"type": "integer", "minimum": -5, "maximum": 1000},
+    {"enum": ["red", "green", 3, None, True]},
+    {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3},
+    {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
+    {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                                  "additionalProperties": False}]},
+]  # fmt: skip
+
+
+def short_schema(number: int) -> dict[str, Any]:
+    """One of twenty, of one to four properties."""
+    chosen = [_PARTS[(number + step * (1 + number // 6)) % len(_PARTS)] for step in range(1 + number % 4)]
+    properties = {f"p{index}_{number}": part for index, part in enumerate(chosen)}
+    return {"type": "object", "properties": properties, "required": list(properties)[: 1 + number % 3],
+            "additionalProperties": False}  # fmt: skip
+
+
+def request_of(schema: dict[str, Any] | None, seed: int, number: int, max_tokens: int) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(text=f"{number}. {PROMPT}")
+    request.sampling.temperature, request.sampling.seed = 1.0, seed
+    request.stop.max_tokens = max_tokens
+    if schema is None:
+        request.stop.ignore_eos = True
+    else:
+        request.output_format.json_schema = json.dumps(schema)
+    return request
+
+
+async def timed(client: AsyncClient, request: inference_pb2.GenerateRequest) -> Answer:
+    answer, start = Answer(), time.perf_counter()
+    async for response in client.generate(request, TIMEOUT_S):
+        if response.HasField("tokens"):
+            answer.times += [time.perf_counter() - start] * len(response.tokens.token_ids)
+    assert len(answer.times) == NUM_OUTPUT, f"{len(answer.times)} tokens"
+    return answer
+
+
+async def cost(report: Report, client: AsyncClient, repeats: int) -> None:
+    answers: defaultdict[tuple[int, bool], list[Answer]] = defaultdict(list)
+    for repeat in range(repeats + 1):  # the first one compiles the grammars
+        for level in LEVELS:
+            for with_schema in (True, False):
+                calls = [
+                    request_of(long_schema(number) if with_schema else None, repeat, number, NUM_OUTPUT)
+                    for number in range(level)
+                ]
+                found = await asyncio.gather(*(timed(client, call) for call in calls))
+                if repeat:
+                    answers[level, with_schema] += found
+    for level in LEVELS:
+        ttft, tpot = (
+            [statistics.median(measure(answer) for answer in answers[level, kind]) * 1e3 for kind in (True, False)]
+            for measure in (lambda answer: answer.times[0], lambda answer: statistics.fmean(answer.gaps))
+        )
+        at = f"{level} at a time"
+        report.add(Line(f"{at}: TPOT with a schema each", tpot[0], "ms", "no schema", tpot[1], least_ratio=0.95))
+        report.add(Line(f"{at}: TTFT with a schema each", ttft[0], "ms", "no schema", ttft[1]))
+        report.add(Line(f"{at}: TTFT that a schema adds", ttft[0] - ttft[1], "ms", most=5.0))
+
+
+async def validity(report: Report, client: AsyncClient, num_seeds: int) -> None:
+    ends: Counter[str] = Counter()
+
+    async def one(number: int, seed: int) -> None:
+        schema, text = short_schema(number), ""
+        async for response in client.generate(request_of(schema, seed, number, 160), TIMEOUT_S):
+            if response.HasField("tokens"):
+                text += response.tokens.text
+            elif response.finished.finish_reason == inference_pb2.FINISH_REASON_STOP:
+                try:
+                    jsonschema.validate(json.loads(text), schema)
+                    ends["valid"] += 1
+                except (ValueError, jsonschema.ValidationError) as error:
+                    ends["invalid"] += 1
+                    report.say(f"schema {number}, seed {seed}: {text!r}: {error}")
+            else:
+                ends["cut"] += 1
+
+    for seed in range(num_seeds):
+        await asyncio.gather(*(one(number, seed) for number in range(20)))
+    report.add(Line("outputs that ended by themselves and follow their schema", ends["valid"], "outputs"))
+    report.add(Line("outputs that ended by themselves and do not", ends["invalid"], "outputs", most=0))
+    report.add(Line("outputs that were cut at 160 tokens", ends["cut"], "outputs"))
+
+
+async def measure(report: Report, arguments: argparse.Namespace) -> None:
+    async with AsyncClient(ADDRESS) as client:
+        await cost(report, client, arguments.repeats)
+        await validity(report, client, arguments.seeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--repeats", type=int, default=5, help="of each level")
+    parser.add_argument("--seeds", type=int, default=100, help="of each schema")
+    arguments = parser.parse_args()
+    report = Report("formats")
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
+        "--port", ADDRESS.rpartition(":")[2],
+    ]  # fmt: skip
+    with serving(command):
+        asyncio.run(measure(report, arguments))
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
