@@ -179,10 +179,10 @@ def _worker_parts(
         if engine.device.startswith("cuda"):  # fails before a model is loaded
             check_environment(os.environ, paths_of(config.transfer.device_path, True, has_gpudirect()))
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
+        grammars = GrammarReader(functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir))
         with pinned(cores):  # loading must not use the other workers' cores
             step = config.scheduler.on_device(choose_device(engine.device).type == "cuda")
             limits = StepLimits(step.max_running, step.max_batched_tokens)
-            grammars = GrammarReader(functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir))
             runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0, grammars=grammars)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):

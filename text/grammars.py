@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,13 +40,15 @@ class GrammarReader:
     """A `core.output_grammar.Grammars`. Its methods may be called on any thread."""
 
     def __init__(self, load_tokenizer: Callable[[], ModelTokenizer]) -> None:
-        """`load_tokenizer` is called once, at the first grammar."""
+        """`load_tokenizer` is called once, at the first grammar. The threads use the cores of the caller's thread."""
         self._load_tokenizer = load_tokenizer
         self._compiling, self._changing = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # that have consumed nothing; the oldest use first
         self._matchers: WeakKeyDictionary[SequenceView, _Matcher] = WeakKeyDictionary()
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
-        self._masks = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        # A thread starts at its first task, from a thread that may be pinned to the core of the model.
+        use_cores = partial(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        self._compiler = ThreadPoolExecutor(1, "grammar-compiler", use_cores)
+        self._masks = ThreadPoolExecutor(1, "grammar-masks", use_cores)
 
     def compile(self, grammar: str) -> None:
         """Raises `InvalidRequest` for a grammar that is wrong, or too large."""
