@@ -29,6 +29,10 @@ from engine.step_queue import NO_TOKENS, PromisedTokens, tokens_of
 
 _LARGEST_QUANTILE = 0.99999994  # the largest float32 below 1
 NO_MASKS = Masks()
+# For each byte of a mask: inf for a token that is allowed, -inf for another. A lookup takes a third of np.where's time.
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), -np.inf
+).astype(np.float32)  # [256, 8]
 # (logits after bias and penalties, parameters, `draw_key`) -> token
 Draw = Callable[[np.ndarray, SamplingParams, int], int]
 
@@ -165,8 +169,8 @@ def choose_at(
     `allowed` is a mask of `core.output_grammar.Masks`; None = every token. # float32 [vocab], left unchanged
     """
     if allowed is not None:
-        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(adjusted), bitorder="little")
-        adjusted = np.where(bits.view(bool), adjusted, np.float32(-np.inf))
+        ceilings = np.take(_CEILINGS, np.frombuffer(allowed, np.uint8), axis=0).reshape(-1)
+        adjusted = np.minimum(adjusted, ceilings[: len(adjusted)])
     if barred:
         late = adjusted.copy()
         late[barred] = -np.inf
