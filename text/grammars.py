@@ -21,7 +21,8 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from core.errors import InvalidRequest, TandemError
 from core.output_grammar import GrammarRow, Masks
@@ -49,6 +50,7 @@ class GrammarReader:
         use_cores = partial(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler", use_cores)
         self._masks = ThreadPoolExecutor(1, "grammar-masks", use_cores)
+        self._executor = LLExecutor(1)
 
     def compile(self, grammar: str) -> None:
         """Raises `InvalidRequest` for a grammar that is wrong, or too large."""
@@ -89,39 +91,53 @@ class GrammarReader:
         return self._masks.submit(self._masks_of, rows).result
 
     def _masks_of(self, rows: Sequence[GrammarRow]) -> Masks:
-        allowed: dict[str, bytes] = {}
+        """Few calls for all rows: each call gives up the interpreter's lock, which the model's thread takes back."""
         failed: dict[str, TandemError] = {}
+        found: dict[str, _Matcher] = {}
         for row in rows:
             try:
-                allowed[row.sequence.sequence_id] = self._mask(row)
-            except InvalidRequest as error:
+                found[row.sequence.sequence_id] = self._follow(row)
+            except InvalidRequest as error:  # of a grammar that no check has seen
                 failed[row.sequence.sequence_id] = error
+        if not found:
+            return Masks({}, failed)
+        one_more = [(one.matcher, one.behind[0]) for one in found.values() if len(one.behind) == 1]
+        if one_more:
+            self._executor.consume_token_par(one_more)
+        for one in found.values():
+            if len(one.behind) > 1:
+                one.matcher.consume_tokens(one.behind)
+            one.behind = []
+        masks = np.empty((len(found), -(-self._tokenizer.vocab_size // 32)), np.uint32)
+        places = [(one.matcher, place) for place, one in enumerate(found.values())]
+        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+        allowed: dict[str, bytes] = {}
+        for (name, one), mask in zip(found.items(), masks, strict=True):
+            if one.matcher.is_error():
+                failed[name] = _refused(one.matcher)
+            else:
+                allowed[name] = mask.tobytes()
         return Masks(allowed, failed)
 
-    def _mask(self, row: GrammarRow) -> bytes:
+    def _follow(self, row: GrammarRow) -> _Matcher:
+        """The matcher of the row's sequence, with the tokens that it has not consumed."""
         view = row.sequence
         num_output = row.num_known + len(row.promised) - view.num_prompt_tokens
-        matcher = self._matchers.get(view)
-        if matcher is None or matcher.num_consumed > num_output:
-            matcher = self._matchers[view] = _Matcher(self._compile(view.sampling.grammar).deep_copy())
-        first = view.num_prompt_tokens + matcher.num_consumed
-        return matcher.mask_after([*view.token_ids[first : row.num_known], *row.promised])
+        found = self._matchers.get(view)
+        if found is None or found.num_consumed > num_output:
+            found = self._matchers[view] = _Matcher(self._compile(view.sampling.grammar).deep_copy())
+        first = view.num_prompt_tokens + found.num_consumed
+        behind = [*view.token_ids[first : row.num_known], *row.promised]
+        found.behind = [] if found.matcher.is_stopped() else behind  # an output that has ended may only end again
+        found.num_consumed = num_output
+        return found
 
 
 class _Matcher:
     def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-        self.num_consumed = 0  # tokens of the output
-
-    def mask_after(self, token_ids: list[int]) -> bytes:
-        """What may follow these tokens, which follow those consumed before. Raises `InvalidRequest`."""
-        if token_ids and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(token_ids)
-        self.num_consumed += len(token_ids)
-        mask: bytes = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise _refused(self._matcher)
-        return mask
+        self.matcher = matcher
+        self.num_consumed = 0  # tokens of the output, with those in `behind`
+        self.behind: list[int] = []
 
 
 def _refused(matcher: LLMatcher) -> InvalidRequest:
