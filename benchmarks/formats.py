@@ -34,16 +34,16 @@ LEVELS = (1, 32)
 
 
 def long_schema(number: int) -> dict[str, Any]:
-    """Nested objects, and a text that is longer than the output."""
+    """Nested objects, and a list of texts that is longer than the output."""
     return {
         "type": "object",
         "properties": {
             f"kind_{number}": {"enum": ["town", "village", "city"]},
             "place": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}},
                       "required": ["name"], "additionalProperties": False},
-            "story": {"type": "string", "minLength": 2000, "maxLength": 4000},
+            "facts": {"type": "array", "items": {"type": "string"}, "minItems": 60},
         },
-        "required": [f"kind_{number}", "place", "story"],
+        "required": [f"kind_{number}", "place", "facts"],
         "additionalProperties": False,
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from router.local_calls import LocalCalls
 from router.operations.cluster_servicer import ClusterServicer
 from router.routing.policy import Policy
 from router.serving.inference_servicer import InferenceServicer
+from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
@@ -25,7 +26,6 @@ from runtime.rpc.grpc_server import GrpcServer
 from runtime.rpc.security import load_credentials, router_rules
 from runtime.tracing.telemetry import Telemetry
 from tandem_client.stubs import cluster_pb2_grpc, inference_pb2_grpc
-from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RouterService:
             self._place.shares_port,
         )  # fmt: skip
         server.on_refused = shell.count_refusal
-        grammars = GrammarReader(lambda: tokenizer)
+        grammars = RequestGrammars(tokenizer)
         self._inference = inference = InferenceServicer(
             self._config, tokenizer, shell, self._validation, self._tenants, grammars
         )

@@ -13,12 +13,12 @@ from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
 from router.serving import validation
+from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
-from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
@@ -38,7 +38,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         validation_pool: ValidationThreads,
         scale: Scale | None,
         tenants: TenantAdmission,
-        grammars: GrammarReader,
+        grammars: RequestGrammars,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -105,7 +105,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             self._tenants.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
-                remaining_s(context, self._config.default_timeout_s), validation.work_of(request), validation.prepare,
+                remaining_s(context, self._config.default_timeout_s),
+                validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request, self._grammars,
             )  # fmt: skip
             found = view.find_candidates(generation.choices[0], self._shell.now())

@@ -13,12 +13,12 @@ from router.serving import validation
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.choice_stream import ChoiceStream
+from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from text.grammars import GrammarReader
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
@@ -36,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         shell: RouterShell,
         validation_pool: ValidationThreads,
         tenants: TenantAdmission,
-        grammars: GrammarReader,
+        grammars: RequestGrammars,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -75,7 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_id, longest = self._shell.new_request_id(), self._shell.view.longest_request
         try:
             generation = await self._validation_pool.run(
-                timeout_s, validation.work_of(request), validation.prepare,
+                timeout_s, validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._config, new_id, _random_seed, longest, self._grammars,
             )  # fmt: skip
         except TandemError as error:

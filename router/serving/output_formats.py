@@ -2,60 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from typing import Any
 
 from core.errors import InvalidRequest
 from router.serving.client_json import json_object, json_value, quoted
 from tandem_client.stubs import inference_pb2
 from text import output_format
+from text.grammars import MAX_GRAMMARS, GrammarReader
 from text.tokenizer import ModelTokenizer
 from text.tool_grammar import FORMATS, NO_ARGUMENTS, tool_grammar
 
 MAX_FORMAT_CHARS = 64 * 1024
 MAX_CHOICE_TEXTS = 1024
+_Key = tuple[bool | bytes, ...]
 
 
-def grammar_for(
-    wire: inference_pb2.GenerateRequest, tokenizer: ModelTokenizer, compile_grammar: Callable[[str], None]
-) -> str:
-    """The grammar of the output; "" = any output. Raises `InvalidRequest`."""
-    grammar = format_grammar(wire.output_format) if wire.HasField("output_format") else ""
-    choice = wire.chat.tool_choice
-    if not wire.chat.tools:
-        if wire.chat.HasField("tool_choice"):
+class RequestGrammars:
+    """Keeps the grammars of the newest formats: agents send the same tools with every request. For every thread."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._reader = GrammarReader(lambda: tokenizer)
+        self._known: OrderedDict[_Key, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_quick(self, wire: inference_pb2.GenerateRequest) -> bool:
+        """Whether `grammar_of` has nothing to compile, which may take 100 ms."""
+        return not (wire.HasField("output_format") or wire.chat.tools) or _key(wire) in self._known
+
+    def grammar_of(self, wire: inference_pb2.GenerateRequest) -> str:
+        """The grammar of the output; "" = any output. Raises `InvalidRequest`."""
+        if not wire.HasField("output_format") and not wire.HasField("chat"):
+            return ""
+        key = _key(wire)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        grammar = self._read(wire)
+        with self._lock:
+            self._known[key] = grammar
+            if len(self._known) > MAX_GRAMMARS:
+                self._known.popitem(last=False)
+        return grammar
+
+    def _read(self, wire: inference_pb2.GenerateRequest) -> str:
+        grammar = format_grammar(wire.output_format) if wire.HasField("output_format") else ""
+        choice, tool_format = wire.chat.tool_choice, self._tokenizer.tool_format
+        is_forced = choice.required or bool(choice.name)
+        if wire.chat.HasField("tool_choice") and not wire.chat.tools:
             raise InvalidRequest("chat.tool_choice", "needs tools")
-        return _compiled(grammar, compile_grammar)
-    is_forced = choice.required or bool(choice.name)
-    if tokenizer.tool_format not in FORMATS:
-        if is_forced:
+        if is_forced and tool_format not in FORMATS:
             raise InvalidRequest("chat.tool_choice", "this model writes its calls in no format that can be forced")
-        return _compiled(grammar, compile_grammar)
-    names = [tool.name for tool in wire.chat.tools]
-    if choice.name and choice.name not in names:
-        raise InvalidRequest("chat.tool_choice.name", f"must be the name of a tool, is {quoted(choice.name)}")
-    tools = [
+        if not wire.chat.tools or tool_format not in FORMATS:
+            return self._compiled(grammar)
+        with_calls = tool_grammar(
+            tool_format,
+            _tools(wire.chat),
+            self._tokenizer.special_tokens,
+            required=is_forced,
+            single=choice.single or bool(choice.name),
+            other=grammar,
+        )
+        if is_forced or grammar:
+            return self._compiled(with_calls)
+        try:
+            return "" if wire.stop.ignore_eos else self._compiled(with_calls)
+        except InvalidRequest:  # the model may call a tool whose schema cannot be forced
+            return ""
+
+    def _compiled(self, grammar: str) -> str:
+        if grammar:
+            self._reader.compile(grammar)
+        return grammar
+
+
+def _key(wire: inference_pb2.GenerateRequest) -> _Key:
+    chat = wire.chat
+    parts = [wire.output_format, chat.tool_choice, *chat.tools]
+    return wire.stop.ignore_eos, chat.HasField("tool_choice"), *(part.SerializeToString() for part in parts)
+
+
+def _tools(chat: inference_pb2.ChatPrompt) -> list[tuple[str, dict[str, Any]]]:
+    """The names and schemas of the tools that may be called."""
+    name = chat.tool_choice.name
+    if name and name not in [tool.name for tool in chat.tools]:
+        raise InvalidRequest("chat.tool_choice.name", f"must be the name of a tool, is {quoted(name)}")
+    return [
         (tool.name, json_object(f"chat.tools[{index}].parameters_json", tool.parameters_json) or NO_ARGUMENTS)
-        for index, tool in enumerate(wire.chat.tools)
-        if choice.name in ("", tool.name)
+        for index, tool in enumerate(chat.tools)
+        if name in ("", tool.name)
     ]
-    single = choice.single or bool(choice.name)
-    with_calls = tool_grammar(
-        tokenizer.tool_format, tools, tokenizer.special_tokens, required=is_forced, single=single, other=grammar
-    )
-    if is_forced or grammar:
-        return _compiled(with_calls, compile_grammar)
-    if wire.stop.ignore_eos:
-        return ""
-    try:
-        return _compiled(with_calls, compile_grammar)
-    except InvalidRequest:  # the model may call a tool whose schema cannot be forced
-        return ""
-
-
-def _compiled(grammar: str, compile_grammar: Callable[[str], None]) -> str:
-    if grammar:
-        compile_grammar(grammar)
-    return grammar
 
 
 def format_grammar(wire: inference_pb2.OutputFormat) -> str:

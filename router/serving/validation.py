@@ -21,10 +21,9 @@ from core.request import (
 from protos import codec
 from router.serving.chat_prompt import check_chat
 from router.serving.client_json import quoted
-from router.serving.output_formats import grammar_for
+from router.serving.output_formats import RequestGrammars
 from router.serving.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
-from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 
 MAX_PRIORITY = 100
@@ -40,9 +39,9 @@ class Generation:
     stop_strings: tuple[str, ...]
 
 
-def work_of(wire: inference_pb2.GenerateRequest) -> int:
-    """The size of `prepare` for `ValidationThreads`, in bytes: a grammar may take 100 ms, so never on the loop."""
-    return wire.ByteSize() + (MAX_INLINE_BYTES + 1 if wire.HasField("output_format") or wire.chat.tools else 0)
+def work_of(wire: inference_pb2.GenerateRequest, grammars: RequestGrammars) -> int:
+    """The size of `prepare` for `ValidationThreads`, in bytes. A new grammar is not compiled on the loop."""
+    return wire.ByteSize() + (0 if grammars.is_quick(wire) else MAX_INLINE_BYTES + 1)
 
 
 def prepare(
@@ -52,7 +51,7 @@ def prepare(
     unique_id: str,
     random_seed: Callable[[], int],
     longest: int | None,
-    grammars: GrammarReader,
+    grammars: RequestGrammars,
 ) -> Generation:
     """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
@@ -68,7 +67,7 @@ def prepare(
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
     room = min(info.context_length, longest or info.context_length)
-    grammar = grammar_for(wire, tokenizer, grammars.compile)
+    grammar = grammars.grammar_of(wire)
     sampling = codec.decode_sampling(
         wire.sampling,
         wire.stop,

@@ -10,15 +10,15 @@ from core.config import RouterConfig
 from core.model_info import ModelInfo
 from core.request import Request
 from protos import codec
+from router.serving.output_formats import RequestGrammars
 from router.serving.validation import prepare
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.requests import VOCAB_SIZE, requests
-from text.grammars import GrammarReader
 from text.tokenizer import ByteCodec, ModelTokenizer
 
 INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
 TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are token ids here
-GRAMMARS = GrammarReader(lambda: TOKENIZER)
+GRAMMARS = RequestGrammars(TOKENIZER)
 
 
 @given(requests())

@@ -13,6 +13,7 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
+from router.serving.output_formats import RequestGrammars
 from router.serving.validation import prepare, tokenize_prompt
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
@@ -23,11 +24,10 @@ from tandem_client.stubs.inference_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from text.grammars import GrammarReader
 from text.tokenizer import load_tokenizer
 
 MANY = 2_000_000
-GRAMMARS = GrammarReader(lambda: load_tokenizer("fake:tiny"))
+GRAMMARS = RequestGrammars(load_tokenizer("fake:tiny"))
 HUGE = {
     "token_ids": GenerateRequest(token_ids=TokenIds(ids=[1] * MANY)),
     "stop_token_ids": GenerateRequest(text="a", stop=StopConditions(stop_token_ids=range(MANY))),
