@@ -7,12 +7,14 @@ kill them.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from core.scheduling.block_pool import Column
@@ -81,6 +83,34 @@ async def test_min_tokens_and_log_probabilities_count_from_the_true_prompt(worke
     for one, other in zip(split.logprobs, alone.logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert len(one.top) == 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
+    "required": ["town", "size"],
+    "additionalProperties": False,
+}
+
+
+async def test_outputs_have_their_format_and_the_tokens_of_one_engine(workers: Workers) -> None:
+    form = {"json_schema": SCHEMA}
+    found = []
+    for names in (["decode-0"], ["prefill-0", "decode-1"]):
+        async with routed([workers[name] for name in names], local_prefill="never") as (client, _):
+            calls = [
+                client.complete(
+                    PROMPTS[place], TIMEOUT_S, max_tokens=60, output_format=form, **SAMPLINGS[place % len(SAMPLINGS)]
+                )
+                for place in range(10)
+            ]
+            found.append(await asyncio.gather(*calls))
+    alone, split = found
+    assert [answer.token_ids for answer in split] == [answer.token_ids for answer in alone]
+    ended = [answer for answer in split if answer.finish_reason == "stop"]
+    assert len(ended) >= 5
+    for answer in ended:
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
 
 
 async def test_cancelled_requests_leave_no_block_behind(workers: Workers) -> None:
