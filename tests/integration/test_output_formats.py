@@ -15,12 +15,15 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
+from core.errors import InvalidRequest
+from core.output_grammar import GrammarRow
 from core.request import Request, SamplingParams
 from router.serving.output_formats import format_grammar
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
 from tests.support.reference import CoLocatedEngine
+from text.grammars import GrammarReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,6 +153,31 @@ async def test_a_stream_whose_worker_dies_goes_on_within_its_format(
         assert finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert token_ids == expected(engine, prompt, "json_schema", **SAMPLED)
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+async def test_a_grammar_that_becomes_too_complex_ends_its_stream_alone(
+    deployment: Deployment, engine: CoLocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow, prompts = GrammarReader._follow, [prompt_of(20, seed) for seed in (5, 6)]
+    num_failed = 0
+
+    def fails_late(reader: GrammarReader, row: GrammarRow) -> Any:
+        nonlocal num_failed
+        view = row.sequence
+        if list(view.token_ids[:20]) == list(prompts[0]) and row.num_known + len(row.promised) >= 25:
+            num_failed += 1
+            raise InvalidRequest("output_format", "the grammar is too complex here")
+        return follow(reader, row)
+
+    monkeypatch.setattr(GrammarReader, "_follow", fails_late)
+    broken = asyncio.create_task(deployment.generate_all(ask(prompts[0], "regex", **SAMPLED)))
+    (other,) = await deployment.generate_all(ask(prompts[1], "regex", **SAMPLED))
+    with pytest.raises(grpc.aio.AioRpcError, match="output_format: the grammar is too complex here") as failed:
+        await broken
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert 1 <= num_failed <= 2, "at most the step that was planned ahead fails, too; nothing is tried again"
+    monkeypatch.undo()
+    assert other.token_ids == expected(engine, prompts[1], "regex", **SAMPLED)
 
 
 @pytest.mark.parametrize(
