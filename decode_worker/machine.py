@@ -263,6 +263,7 @@ class DecodeMachine:
         self.core.pool.arrive(blocks)
         sequence.block_table += blocks
         sequence.num_computed_tokens = sequence.num_tokens
+        self.core.scheduler.blocks.register_full_blocks(sequence)  # for the other choices of the call
         if done.first_token_id is None:
             self.core.scheduler.drop_blocks(sequence)
             return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off delivered no first token"))

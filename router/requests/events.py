@@ -25,8 +25,8 @@ from router.routing.policy import Candidate
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """One call, whose choices are admitted or refused together. The choices in `others` start after the first token of
-    `request`, when their common prompt is cached."""
+    """One call, whose choices are admitted or refused together. The choices in `others` start when the decode worker of
+    `request` has sent a token, and so has the KV of their common prompt."""
 
     request: Request
     arrived_at: float  # before tokenizing

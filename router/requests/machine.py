@@ -4,7 +4,8 @@
                         ^         |          |
                         +---------+----------+   a call failed with a retryable error
 
-Each choice of a call is a request here. The first choice starts at once; the others wait in QUEUE for its first token.
+Each choice of a call is a request here. The first choice starts at once. The others wait in QUEUE until its decode
+worker sends a token, and go to that worker, which has the KV of the prompt by then: a prompt moves once.
 
 Laws:
   1. Each request ends with exactly one Finish or Fail, at its deadline at the latest.
@@ -140,6 +141,7 @@ class RouterMachine:
 
     def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("wait", routed.request_id))
+        routed.preferred_worker = ""
         routed.timeline.enter(Stage.PREFILL, now)
         ttft_s = now - routed.arrived_at + candidate.first_token_s
         if routed.first_token_at is None:
@@ -185,6 +187,8 @@ class RouterMachine:
             if routed is not None:
                 routed.accept(index, token_id, logprobs.get(place))
                 accepting[call] = routed
+                if routed.held_choices:
+                    self._start_held_choices(routed, now)
         actions: list[RouterAction] = []
         for routed in accepting.values():
             self._deliver_new(routed, actions, now)
@@ -222,14 +226,16 @@ class RouterMachine:
                 self._on_first_token(routed, now)
 
     def _on_first_token(self, routed: RoutedRequest, now: float) -> None:
-        """An attempt has delivered its first new token. The other choices of the call may start now."""
+        """An attempt has delivered its first new token."""
         routed.attempts_without_token = 0
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
             routed.first_token_at, routed.has_streamed = now, True
+
+    def _start_held_choices(self, routed: RoutedRequest, now: float) -> None:
         for choice in self._take_held_choices(routed):
-            choice.has_streamed = True
+            choice.has_streamed, choice.preferred_worker = True, dispatch_of(routed).candidate.decode_worker
             self._enqueue(choice, now)
 
     def _take_held_choices(self, routed: RoutedRequest) -> list[RoutedRequest]:
@@ -258,6 +264,7 @@ class RouterMachine:
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
         actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
+        self._start_held_choices(routed, now)  # the first token may be the last one
         dispatch, slo_itl_s = dispatch_of(routed), 0.0
         decode = self.workers.get(dispatch.candidate.decode_worker)
         if decode is not None:
@@ -290,7 +297,7 @@ class RouterMachine:
         return actions
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
-        """Fail a request, and with it the choices that wait for its first token."""
+        """Fail a request, and with it the choices that wait for its decode worker."""
         actions = self._end_dispatch(routed, error, now)
         self._forget(routed, now)
         actions.append(events.Fail(routed.request_id, error, routed.timeline, tuple(routed.ended_attempts)))

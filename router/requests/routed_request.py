@@ -65,7 +65,8 @@ class RoutedRequest:
     queued_at: float = 0.0
     not_before: float = 0.0  # earliest time of the next dispatch
     failed_workers: frozenset[str] = frozenset()  # the next attempt avoids them
-    held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for the first token
+    held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for its decode worker
+    preferred_worker: str = ""  # a decode worker that has the KV of the prompt
     last_error: str = ""
     first_token_at: float | None = None
     predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token

@@ -104,6 +104,11 @@ class RoutingQuestion:
         # The last prompt token is always computed: the first output token is drawn from its logits.
         return self.num_tokens - cached_tokens or 1
 
+    @property
+    def num_full_block_tokens(self) -> int:
+        """Of the prompt, as decode workers cut it."""
+        return self.num_tokens // self.block_size * self.block_size
+
     def missing_blocks(self, cached_tokens: int) -> int:
         return -(-self.num_tokens // self.block_size) - cached_tokens // self.block_size
 

@@ -15,7 +15,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
-from router.routing.policy import Candidate, Option, Policy, RoutingQuestion
+from router.routing.policy import Candidate, Option, Policy, RoutingQuestion, alone
 from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
@@ -35,6 +35,7 @@ class WorkerTable:
         """`decision_timer` is entered around each decision."""
         self._config = config
         self._policy = policy
+        self.compared: Sequence[Candidate] = ()  # the candidates that the last `choose` compared, in no order
         self._decision_timer = decision_timer
         self._records: dict[str, WorkerRecord] = {}
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
@@ -199,16 +200,24 @@ class WorkerTable:
         """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
         return self._longest_request
 
-    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Candidate | None:
-        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
+    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "") -> Candidate | None:
+        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
+
+        `preferred` is a decode worker that has the KV of the prompt, which its reports may not say yet. It serves the
+        prompt alone if it has room and is not in `avoid`.
+        """
         with self._decision_timer:
             question = self._question(prompt, avoid, now)
-            return None if question is None else self._policy.choose(question)
-
-    @property
-    def compared(self) -> Sequence[Candidate]:
-        """The candidates that the last `choose` compared, in no order."""
-        return self._policy.compared
+            if question is None:
+                return None
+            for worker, _ in question.decode:
+                if worker.worker_id == preferred and preferred not in avoid:
+                    candidate = alone(question, worker, question.num_full_block_tokens)
+                    self.compared = (candidate,)
+                    return candidate
+            chosen = self._policy.choose(question)
+            self.compared = self._policy.compared
+            return chosen
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""

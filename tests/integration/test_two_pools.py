@@ -13,9 +13,10 @@ import pytest_asyncio
 
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
+from core.scheduling.block_pool import Column
 from model_files.catalogue import fetch
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 from tests.support.reference import CoLocatedEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,9 +133,33 @@ async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: 
     assert answer.token_ids == expected_tokens(engine, prompt, **sampling)
 
 
-async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deployment, engine: CoLocatedEngine) -> None:
-    from tests.support.deployment import make_request
+async def test_the_prompt_of_several_choices_moves_once_and_is_held_once(
+    deployment: Deployment, engine: CoLocatedEngine
+) -> None:
+    num_prompt, num_output = 1000, 24
+    prompt = prompt_of(num_prompt, seed=8)
+    request = make_request(token_ids=prompt, max_tokens=num_output, temperature=0.75, seed=7, n=4)
+    token_ids: list[list[int]] = [[] for _ in range(4)]
+    ends: dict[int, inference_pb2.Finished] = {}
+    held = 0
+    async for response in deployment.inference.Generate(request, timeout=60):
+        if response.HasField("finished"):
+            ends[response.finished.choice] = response.finished
+        else:
+            token_ids[response.tokens.choice] += response.tokens.token_ids
+            held = max(held, deployment.ledgers()[1][Column.HELD])
+    first, *others = (ends[choice] for choice in range(4))
+    assert first.transferred_bytes == -(-num_prompt // BLOCK) * engine.runner.layout.block_bytes
+    for end in others:
+        assert (end.transferred_bytes, end.path) == (0, inference_pb2.REQUEST_PATH_LOCAL)
+        assert end.usage.cached_tokens == num_prompt // BLOCK * BLOCK
+    own = -(-(num_prompt % BLOCK + num_output) // BLOCK) + 1  # of each choice, behind the full blocks of the prompt
+    assert num_prompt // BLOCK < held <= num_prompt // BLOCK + 4 * own
+    for choice in range(4):
+        assert token_ids[choice] == expected_tokens(engine, prompt, num_output, temperature=0.75, seed=7 + choice)
 
+
+async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deployment, engine: CoLocatedEngine) -> None:
     prompt = prompt_of(3 * BLOCK, seed=6)
     request = make_request(token_ids=prompt, max_tokens=10, temperature=0.75, seed=7, n=3)
     answers = await deployment.generate_all(request)

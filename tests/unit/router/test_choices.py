@@ -1,4 +1,4 @@
-"""The choices of a call (n > 1) are admitted or refused together. The others start after the first token."""
+"""The choices of a call (n > 1) are admitted or refused together. The others follow the first to its decode worker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,38 @@ def failed(router: DrivenRouter) -> dict[str, type]:
     return {action.request_id: type(action.error) for action in router.of(events.Fail)}
 
 
-def test_the_other_choices_start_after_the_first_token() -> None:
-    router = DrivenRouter()
+def test_the_other_choices_start_when_the_decode_worker_has_the_prompt_and_go_there() -> None:
+    router = DrivenRouter(decode=("D1", "D2"))
     router.arrive(request("a"), others=[request("b"), request("c")])
+    router.first_token(11, "a#1")  # of the prefill worker
     assert started(router) == ["a#1"]
-    router.first_token(11, "a#1")
+    worker = router.of(events.StartDecode)[0].worker_id
+    router.tokens(0, 11, dispatch="a#1")
     assert started(router) == ["a#1", "b#1", "c#1"]
-    router.first_token(12, "a#1", index=0)
+    for start in router.of(events.StartDecode)[1:]:
+        assert (start.worker_id, start.source) == (worker, None), "the prompt moves once"
+    assert len(router.of(events.StartPrefill)) == 1
+    router.tokens(1, 12, dispatch="a#1")
     assert len(started(router)) == 3
+
+
+def test_the_other_choices_go_elsewhere_if_that_worker_fails_them() -> None:
+    router = DrivenRouter(decode=("D1", "D2"))
+    router.arrive(request("a"), others=[request("b")])
+    router.first_token(11, "a#1")
+    router.tokens(0, 11, dispatch="a#1")
+    there = router.of(events.StartDecode)[1].worker_id
+    router.decode_fails(TransferFailed("once"), "b#1")
+    assert started(router) == ["a#1", "b#1", "b#2"]
+    assert router.of(events.StartDecode)[2].worker_id != there
+
+
+def test_the_other_choices_start_after_a_first_choice_of_one_token() -> None:
+    """The prefill worker ends it, and no decode worker ever speaks."""
+    router = DrivenRouter()
+    router.arrive(request("a", max_tokens=1), others=[request("b", max_tokens=1)])
+    router.first_token(11, "a#1", finish_reason=FinishReason.LENGTH)
+    assert started(router) == ["a#1", "b#1"]
 
 
 def test_a_call_is_admitted_or_refused_as_a_whole() -> None:
