@@ -107,6 +107,7 @@ soak: setup  ## Send 20,000 requests while one transport operation in ten fails,
 	$(BIN)/python -m tests.tools.soak
 	$(BIN)/python -m simulator --seeds 100..299
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow tests/vllm  # skipped without `make vllm`
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
 	$(BIN)/python -m tests.tools.explore --minutes $(or $(MINUTES),5)

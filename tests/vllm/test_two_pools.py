@@ -113,11 +113,16 @@ async def test_outputs_have_their_format_and_the_tokens_of_one_engine(workers: W
         jsonschema.validate(json.loads(answer.text), SCHEMA)
 
 
-async def test_cancelled_requests_leave_no_block_behind(workers: Workers) -> None:
+@pytest.mark.parametrize("num_requests", [60, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_cancelled_requests_leave_no_block_behind(workers: Workers, num_requests: int) -> None:
     """vLLM tells the use of its pool with a step, so one more request shows what the others have left."""
-    draws = random.Random(0)
+    draws, at_a_time = random.Random(0), asyncio.Semaphore(60)
 
     async def one(client: AsyncClient, number: int) -> None:
+        async with at_a_time:
+            await ask(client, number)
+
+    async def ask(client: AsyncClient, number: int) -> None:
         prompt, cancelled = prompt_of(1000 + number, draws.randint(40, 300)), number % 3 == 0
         async with client.stream(prompt, TIMEOUT_S, max_tokens=MAX_TOKENS, ignore_eos=True) as stream:
             limit = draws.uniform(0.0, 2.0) if cancelled else TIMEOUT_S
@@ -131,7 +136,7 @@ async def test_cancelled_requests_leave_no_block_behind(workers: Workers) -> Non
     pools = [workers["prefill-0"], workers["decode-0"]]
     async with routed(pools, local_prefill="never") as (client, router):
         view = router._shell.view  # type: ignore[union-attr]
-        await asyncio.gather(*(one(client, number) for number in range(60)))
+        await asyncio.gather(*(one(client, number) for number in range(num_requests)))
         await until(lambda: not view.num_in_flight, "the router has open requests", 30.0)
         await asyncio.sleep(LEASE_S + 2.0)
         most = {worker.name: 0 for worker in pools}
