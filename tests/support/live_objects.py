@@ -68,6 +68,7 @@ BOUNDED = (
     "core.scheduling.block_pool.",
     "core.deadlines.Deadlines._heap",
     "router.routing.policy.SecondsPolicy.compared",
+    "router.routing.workers.WorkerTable.compared",
     # The policy keeps the candidates of the last decision; choices that leak are found by themselves.
     "router.routing.policy.Candidate",
     "router.routing.prefix_index.",
