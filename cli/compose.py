@@ -156,6 +156,7 @@ def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement
         device=device,
         num_threads=config.num_threads or placement.num_threads,
         block_size=own_size or config.block_size,
+        speculation="off" if role is ServiceRole.PREFILL else config.speculation,  # it samples one token of a prompt
     )
 
 
@@ -211,7 +212,8 @@ def _worker_parts(
         address = agent.start()
         runner.start_background_work()
         pool = BlockPool(num_blocks)
-        scheduler = Scheduler(step, pool, runner.layout.block_size, runner.info.eos_token_ids)
+        eos = runner.info.eos_token_ids
+        scheduler = Scheduler(step, pool, runner.layout.block_size, eos, speculates=runner.proposes)
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
         core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
         machine = make_machine(core, TransferMachine(transfer, pool, address))

@@ -16,21 +16,31 @@ from core.step import SequenceView
 
 
 class GrammarRow(NamedTuple):
-    """A place where a token is drawn: behind `num_known` tokens of the sequence's list and the promised token."""
+    """Places where tokens are drawn: behind `num_known` tokens of the sequence's list and the promised token, and
+    behind each draft that follows."""
 
     sequence: SequenceView
     num_known: int
     promised: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 class Masks(NamedTuple):
-    """By sequence id. Token i may come next if bit i % 8 of byte i // 8 is set; each mask allows at least one."""
+    """By sequence id. Token i may come next if bit i % 8 of byte i // 8 is set; each mask allows at least one token.
 
-    allowed: Mapping[str, bytes] = MappingProxyType({})
+    A row with drafts has a mask for each of its places, up to the first draft that the grammar does not allow.
+    """
+
+    allowed: Mapping[str, tuple[bytes, ...]] = MappingProxyType({})
     failed: Mapping[str, TandemError] = MappingProxyType({})  # sequences whose grammar has become too complex
 
 
 class Grammars(Protocol):
     def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
         """Compute masks on another thread. The returned function waits for them, at most for some milliseconds each."""
+        ...
+
+    def forced_or_allowed(self, rows: Sequence[GrammarRow]) -> list[tuple[tuple[int, ...], bool]]:
+        """For each row: the tokens that its grammar forces here, and true; else its drafts, cut where the grammar
+        forbids one, and false. A row that fails has none."""
         ...

@@ -86,6 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0  # the least output before a stop token or a stop string
     grammar: str = ""  # that the output follows, as text/grammars.py reads it; "" = any output
+    speculation: bool = True  # whether steps may compute guessed tokens; changes no token
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -33,6 +33,9 @@ class ScheduledChunk(NamedTuple):
     If `samples` is true, the runner samples the token at position start + num_tokens. A promised chunk has one token:
     the token that the step before samples. That step is in flight or has just ended, so the runner takes the token from
     the output of that step. `token_ids[:start]` is complete.
+
+    `drafts` are guesses of the tokens behind the chunk. The runner computes them too, and samples one more token behind
+    each draft that equals the token sampled in its place. So the sampled tokens are those of a run without drafts.
     """
 
     sequence: SequenceView
@@ -40,19 +43,45 @@ class ScheduledChunk(NamedTuple):
     num_tokens: int
     samples: bool
     promised: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens and drafts: the slots that the step writes."""
+        return self.num_tokens + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step_id: int
     chunks: tuple[ScheduledChunk, ...]  # each sequence at most once
+    wants_proposals: bool = True  # else guesses would not pay in the next step
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(chunk.drafts) for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        """With drafts."""
+        return sum(chunk.num_rows for chunk in self.chunks)
 
 
 NO_FAILURES: Mapping[str, TandemError] = MappingProxyType({})
+
+
+FORCED_MATCH = 17  # of guesses that are all but certain
+
+
+class Proposal(NamedTuple):
+    """Guesses of the next tokens of a sequence."""
+
+    token_ids: tuple[int, ...] = ()
+    match: int = 1  # newest tokens of the sequence that are those before the place where the guesses come from
+
+
+NO_PROPOSAL = Proposal()
+NO_PROPOSALS: Mapping[str, Proposal] = MappingProxyType({})
 
 
 class SampledToken(NamedTuple):
@@ -63,15 +92,17 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled` has one token for each chunk with `samples`, by sequence id.
+    """`sampled` has the tokens of each chunk with `samples`, by sequence id: one, and one more for each right draft.
 
     `failed` has the sequences of the step that could not be computed. The other chunks of the step are complete.
+    `proposed` has guesses of the tokens behind the sampled ones, by sequence id.
     """
 
     step_id: int
-    sampled: Mapping[str, SampledToken]
+    sampled: Mapping[str, tuple[SampledToken, ...]]
     failed: Mapping[str, TandemError] = field(default_factory=lambda: NO_FAILURES)
     seconds: float | None = None  # that the engine took; None if nobody measured it
+    proposed: Mapping[str, Proposal] = field(default_factory=lambda: NO_PROPOSALS)
 
 
 class TokenEvent(NamedTuple):

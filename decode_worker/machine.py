@@ -92,6 +92,8 @@ class DecodeDone:
     num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
     num_blocks: int = 0  # of the sequence
     num_preemptions: int = 0
+    num_drafts: int = 0  # guessed tokens that steps have computed
+    num_right_drafts: int = 0  # ... and that were right
     record: CallRecord = field(default_factory=CallRecord)
 
 
@@ -331,6 +333,8 @@ class DecodeMachine:
             num_prompt_tokens=len(sequence.request.token_ids),
             num_blocks=-(-sequence.num_tokens // block_size),
             num_preemptions=sequence.num_preemptions,
+            num_drafts=sequence.num_drafts,
+            num_right_drafts=sequence.num_right_drafts,
             record=record,
         )
 

@@ -220,4 +220,6 @@ def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished
         kv_block_seconds=done.kv_block_seconds,
         num_moved_blocks=0 if done.pull is None else done.pull.num_blocks,
         num_skipped_blocks=done.num_skipped_blocks,
+        drafted_tokens=done.num_drafts,
+        accepted_drafts=done.num_right_drafts,
     )

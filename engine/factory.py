@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.config import EngineConfig
+from core.errors import ConfigError
 from core.output_grammar import Grammars
+from engine.drafting import Lookup
 from engine.fake_runner import FakeRunner
 from engine.runner import Runner, StepLimits
 from model_files.model_source import SourceKind, resolve_model
@@ -20,16 +22,20 @@ def build_runner(
 ) -> Runner:
     """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`.
 
-    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, and takes no grammars.
+    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, takes no grammars, and
+    proposes no drafts.
     """
+    drafter = None if config.speculation == "off" else Lookup()
     if resolve_model(config.model, cache_dir).kind is SourceKind.FAKE:
-        return FakeRunner.from_config(config, grammars)
+        return FakeRunner.from_config(config, grammars, drafter)
     from engine.backend import choose_device
 
     if choose_device(config.device).type == "cuda" and config.kernels == "auto":
         from engine.gpu.runner import GpuRunner
 
+        if config.speculation == "lookup":
+            raise ConfigError("[engine] speculation = lookup: the engine on a GPU computes no guessed tokens; use auto")
         return GpuRunner(config, cache_dir, limits=limits, share=gpu_share)
     from engine.torch_runner import TorchRunner
 
-    return TorchRunner(config, cache_dir, grammars=grammars)
+    return TorchRunner(config, cache_dir, grammars=grammars, drafter=drafter)

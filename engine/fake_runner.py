@@ -26,6 +26,7 @@ from core.model_info import ModelInfo
 from core.output_grammar import Grammars
 from core.request import Request
 from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
+from engine.drafting import Drafter, Proposer
 from engine.sampling import Sampler
 from engine.step_queue import NOTHING_COMPUTED, Computed, PromisedTokens, StepQueue, tokens_of
 from model_files.builtin_configs import FAKE_CONFIGS
@@ -38,7 +39,14 @@ _SHIFT = np.uint64(29)
 class FakeRunner:
     """`info` and `layout` set the size; `FakeRunner.from_config` makes both for a spec such as fake:tiny."""
 
-    def __init__(self, info: ModelInfo, layout: KVLayout, num_blocks: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        layout: KVLayout,
+        num_blocks: int,
+        grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.info = info
         self.layout = layout
         self.num_blocks = num_blocks
@@ -49,10 +57,14 @@ class FakeRunner:
         self._closed = False
         self._grammars = grammars
         self.takes_grammars = grammars is not None
+        self.proposes = drafter is not None
+        self._proposer = Proposer(drafter, grammars)
         self._steps = StepQueue(self._prepare, self._compute)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, grammars: Grammars | None = None) -> FakeRunner:
+    def from_config(
+        cls, config: EngineConfig, grammars: Grammars | None = None, drafter: Drafter | None = None
+    ) -> FakeRunner:
         """Raises `ConfigError` if kv_memory_mb holds no block, `ModelNotFound` for an unknown spec."""
         source = resolve_model(config.model)
         shape = FAKE_CONFIGS[source.config_name]
@@ -69,7 +81,7 @@ class FakeRunner:
         num_blocks = min((config.host_kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
-        return cls(info, layout, num_blocks, grammars)
+        return cls(info, layout, num_blocks, grammars, drafter)
 
     def _use_memory(self, memory: np.ndarray) -> None:
         """Keep the pool in these bytes. # uint8 [num_blocks * block_bytes]"""
@@ -107,12 +119,13 @@ class FakeRunner:
     def close(self) -> None:
         self._closed = True
 
-    def _prepare(self, step: StepPlan) -> tuple[ScheduledChunk, ...]:
+    def _prepare(self, step: StepPlan) -> StepPlan:
         assert not self._closed, "the runner is closed"
-        return step.chunks
+        return step
 
-    def _compute(self, chunks: tuple[ScheduledChunk, ...], promised: PromisedTokens) -> Computed:
+    def _compute(self, step: StepPlan, promised: PromisedTokens) -> Computed:
         assert not self._closed, "the runner is closed"
+        chunks = step.chunks
         logits = []
         for chunk in chunks:
             previous = self._read(chunk, chunk.start - 1, chunk.start)
@@ -120,12 +133,15 @@ class FakeRunner:
                 previous = slot_content(previous, token_id, position, self.layout.token_bytes)
                 self._write(chunk, position, previous)
             if chunk.samples:
-                logits.append(logits_after(self._read(chunk, 0, chunk.start + chunk.num_tokens), self.info.vocab_size))
+                first_end = chunk.start + chunk.num_tokens
+                ends = range(first_end, first_end + len(chunk.drafts) + 1)
+                logits += [logits_after(self._read(chunk, 0, end), self.info.vocab_size) for end in ends]
         if not logits:
             return NOTHING_COMPUTED
         sampler = Sampler(chunks, self.info.eos_token_ids)
         masks = sampler.begin_masks(self._grammars, promised)()
-        return Computed(sampler.sample(np.stack(logits), promised, masks=masks), masks.failed)
+        sampled = sampler.sample(np.stack(logits), promised, masks=masks)
+        return Computed(sampled, masks.failed, self._proposer.propose(step, promised, sampled))
 
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
@@ -199,4 +215,4 @@ def _drawn(
     view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
     chunk = ScheduledChunk(view, 0, len(token_ids), samples=True, promised=False)
     sampler = Sampler([chunk], eos_token_ids)
-    return sampler.sample(logits[None], masks=sampler.begin_masks(grammars)())[request.request_id].token_id
+    return sampler.sample(logits[None], masks=sampler.begin_masks(grammars)())[request.request_id][0].token_id

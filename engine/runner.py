@@ -46,6 +46,7 @@ class Runner(Protocol):
     num_blocks: int
     sizes: ModelSizes | None  # None: the runner has no model
     takes_grammars: bool  # else no sequence may have one
+    proposes: bool  # else no output has guesses of the next tokens
 
     def pool_address(self) -> int:
         """Address of block 0; block n begins n * layout.block_bytes later. Page-aligned, and constant."""

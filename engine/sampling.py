@@ -38,10 +38,18 @@ Draw = Callable[[np.ndarray, SamplingParams, int], int]
 
 
 class Sampler:
-    """Samples the tokens of one step. The constructor does everything that needs no logits."""
+    """Samples the tokens of one step. The constructor does everything that needs no logits.
+
+    A chunk with drafts has a row for its last token and for each draft: the row of draft i is a chunk of its own here,
+    which ends with this draft.
+    """
 
     def __init__(self, chunks: Iterable[ScheduledChunk], eos_token_ids: frozenset[int] = frozenset()) -> None:
-        self.chunks = [chunk for chunk in chunks if chunk.samples]
+        self._sampling = [chunk for chunk in chunks if chunk.samples]
+        self.chunks = self._sampling
+        self._has_drafts = any(chunk.drafts for chunk in self._sampling)
+        if self._has_drafts:
+            self.chunks = [row for chunk in self._sampling for row in _rows_of(chunk)]
         self._names = [chunk.sequence.sequence_id for chunk in self.chunks]
         samplings = [chunk.sequence.sampling for chunk in self.chunks]
         late = [row for row, sampling in enumerate(samplings) if sampling.min_tokens]
@@ -61,10 +69,10 @@ class Sampler:
             return lambda: NO_MASKS
         assert grammars is not None, "the worker has refused grammars"
         rows = []
-        for chunk in (self.chunks[row] for row in self._written):
-            view, start, num_tokens, _, is_promised = chunk
-            last = (promised[view.sequence_id],) if is_promised else ()
-            rows.append(GrammarRow(view, start + num_tokens - len(last), last))
+        for view, start, num_tokens, _, is_promised, drafts in self._sampling:
+            if view.sampling.grammar:
+                last = (promised[view.sequence_id],) if is_promised else ()
+                rows.append(GrammarRow(view, start + num_tokens - len(last), last, drafts))
         return grammars.begin(rows)
 
     def sample(
@@ -73,8 +81,8 @@ class Sampler:
         promised: PromisedTokens = NO_TOKENS,
         draw: Draw | None = None,
         masks: Masks = NO_MASKS,
-    ) -> dict[str, SampledToken]:
-        """One token for each chunk that samples, but for `masks.failed`; row i of `logits` belongs to chunk i of these.
+    ) -> dict[str, tuple[SampledToken, ...]]:
+        """The tokens of each chunk that samples, but for `masks.failed`; row i of `logits` belongs to chunk i of these.
 
         `promised` has the tokens of the promised chunks, `draw` replaces `draw_token`, and `masks` has what the
         grammars allow.
@@ -87,14 +95,24 @@ class Sampler:
         elif self._plain:
             for row, token_id in zip(self._plain, logits[self._plain].argmax(axis=-1).tolist(), strict=True):
                 token_ids[row] = token_id
-        sampled = dict(zip(self._names, map(SampledToken, token_ids), strict=True))
-        for row in self._others:
-            name = self._names[row]
-            if name in masks.failed:
-                del sampled[name]
-                continue
-            allowed = masks.allowed.get(name)
-            sampled[name] = self._sample_row(logits[row], row, token_ids[row], promised, draw, allowed)
+        if not self._others and not self._has_drafts:
+            return {name: (SampledToken(token_id),) for name, token_id in zip(self._names, token_ids, strict=True)}
+        sampled: dict[str, tuple[SampledToken, ...]] = {}
+        others = set(self._others)
+        for row, (name, chunk) in enumerate(zip(self._names, self.chunks, strict=True)):
+            before = sampled.get(name, ())
+            num_drafts = len(chunk.drafts)
+            if num_drafts and (len(before) < num_drafts or before[-1].token_id != chunk.drafts[-1]):
+                continue  # behind a draft that is not the token of its place
+            token = SampledToken(token_ids[row])
+            if row in others:
+                allowed = masks.allowed.get(name)
+                if name in masks.failed or (allowed is not None and len(allowed) <= num_drafts):
+                    continue
+                token = self._sample_row(
+                    logits[row], row, token_ids[row], promised, draw, None if allowed is None else allowed[num_drafts]
+                )
+            sampled[name] = (*before, token)
         return sampled
 
     def _sample_row(
@@ -116,10 +134,14 @@ class Sampler:
         return with_logprobs(logits, token_id, sampling.num_logprobs)
 
 
+def _rows_of(chunk: ScheduledChunk) -> list[ScheduledChunk]:
+    return [chunk._replace(drafts=chunk.drafts[:count]) for count in range(len(chunk.drafts) + 1)]
+
+
 def barred_tokens(chunk: ScheduledChunk, eos_token_ids: frozenset[int]) -> list[int]:
     """The tokens that would end the output before it has min_tokens tokens. Depends on the position alone."""
     view = chunk.sequence
-    if chunk.start + chunk.num_tokens - view.num_prompt_tokens >= view.sampling.min_tokens:
+    if chunk.start + chunk.num_rows - view.num_prompt_tokens >= view.sampling.min_tokens:
         return []
     return sorted(view.sampling.stop_tokens(eos_token_ids))
 
@@ -147,8 +169,8 @@ def choose(
     barred: Sequence[int] = (),
     allowed: bytes | None = None,
 ) -> int:
-    """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
-    view, position = chunk.sequence, chunk.start + chunk.num_tokens
+    """The token behind the chunk and its drafts. # logits: float32 [vocab], left unchanged"""
+    view, position = chunk.sequence, chunk.start + chunk.num_rows
     if is_plain(view.sampling):
         return choose_at(logits, view.sampling, position, barred, draw, allowed)
     token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from core.errors import TandemError
 from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT
-from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import NO_FAILURES, NO_PROPOSALS, Proposal, SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.runner import StepDropped
 
 Inputs = TypeVar("Inputs")
@@ -24,8 +24,9 @@ NO_TOKENS: PromisedTokens = {}
 class Computed(NamedTuple):
     """Like `StepOutput`, which adds the id of the step."""
 
-    sampled: Mapping[str, SampledToken]
+    sampled: Mapping[str, tuple[SampledToken, ...]]
     failed: Mapping[str, TandemError] = NO_FAILURES
+    proposed: Mapping[str, Proposal] = NO_PROPOSALS
 
 
 NOTHING_COMPUTED = Computed({})
@@ -72,7 +73,8 @@ class StepQueue(Generic[Inputs]):
             raise
         finally:
             self._steps.popleft()
-        return StepOutput(step.plan.step_id, *self._before)
+        sampled, failed, proposed = self._before
+        return StepOutput(step.plan.step_id, sampled, failed, proposed=proposed)
 
 
 def _promised_tokens(plan: StepPlan, before: Computed) -> PromisedTokens:
@@ -80,7 +82,7 @@ def _promised_tokens(plan: StepPlan, before: Computed) -> PromisedTokens:
     promised: dict[str, int] = {}
     for name in (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.promised):
         if name in before.sampled:
-            promised[name] = before.sampled[name].token_id
+            promised[name] = before.sampled[name][-1].token_id
         elif name in before.failed:
             promised[name] = 0
         else:
@@ -92,11 +94,11 @@ def _without_failed(plan: StepPlan, failed_before: Mapping[str, TandemError], co
     """A sequence that failed in the step before fails in this step too, because this step was planned ahead."""
     names = [chunk.sequence.sequence_id for chunk in plan.chunks]
     failed = {name: failed_before[name] for name in names if name in failed_before}
-    sampled = {name: token for name, token in computed.sampled.items() if name not in failed}
-    return Computed(sampled, {**computed.failed, **failed})
+    sampled = {name: tokens for name, tokens in computed.sampled.items() if name not in failed}
+    return Computed(sampled, {**computed.failed, **failed}, computed.proposed)
 
 
 def tokens_of(chunk: ScheduledChunk, promised: PromisedTokens) -> Sequence[int]:
-    """The tokens that the chunk computes."""
-    view, start, num_tokens, _, is_promised = chunk
-    return [promised[view.sequence_id]] if is_promised else view.token_ids[start : start + num_tokens]
+    """The tokens that the chunk computes, with its drafts."""
+    view, start, num_tokens, _, is_promised, drafts = chunk
+    return [promised[view.sequence_id]] if is_promised else [*view.token_ids[start : start + num_tokens], *drafts]

@@ -13,6 +13,7 @@ from core.errors import ConfigError
 from core.output_grammar import Grammars
 from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.backend import choose_backend, sorted_error
+from engine.drafting import Drafter, Proposer
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import KVPool, num_blocks_within
 from engine.loading import ModelSetup, load_model
@@ -22,7 +23,7 @@ from engine.step_inputs import InputPreparer, PreparedStep
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
 
-_StepInputs = tuple[PreparedStep, Sampler]
+_StepInputs = tuple[StepPlan, PreparedStep, Sampler]
 
 
 class TorchRunner:
@@ -34,6 +35,7 @@ class TorchRunner:
         cache_dir: Path | None = None,
         on_progress: Progress | None = None,
         grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
         if setup.layout.has_scales:
@@ -46,6 +48,8 @@ class TorchRunner:
         self._draw = backend.draw
         self._grammars = grammars
         self.takes_grammars = grammars is not None
+        self.proposes = drafter is not None
+        self._proposer = Proposer(drafter, grammars)
         self._steps = StepQueue(self._prepare, self._compute)
         self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
         self._model: Model | None = load_model(
@@ -88,13 +92,13 @@ class TorchRunner:
     def _prepare(self, step: StepPlan) -> _StepInputs:
         try:
             with torch.inference_mode():  # a setting of each thread
-                return self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
+                return step, self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
         except RuntimeError as error:
             raise sorted_error(error) from error
 
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> Computed:
         assert self._model is not None, "the runner is closed"
-        prepared, sampler = inputs
+        step, prepared, sampler = inputs
         masks_of = sampler.begin_masks(self._grammars, promised)
         try:
             with torch.inference_mode():
@@ -105,4 +109,5 @@ class TorchRunner:
         except RuntimeError as error:
             raise sorted_error(error) from error
         masks = masks_of()
-        return Computed(sampler.sample(logits.numpy(), promised, self._draw, masks), masks.failed)
+        sampled = sampler.sample(logits.numpy(), promised, self._draw, masks)
+        return Computed(sampled, masks.failed, self._proposer.propose(step, promised, sampled))

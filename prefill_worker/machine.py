@@ -188,7 +188,7 @@ class PrefillMachine:
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
-        first_token_id = output.sampled[chunk.sequence.sequence_id].token_id if chunk.samples else None
+        first_token_id = output.sampled[chunk.sequence.sequence_id][-1].token_id if chunk.samples else None
         blocks = enumerate(chunk.sequence.block_table[:num_ready])
         offered = self.transfers.owner.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
         return self._agent_actions(offered)

@@ -132,6 +132,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
         router_id=call.router_id,
         tenant=request.tenant,
         grammar=sampling.grammar,
+        no_speculation=not sampling.speculation,
     )
 
 
@@ -141,6 +142,7 @@ def decode_sampling(
     logprobs: int | None,
     defaults: dict[str, int],
     grammar: str = "",
+    speculation: bool = True,
 ) -> SamplingParams:
     """The sampling of a request. `defaults` has values for max_tokens and seed, used for fields that are not set.
 
@@ -164,6 +166,7 @@ def decode_sampling(
         num_logprobs=logprobs,
         logit_bias=dict(wire.logit_bias),
         grammar=grammar,
+        speculation=speculation,
     )
 
 
@@ -178,7 +181,9 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         request_id=wire.request_id,
         token_ids=token_ids,
         num_prompt_tokens=wire.num_prompt_tokens,
-        sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}, wire.grammar),
+        sampling=decode_sampling(
+            wire.sampling, wire.stop, logprobs, {"max_tokens": 0}, wire.grammar, not wire.no_speculation
+        ),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
         tenant=wire.tenant,

@@ -11,13 +11,14 @@ and each new token from *all* previous slots, as attention does. It reads the sl
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 
 from core.errors import TandemError
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.sequence import Sequence
-from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import NO_FAILURES, Proposal, SampledToken, ScheduledChunk, StepOutput, StepPlan
 
 VOCAB_SIZE = 64
 EOS_TOKEN_IDS = frozenset({0})
@@ -67,9 +68,11 @@ class Memory:
 
     has_content = True
 
-    def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
-        """`garbage`: seed of the content of unwritten memory; differs for each start of each worker."""
+    def __init__(self, num_blocks: int, block_size: int, garbage: int, draft_accuracy: float = 0.0) -> None:
+        """`garbage`: seed of the content of unwritten memory; differs for each start of each worker.
+        `draft_accuracy`: see `WorkerSpec`."""
         self.block_size = block_size
+        self._draft_accuracy, self._guesses = draft_accuracy, random.Random(garbage)
         self._newest = StepOutput(-1, {})
         self._blocks = [
             [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
@@ -87,7 +90,9 @@ class Memory:
     def run(self, plan: StepPlan, failing: Mapping[str, TandemError] = NO_FAILURES) -> StepOutput:
         """Compute a step, as a Runner does. The chunks of `failing` sequences, and of those that failed in the step
         before, get wrong slots."""
-        sampled, failed = {}, {}
+        sampled: dict[str, tuple[SampledToken, ...]] = {}
+        failed: dict[str, TandemError] = {}
+        proposed: dict[str, Proposal] = {}
         failing = {**self._newest.failed, **failing}
         for chunk in plan.chunks:
             sequence_id = chunk.sequence.sequence_id
@@ -98,26 +103,54 @@ class Memory:
             self._compute(chunk)
             if chunk.samples:
                 sampled[sequence_id] = self._sample(chunk)
-        self._newest = StepOutput(plan.step_id, sampled, failed)
+                if self._draft_accuracy:
+                    proposed[sequence_id] = self._propose(chunk, sampled[sequence_id])
+        self._newest = StepOutput(plan.step_id, sampled, failed, proposed=proposed)
         return self._newest
 
     def _spoil(self, chunk: ScheduledChunk) -> None:
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+        for position in range(chunk.start, chunk.start + chunk.num_rows):
             block = chunk.sequence.block_table[position // self.block_size]
             self._blocks[block][position % self.block_size] = mix(_ROOT, position)
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            promised = self._newest.sampled[chunk.sequence.sequence_id] if chunk.promised else None
-            slot = mix(slot, chunk.sequence.token_ids[position] if promised is None else promised.token_id)
+        view, start = chunk.sequence, chunk.start
+        if chunk.promised:
+            token_ids = [self._newest.sampled[view.sequence_id][-1].token_id]
+        else:
+            token_ids = [*view.token_ids[start : start + chunk.num_tokens], *chunk.drafts]
+        for position, token_id in enumerate(token_ids, start):
+            slot = mix(slot, token_id)
             block = chunk.sequence.block_table[position // self.block_size]
             self._blocks[block][position % self.block_size] = slot
 
-    def _sample(self, chunk: ScheduledChunk) -> SampledToken:
-        folded = _fold(self._slot(chunk, position) for position in range(chunk.start + chunk.num_tokens))
-        wanted = chunk.sequence.sampling.num_logprobs is not None
-        return SampledToken(_token_from(folded, chunk.sequence.sampling.seed), logprob=-1.0 if wanted else None)
+    def _sample(self, chunk: ScheduledChunk) -> tuple[SampledToken, ...]:
+        sampling, end = chunk.sequence.sampling, chunk.start + chunk.num_tokens
+        folded = _fold(self._slot(chunk, position) for position in range(end))
+        logprob = None if sampling.num_logprobs is None else -1.0
+        sampled = [SampledToken(_token_from(folded, sampling.seed), logprob)]
+        for position, guess in enumerate(chunk.drafts, end):
+            if guess != sampled[-1].token_id:
+                break
+            folded = mix(folded, self._slot(chunk, position))
+            sampled.append(SampledToken(_token_from(folded, sampling.seed), logprob))
+        return tuple(sampled)
+
+    def _propose(self, chunk: ScheduledChunk, sampled: tuple[SampledToken, ...]) -> Proposal:
+        """Guesses of the tokens behind the sampled ones: the right ones, some of them spoilt."""
+        chance, view = self._guesses, chunk.sequence
+        end = chunk.start + chunk.num_tokens + len(sampled) - 1
+        slot = self._slot(chunk, end - 1)
+        folded = _fold(self._slot(chunk, position) for position in range(end))
+        guesses: list[int] = []
+        token_id = sampled[-1].token_id
+        for _ in range(chance.randrange(6)):
+            slot = mix(slot, token_id)
+            folded = mix(folded, slot)
+            token_id = _token_from(folded, view.sampling.seed)
+            guesses.append(token_id if chance.random() < self._draft_accuracy else (token_id + 1) % VOCAB_SIZE)
+        return Proposal(tuple(guesses), match=8)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
@@ -132,5 +165,5 @@ class BlankMemory(Memory):
         self.block_size = block_size
 
     def run(self, plan: StepPlan, failing: Mapping[str, TandemError] = NO_FAILURES) -> StepOutput:
-        sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
+        sampled = {chunk.sequence.sequence_id: (OUTPUT_TOKEN,) for chunk in plan.chunks if chunk.samples}
         return StepOutput(plan.step_id, sampled, failing)

@@ -95,6 +95,8 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         verify_digests=calm or chance.random() < 0.7,
     )
     workers = _workers(chance, calm, transfer)
+    accuracy = (0.0, 0.6, 0.95)[seed % 3]
+    workers = tuple(replace(w, draft_accuracy=accuracy if w.role is ServiceRole.DECODE else 0.0) for w in workers)
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     prefixes = [_tokens(chance, chance.randint(8, largest // 3)) for _ in range(4)]
     return Scenario(

@@ -53,7 +53,8 @@ class SimulatedExecutor:
     def _start(self) -> None:
         world, spec, plan = self._world, self._spec, self._steps[0]
         noise = self._noise.lognormvariate(0.0, spec.step_noise) if spec.step_noise else 1.0
-        duration = spec.step_cost.seconds(work_of(plan)) * noise
+        duration = spec.step_cost.seconds(work_of(plan.chunks)) + spec.step_cost.sequence_s * plan.num_drafts
+        duration *= noise
         self.busy_s += duration
         if world.chance(spec.step_failure):
             world.counts["failed step"] += 1
@@ -100,7 +101,7 @@ class SimulatedExecutor:
         block_size = self._spec.layout.block_size
         written: set[int] = set()
         for chunk in plan.chunks:
-            first, last = chunk.start // block_size, (chunk.start + chunk.num_tokens - 1) // block_size
+            first, last = chunk.start // block_size, (chunk.start + chunk.num_rows - 1) // block_size
             for block in chunk.sequence.block_table[first : last + 1]:
                 held = self._pool.column_of(block) is Column.HELD
                 if block in written or self._pool.num_leases(block) or not held:

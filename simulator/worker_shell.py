@@ -61,7 +61,11 @@ class WorkerShell:
         self._used_sum, self._num_samples = 0.0, 0
         self.pool = BlockPool(spec.num_blocks)
         block_size = spec.layout.block_size
-        memory = Memory(spec.num_blocks, block_size, incarnation) if spec.has_content else BlankMemory(block_size)
+        memory = (
+            Memory(spec.num_blocks, block_size, incarnation, spec.draft_accuracy)
+            if spec.has_content
+            else BlankMemory(block_size)
+        )
         name = f"{spec.worker_id}@{incarnation:04x}"
         self.agent = SimulatedAgent(name, self.pool, memory, spec, self.post)
         self.executor = SimulatedExecutor(world, spec, self.pool, memory, self.post)

@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     priority: int
     request_id: str
     user: str
+    speculation: bool
     output_format: Mapping[str, Any] | inference_pb2.OutputFormat  # e.g. {"json_schema": {...}}, {"choices": ["a"]}
 
 

@@ -53,6 +53,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # of the prompt, found in a prefix cache
+    drafted_tokens: int = 0  # guesses that the decode worker computed
+    accepted_drafts: int = 0  # ... and that were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
         finish_reason=FINISH_REASONS[end.finish_reason],
         stop_match=end.stop_match,
-        usage=Usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_tokens),
+        usage=Usage(**{name: getattr(end.usage, name) for name in Usage.__dataclass_fields__}),
         timings=Timings(**{name: getattr(end.timings, name) for name in Timings.__dataclass_fields__}),
         path=PATHS[end.path],
         promise=Promise(promise.ttft_ms, promise.tpot_ms, PATHS[promise.path]) if end.HasField("promise") else None,

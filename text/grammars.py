@@ -15,9 +15,10 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import accumulate, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from core.errors import InvalidRequest, TandemError
 from core.output_grammar import GrammarRow, Masks
+from core.scheduling.drafts import MAX_DRAFTS
 from core.step import SequenceView
 from text.tokenizer import ModelTokenizer
 
@@ -108,16 +110,58 @@ class GrammarReader:
             if len(one.behind) > 1:
                 one.matcher.consume_tokens(one.behind)
             one.behind = []
-        masks = np.empty((len(found), -(-self._tokenizer.vocab_size // 32)), np.uint32)
-        places = [(one.matcher, place) for place, one in enumerate(found.values())]
-        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
-        allowed: dict[str, bytes] = {}
-        for (name, one), mask in zip(found.items(), masks, strict=True):
+        masks_of = self._masks_with_drafts if any(row.drafts for row in rows) else self._masks_without_drafts
+        allowed: dict[str, tuple[bytes, ...]] = {}
+        for (name, one), masks in zip(found.items(), masks_of(found, rows), strict=True):
             if one.matcher.is_error():
                 failed[name] = _refused(one.matcher)
             else:
-                allowed[name] = mask.tobytes()
+                allowed[name] = masks
         return Masks(allowed, failed)
+
+    def _masks_without_drafts(self, found: Mapping[str, _Matcher], _: Sequence[GrammarRow]) -> list[tuple[bytes, ...]]:
+        masks = np.empty((len(found), self._mask_words), np.uint32)
+        places = [(one.matcher, place) for place, one in enumerate(found.values())]
+        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+        return [(mask.tobytes(),) for mask in masks]
+
+    def _masks_with_drafts(self, found: Mapping[str, _Matcher], rows: Sequence[GrammarRow]) -> list[tuple[bytes, ...]]:
+        drafts = [list(row.drafts) for row in rows if row.sequence.sequence_id in found]
+        ends = list(accumulate(len(guesses) + 1 for guesses in drafts))
+        masks = np.zeros((ends[-1], self._mask_words), np.uint32)  # 0: behind a draft that is not allowed
+        places = [
+            (one.matcher, end - len(guesses) - 1, guesses)
+            for one, end, guesses in zip(found.values(), ends, drafts, strict=True)
+        ]
+        self._executor.unsafe_compute_mask_ptr_with_draft_token(places, masks.ctypes.data, masks.strides[0], len(masks))
+        written = [
+            list(takewhile(np.any, masks[end - len(guesses) - 1 : end]))
+            for end, guesses in zip(ends, drafts, strict=True)
+        ]
+        return [tuple(mask.tobytes() for mask in of_row) for of_row in written]
+
+    @property
+    def _mask_words(self) -> int:
+        return -(-int(self._tokenizer.vocab_size) // 32)
+
+    def forced_or_allowed(self, rows: Sequence[GrammarRow]) -> list[tuple[tuple[int, ...], bool]]:
+        return self._masks.submit(lambda: [self._continue(row) for row in rows]).result()
+
+    def _continue(self, row: GrammarRow) -> tuple[tuple[int, ...], bool]:
+        try:
+            found = self._follow(row)
+        except InvalidRequest:  # the masks of the next step say it
+            return (), False
+        matcher = found.matcher
+        if found.behind:
+            matcher.consume_tokens(found.behind)
+            found.behind = []
+        if matcher.is_error() or matcher.is_stopped():
+            return (), False
+        forced = matcher.compute_ff_tokens()
+        if forced:
+            return tuple(forced[:MAX_DRAFTS]), True
+        return row.drafts[: matcher.validate_tokens(list(row.drafts))] if row.drafts else (), False
 
     def _follow(self, row: GrammarRow) -> _Matcher:
         """The matcher of the row's sequence, with the tokens that it has not consumed."""
@@ -127,7 +171,7 @@ class GrammarReader:
         if found is None or found.num_consumed > num_output:
             found = self._matchers[view] = _Matcher(self._compile(view.sampling.grammar).deep_copy())
         first = view.num_prompt_tokens + found.num_consumed
-        behind = [*view.token_ids[first : row.num_known], *row.promised]
+        behind = [*view.token_ids[first : row.num_known], *row.promised[max(0, first - row.num_known) :]]
         found.behind = [] if found.matcher.is_stopped() else behind  # an output that has ended may only end again
         found.num_consumed = num_output
         return found

@@ -91,7 +91,7 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
         for error in masks.failed.values():
             logger.warning("an output ends early: %s", error)
         chosen = [
-            row.end if row.name in masks.failed else row.choose(found, masks.allowed.get(row.name))
+            row.end if row.name in masks.failed else row.choose(found, masks.allowed.get(row.name, (None,))[0])
             for row, found in zip(rows, on_host, strict=True)
         ]
         logits[places] = -float("inf")

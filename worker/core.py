@@ -188,13 +188,19 @@ class WorkerCore:
 
         The caller ends the calls in `output.failed`.
         """
-        if (plan := self.scheduler.oldest_step) is not None:
-            self.open_calls.counts.record(len(plan.chunks))
+        plan = self.scheduler.oldest_step
+        assert plan is not None, "no step is in flight"
+        self.open_calls.counts.record(len(plan.chunks))
         events = self.scheduler.complete_step(output)
         work = self._step_works.pop(0)
         if not output.failed:  # a step that runs short of memory is computed in several parts
             # The loop may have stood still over two steps; then the second one seems to take no time.
-            self.record_step(work, now - self.step_started_at if output.seconds is None else output.seconds)
+            seconds = now - self.step_started_at if output.seconds is None else output.seconds
+            if plan.num_drafts:
+                self.scheduler.record_drafts(plan, work, seconds)
+                self.stats.record(work, seconds)
+            else:
+                self.record_step(work, seconds)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
@@ -229,7 +235,7 @@ class WorkerCore:
             if timeline.stage is Stage.QUEUE:
                 self.enter(sequence.sequence_id, Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
-        self._step_works.append(work := work_of(plan))
+        self._step_works.append(work := work_of(plan.chunks))
         self.stats.num_sequences, self.stats.num_tokens = len(plan.chunks), _num_tokens(work)
         if planned is not Planned.AHEAD:
             self._on_step_started(now)
@@ -289,6 +295,8 @@ class WorkerCore:
             flop_use=stats.flop_use,
             bandwidth_use=stats.bandwidth_use,
             slo_itl_s=self.scheduler.config.slo_itl_ms / 1e3,
+            num_drafts=self.scheduler.num_drafts,
+            num_right_drafts=self.scheduler.num_right_drafts,
         )
 
     def claims(self) -> list[Claim]:

@@ -35,7 +35,7 @@ def warm_up(
     """Run the steps and feed the fit. `max_tokens` bounds the prompt. Raises the error of a step."""
     ends_at = clock() + TIME_LIMIT_S
     for number, step in enumerate(_steps(block_size, num_blocks, max_tokens)):
-        work = work_of(step)
+        work = work_of(step.chunks)
         # Nothing is known before the first two steps, and they are short.
         if number >= len(FIRST_CHUNKS) and clock() + costs.cost.seconds(work) > ends_at:
             continue

@@ -37,7 +37,9 @@ class SleepingRunner(FakeRunner):
         step = self._submitted.popleft()
         time.sleep(self._step_s)
         token = SampledToken(token_id_at(time.monotonic()))
-        return StepOutput(step.step_id, {chunk.sequence.sequence_id: token for chunk in step.chunks if chunk.samples})
+        return StepOutput(
+            step.step_id, {chunk.sequence.sequence_id: (token,) for chunk in step.chunks if chunk.samples}
+        )
 
 
 def token_id_at(now: float) -> int:

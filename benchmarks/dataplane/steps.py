@@ -29,7 +29,7 @@ def measure(report: Report, repeats: int) -> None:
 def step_cost_s(num_sequences: int) -> float:
     """CPU seconds of `schedule` and `complete_step` together, per step; the best of several samples."""
     scheduler = decoding(num_sequences)
-    output = {f"s{index}": SampledToken(7) for index in range(num_sequences)}
+    output = {f"s{index}": (SampledToken(7),) for index in range(num_sequences)}
     plan = scheduler.schedule()
     best = float("inf")
     for _ in range(NUM_SAMPLES):

@@ -58,6 +58,8 @@ class EngineConfig:
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
     kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
+    # auto | lookup | off: whether a decode step may compute guessed tokens; changes no token; auto = lookup on a CPU
+    speculation: str = "auto"
     peak_tflops: float = (
         0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
     )
@@ -85,6 +87,14 @@ class EngineConfig:
         require(
             re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
             f"device must be auto, cpu, cuda or cuda:N: {self.device}",
+        )
+        require(
+            self.speculation in ("auto", "lookup", "off"),
+            f"speculation must be auto, lookup or off: {self.speculation}",
+        )
+        require(
+            self.name == "tandem" or self.speculation != "lookup",
+            "speculation = lookup is not for workers with vLLM inside; [vllm] args has options of vLLM",
         )
         require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
         require(

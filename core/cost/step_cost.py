@@ -3,8 +3,8 @@
     step = step_s + decodes x sequence_s + decode context x context_s
            + prefill tokens x token_s + attended pairs x pair_s
 
-A *decode* is a chunk of one token. The decode context is the number of tokens that all decodes attend to. A *pair* is
-one prefill token and one token at or before it in the same sequence.
+A *decode* is a chunk of one token. The decode context is the number of tokens that all decodes attend to.
+A *pair* is one prefill token and one token at or before it in the same sequence.
 
 Schedulers size their steps with it, routers price requests with it, and the simulator has it in place of a model. A
 worker fits its own (`core/cost/step_cost_fit.py`).
@@ -12,10 +12,11 @@ worker fits its own (`core/cost/step_cost_fit.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from core.step import StepPlan
+from core.step import ScheduledChunk
 
 
 class StepWork(NamedTuple):
@@ -27,10 +28,11 @@ class StepWork(NamedTuple):
     attended_pairs: float
 
 
-def work_of(plan: StepPlan) -> StepWork:
+def work_of(chunks: Iterable[ScheduledChunk]) -> StepWork:
+    """The work of a step without its drafts, which have a price of their own (core/scheduling/drafts.py)."""
     num_decodes = context = num_tokens = 0
     pairs = 0.0
-    for _, start, length, _, _ in plan.chunks:
+    for _, start, length, _, _, _ in chunks:
         if length == 1:
             num_decodes += 1
             context += start + 1

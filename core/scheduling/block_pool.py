@@ -96,7 +96,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and evictable cached ones."""
-        return len(self._free) + len(self._freed) + len(self._cached)
+        return self.num_free + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing, not even a cached prefix."""
+        return len(self._free) + len(self._freed)
 
     def ledger(self) -> dict[Column, int]:
         """Number of blocks in each column; sums to `num_blocks`."""

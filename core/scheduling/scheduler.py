@@ -28,16 +28,25 @@ One step may be planned ahead, while another is in flight. It counts on the toke
        in flight ends a sequence, the result of the step ahead is dropped, as after an abort.
     5. No sequence is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
 
+A runner may propose guesses of the next tokens:
+
+    6. A sequence in decode may compute guessed tokens, its drafts, in what the step has left of tokens, time and free
+       blocks, as far as core/scheduling/drafts.py expects more tokens per second. Drafts are no tokens of the sequence:
+       those that turn out right become tokens when the step ends, up to the first that ends the sequence. While a step
+       with drafts is in flight, or a step would gain by drafts, no step is planned ahead.
+
 A sequence that ends while a step contains it keeps its blocks until the step ends: the runner may still write to them.
 A sequence that could not be computed ends like that, and its blocks enter no prefix cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from core.config import SchedulerConfig
-from core.cost.step_cost import StepCost
+from core.cost.step_cost import StepCost, StepWork
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
 from core.scheduling.block_pool import BlockPool
@@ -48,7 +57,7 @@ from core.scheduling.sequence_blocks import SequenceBlocks
 from core.scheduling.sequence_queues import SequenceQueues
 from core.scheduling.step_budget import StepBudget
 from core.scheduling.step_planner import Draft, StepPlanner
-from core.step import StepOutput, StepPlan, TokenEvent
+from core.step import NO_PROPOSAL, Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -59,14 +68,21 @@ _new_tuple = tuple.__new__
 class _StepInFlight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]  # of the chunks, in order
+    has_drafts: bool
 
 
 class Scheduler:
     """Decides each step. Owns the added sequences and their blocks."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, block_size: int, eos_token_ids: frozenset[int]
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        speculates: bool = True,
     ) -> None:
+        """`speculates`: false if the runner proposes nothing."""
         assert config.max_running > 0, "the sizes are automatic: see SchedulerConfig.on_device"
         self.config = config
         self.pool = pool
@@ -80,6 +96,10 @@ class Scheduler:
         self._admitted: list[Sequence] = []  # by the newest step
         self._in_flight: list[_StepInFlight] = []  # oldest first
         self._next_step_id = 0
+        self._speculates = speculates
+        self._has_proposals = False  # the newest output had some
+        self.num_drafts = 0  # guessed tokens that steps have computed
+        self.num_right_drafts = 0  # ... and that were right
         self.num_prefilled_tokens = 0  # in chunks of more than one token
         self.num_released_blocks = 0  # that became available when a sequence ended
 
@@ -151,6 +171,13 @@ class Scheduler:
 
     # ---- steps
 
+    def record_drafts(self, plan: StepPlan, work: StepWork, seconds: float) -> None:
+        """Learn the price of drafts from a step with some. `work`: without them."""
+        if work.prefill_tokens:
+            return  # what the prompts took is not known well enough
+        cost, known_s = self.step_cost, self.step_cost.seconds(work)
+        self._planner.row_costs.record(work.num_decodes, plan.num_drafts, seconds - known_s, cost.sequence_s)
+
     @property
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
@@ -174,6 +201,8 @@ class Scheduler:
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
         planner, draft = self._planner, Draft(StepBudget(self.config.max_batched_tokens))
+        if self._in_flight and (self._in_flight[0].has_drafts or (self._has_proposals and planner.gains_by_waiting())):
+            return None
         self.queues.prompts.set_cost(planner.step_cost)
         planner.is_ahead = bool(self._in_flight)
         if not (planner.plan_decodes(draft) and planner.plan_prompts(draft, admit_before)):
@@ -184,9 +213,11 @@ class Scheduler:
                 planner.admit(draft, admit_before)
         if not draft.chunks:
             return None
+        if self._has_proposals and not self._in_flight:
+            planner.add_drafts(draft)
         self._admitted = draft.admitted
-        plan = StepPlan(self._next_step_id, tuple(draft.chunks))
-        self._in_flight.append(_StepInFlight(plan, draft.sequences))
+        plan = StepPlan(self._next_step_id, tuple(draft.chunks), self._speculates and planner.can_gain_by_drafts(draft))
+        self._in_flight.append(_StepInFlight(plan, draft.sequences, self._has_proposals and plan.num_drafts > 0))
         self._next_step_id += 1
         return plan
 
@@ -201,12 +232,14 @@ class Scheduler:
         A sequence in `output.failed` ends with ERROR, without an event.
         """
         assert self._in_flight, "no step is in flight"
-        plan, sequences = self._in_flight[0]
+        plan, sequences, _ = self._in_flight[0]
         assert plan.step_id == output.step_id, "another step is in flight"
         del self._in_flight[0]
-        block_size, sampled, failed = self.block_size, output.sampled, output.failed
+        block_size, sampled, failed, proposed = self.block_size, output.sampled, output.failed, output.proposed
+        has_news = self._has_proposals or proposed
+        self._has_proposals = bool(proposed)
         events: list[TokenEvent] = []
-        for sequence, (view, start, num_tokens, samples, _) in zip(sequences, plan.chunks, strict=True):
+        for sequence, (view, start, num_tokens, samples, _, drafts) in zip(sequences, plan.chunks, strict=True):
             end = sequence.num_computed_tokens = start + num_tokens
             has_failed = failed and view.sequence_id in failed
             if num_tokens > 1 and not has_failed:
@@ -218,13 +251,16 @@ class Scheduler:
             if has_failed:
                 self._finish(sequence, FinishReason.ERROR)
                 continue
+            if drafts:
+                events += self._take_several(sequence, sampled[view.sequence_id], len(drafts), proposed)
+                continue
             if end // block_size != sequence.num_registered_blocks:
                 self.blocks.register_full_blocks(sequence)
             if sequence.num_counted_tokens:
                 self.queues.update_counts(sequence)
             if not samples:
                 continue
-            token = sampled[view.sequence_id]
+            (token,) = sampled[view.sequence_id]
             token_ids = sequence.token_ids
             token_ids.append(token.token_id)
             reason = None
@@ -232,7 +268,33 @@ class Scheduler:
                 reason = sequence.finish_reason_after(token.token_id, self.eos_token_ids)
                 assert reason is not None
                 self._finish(sequence, reason)
+            elif has_news:
+                self._planner.chances.learn(sequence, (token.token_id,), proposed.get(view.sequence_id, NO_PROPOSAL))
             events.append(_new_tuple(TokenEvent, (view.sequence_id, end - view.num_prompt_tokens, token, reason)))
+        return events
+
+    def _take_several(
+        self, sequence: Sequence, sampled: Items[SampledToken], num_drafts: int, proposed: Mapping[str, Proposal]
+    ) -> list[TokenEvent]:
+        """Take the tokens of a chunk with drafts, up to the first that ends the sequence."""
+        name, events = sequence.sequence_id, []
+        for token in sampled:
+            index = len(sequence.token_ids) - sequence.request.num_prompt_tokens
+            sequence.token_ids.append(token.token_id)
+            reason = sequence.finish_reason_after(token.token_id, self.eos_token_ids)
+            events.append(TokenEvent(name, index, token, reason))
+            if reason is not None:
+                break
+        sequence.num_computed_tokens = sequence.num_planned_tokens = len(sequence.token_ids) - 1
+        self.blocks.register_full_blocks(sequence)
+        for count in (sequence, self):
+            count.num_drafts += num_drafts
+            count.num_right_drafts += len(events) - 1
+        self._planner.chances.learn(
+            sequence, [event.token.token_id for event in events], proposed.get(name, NO_PROPOSAL)
+        )
+        if reason is not None:
+            self._finish(sequence, reason)
         return events
 
     def fail_step(self) -> list[Sequence]:
@@ -301,11 +363,13 @@ class Scheduler:
         assert len(self.running) <= self.config.max_running
         assert all(sequence.block_table for sequence in self.running)
         in_flight: dict[Sequence, int] = {}
-        for plan, sequences in self._in_flight:
+        for plan, sequences, _ in self._in_flight:
             for sequence, chunk in zip(sequences, plan.chunks, strict=True):
                 at = in_flight.get(sequence, sequence.num_computed_tokens)
                 assert chunk.start == at
                 assert chunk.sequence is sequence.view
+                assert chunk.start + chunk.num_rows <= len(sequence.block_table) * self.block_size
+                assert not chunk.drafts or len(self._in_flight) == 1
                 in_flight[sequence] = at + chunk.num_tokens
         for sequence in self.queues.by_id.values():
             computed, planned = sequence.num_computed_tokens, sequence.num_planned_tokens

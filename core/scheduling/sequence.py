@@ -18,7 +18,7 @@ from core.block_hash import FullBlock, extend_full_blocks, root_hash
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.block_pool import PrefixBlock
-from core.step import SequenceView
+from core.step import NO_PROPOSAL, Proposal, SequenceView
 
 Rank = tuple[int, int]  # (priority, order of arrival); a smaller tuple ranks higher
 
@@ -37,6 +37,11 @@ class Sequence:
     num_registered_blocks: int = 0  # leading blocks that come from the prefix cache or were registered in it
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    proposal: Proposal = NO_PROPOSAL  # this and the next two belong to core/scheduling/drafts.py
+    proposed_at: int = 0  # the number of tokens that the proposal goes behind
+    draft_luck: float = 0.0  # how much more often its guesses were right lately than those of others
+    num_drafts: int = 0  # guesses that steps have computed
+    num_right_drafts: int = 0  # ... and that were right
     arrived_at: float = 0.0  # time of arrival at this worker
     sequence_id: str = field(init=False)
     rank: Rank = field(init=False)

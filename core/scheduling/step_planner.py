@@ -6,17 +6,20 @@
     take_back                       if that would take a preemption
     plan_running_and_preempt        rule 2
     admit                           rule 3: waiting sequences by rank
+    add_drafts                      rule 6
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import chain
 
 from core.config import SchedulerConfig
-from core.cost.step_cost import PRIOR, StepCost, StepWork
+from core.cost.step_cost import PRIOR, StepCost, StepWork, work_of
 from core.scheduling.block_pool import BlockPool
+from core.scheduling.drafts import MAX_DRAFTS, DraftChances, RowCosts, choose_drafts, has_proposal
 from core.scheduling.preemption import Preemption
 from core.scheduling.sequence import Rank, Sequence, by_rank
 from core.scheduling.sequence_blocks import SequenceBlocks
@@ -63,6 +66,8 @@ class StepPlanner:
         self.block_size = preemption.block_size
         self.waiting, self.running = queues.waiting, queues.running
         self._preemption = preemption
+        self.chances = DraftChances()
+        self.row_costs = RowCosts()
         self.is_ahead = False  # the step is planned while another is in flight
         self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
         self.step_limit_s = LIMIT_SHARE * config.slo_itl_ms / 1e3  # of a step while sequences wait for a next token
@@ -84,7 +89,7 @@ class StepPlanner:
             context += end
             if end > len(sequence.block_table) * block_size:
                 growing.append(sequence)
-            chunks.append(_new_tuple(ScheduledChunk, (sequence.view, start, 1, True, wanted == 0)))
+            chunks.append(_new_tuple(ScheduledChunk, (sequence.view, start, 1, True, wanted == 0, ())))
             sequences.append(sequence)
         # The newest token of a prompt that was just computed is no decode that a client waits for.
         is_waited_for = any(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
@@ -186,6 +191,60 @@ class StepPlanner:
             draft.budget.take_prompt(num_tokens, start)
         draft.add(sequence, num_tokens)
         self.queues.take(sequence, start, num_tokens)
+
+    def gains_by_waiting(self) -> bool:
+        """Whether the next step would have drafts if it were planned at the end of the step in flight."""
+        decodes = [sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_planned_tokens <= 1]
+        proposals = [sequence for sequence in decodes if has_proposal(sequence)]
+        if not proposals:
+            return False
+        work = StepWork(len(decodes), sum(sequence.num_tokens for sequence in decodes), 0, 0.0)
+        limits = [min(MAX_DRAFTS, len(sequence.proposal.token_ids)) for sequence in proposals]
+        return any(self._num_drafts(proposals, limits, len(decodes), work, self.step_limit_s))
+
+    def can_gain_by_drafts(self, draft: Draft) -> bool:
+        """Whether another step like this one would take drafts that are certain to be right."""
+        work = work_of(draft.chunks)
+        num_samples = sum(chunk.samples for chunk in draft.chunks)
+        row_s = self.row_costs.row_s(work.num_decodes, self.step_cost.sequence_s)
+        return any(choose_drafts([[1.0] * MAX_DRAFTS], num_samples, self.step_cost.seconds(work), row_s, math.inf))
+
+    def add_drafts(self, draft: Draft) -> None:
+        """Give decodes with guesses the rows that they gain by, of what the step has left. Takes only free blocks."""
+        budget, block_size = draft.budget, self.block_size
+        places, limits = [], []
+        for place, (sequence, chunk) in enumerate(zip(draft.sequences, draft.chunks, strict=True)):
+            if not has_proposal(sequence) or chunk.num_tokens != 1 or not chunk.samples:
+                continue
+            end = chunk.start + 1
+            num_slots = len(sequence.block_table) * block_size - end
+            if num_slots < MAX_DRAFTS and self.pool.num_free > len(self.running):
+                num_slots += block_size
+            limit = min(MAX_DRAFTS, len(sequence.proposal.token_ids), num_slots, sequence.max_num_tokens - end - 1)
+            if limit > 0:
+                places.append(place)
+                limits.append(limit)
+        if not places:
+            return
+        work = work_of(draft.chunks)
+        spare_s = budget.seconds if budget.cost is not None else self.step_limit_s
+        sequences = [draft.sequences[place] for place in places]
+        num_samples = sum(chunk.samples for chunk in draft.chunks)
+        counts = self._num_drafts(sequences, limits, num_samples, work, spare_s)
+        for place, sequence, count in zip(places, sequences, counts, strict=True):
+            count = min(count, budget.num_tokens)
+            end = draft.chunks[place].start + 1 + count
+            if count and self.blocks.grow(sequence, end):
+                budget.take_decodes(count)
+                draft.chunks[place] = draft.chunks[place]._replace(drafts=sequence.proposal.token_ids[:count])
+
+    def _num_drafts(
+        self, sequences: list[Sequence], limits: list[int], num_tokens: int, work: StepWork, spare_s: float
+    ) -> list[int]:
+        cost = self.step_cost
+        chances = [self.chances.of(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        row_s = self.row_costs.row_s(work.num_decodes, cost.sequence_s)
+        return choose_drafts(chances, num_tokens, cost.seconds(work), row_s, spare_s)
 
     def take_back(self, draft: Draft) -> None:
         """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""

@@ -83,6 +83,8 @@ class WorkerLoad:
     flop_use: float = 0.0  # share of the peak in recent steps; 0 = not known
     bandwidth_use: float = 0.0  # share of the peak in recent steps; 0 = not known
     slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
+    num_drafts: int = 0  # guessed tokens that steps have computed since the start
+    num_right_drafts: int = 0  # ... and that were right
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class GpuRunner:
         self.info = setup.info
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
+        self.proposes = False
         self.takes_grammars = False  # a step is launched before the tokens are known that its masks depend on
         self.device_seconds = 0.0
         self._device = device
@@ -244,7 +245,7 @@ class GpuRunner:
             self.device_seconds = step.ended.seconds_since(step.begun)
         except Exception as error:
             raise _sorted(error) from error
-        return Computed(sampled)
+        return Computed(_alone(sampled))
 
     def _compute_after(self, step: _Step, error: Exception) -> Computed:
         """Compute a step whose launch has failed in parts, if memory was missing."""
@@ -275,7 +276,7 @@ class GpuRunner:
         ended.wait()
         self.device_seconds = ended.seconds_since(begun)
         step.error = None
-        return Computed(sampled, failed)
+        return Computed(_alone(sampled), failed)
 
     def _marked(self) -> Mark:
         with self._queue.computing():
@@ -296,6 +297,11 @@ class GpuRunner:
             return {} if rows is None else computer.sampler.collect(rows)
         except Exception as error:  # noqa: BLE001 - sorted and raised, without the tensors of the launch
             raise _sorted(error) from None
+
+
+def _alone(sampled: Mapping[str, SampledToken]) -> dict[str, tuple[SampledToken, ...]]:
+    """This runner proposes no drafts, so it samples one token of each sequence."""
+    return {name: (token,) for name, token in sampled.items()}
 
 
 def _sorted(error: Exception) -> Exception:

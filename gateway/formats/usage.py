@@ -35,8 +35,15 @@ class UsageSum:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": self._predictions(),
         }
         return usage | self._tandem()
+
+    def _predictions(self) -> dict[str, int]:
+        """Guessed tokens, under OpenAI's names."""
+        drafted = sum(end.usage.drafted_tokens for end in self._finished.values())
+        accepted = sum(end.usage.accepted_drafts for end in self._finished.values())
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
     def responses(self) -> dict[str, Any]:
         """As responses have it."""

@@ -45,6 +45,7 @@ class GenerationFields(Schema):
     repetition_penalty: float | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    speculation: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -108,7 +109,7 @@ def stop_of(body: GenerationFields, max_tokens: int | None) -> StopConditions:
 
 def common_request(body: GenerationFields, max_tokens: int | None, model: str, request_id: str) -> GenerateRequest:
     """The gRPC request without its prompt."""
-    return GenerateRequest(
+    request = GenerateRequest(
         model=model,
         sampling=sampling_of(body),
         stop=stop_of(body, max_tokens),
@@ -117,6 +118,9 @@ def common_request(body: GenerationFields, max_tokens: int | None, model: str, r
         request_id=request_id,
         user=body.user or "",
     )
+    if body.speculation is not None:
+        request.speculation = body.speculation
+    return request
 
 
 def stream_warnings(body: SamplingFields) -> list[str]:

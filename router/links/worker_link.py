@@ -326,6 +326,8 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         kv_block_seconds=wire.kv_block_seconds,
         num_moved_blocks=wire.num_moved_blocks,
         num_skipped_blocks=wire.num_skipped_blocks,
+        drafted_tokens=wire.drafted_tokens,
+        accepted_drafts=wire.accepted_drafts,
     )
 
 

@@ -65,6 +65,8 @@ def _steps(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
     yield Metric.WORKER_BUSY_SECONDS, load.busy_seconds, labels
     yield Metric.WORKER_PREFILLED_TOKENS, load.num_prefilled_tokens, labels
     yield Metric.WORKER_SAMPLED_TOKENS, load.num_sampled_tokens, labels
+    yield Metric.WORKER_DRAFTS, load.num_drafts, labels
+    yield Metric.WORKER_RIGHT_DRAFTS, load.num_right_drafts, labels
     yield Metric.WORKER_FLOP, load.flop, labels
     yield Metric.WORKER_MEMORY_BYTES, load.memory_bytes, labels
     if load.flop_use:  # else the peak is not known, or no step has run

@@ -130,6 +130,8 @@ class DecodeResult:
     kv_block_seconds: float = 0.0
     num_moved_blocks: int = 0
     num_skipped_blocks: int = 0
+    drafted_tokens: int = 0  # guesses that the worker computed
+    accepted_drafts: int = 0  # ... and that were right
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,8 @@ class ChoiceStream:
                 prompt_tokens=outcome.num_prompt_tokens,
                 completion_tokens=len(self.token_ids),
                 cached_tokens=outcome.cached_tokens,
+                drafted_tokens=0 if decode is None else decode.drafted_tokens,
+                accepted_drafts=0 if decode is None else decode.accepted_drafts,
             ),
             timings=phase_timings(outcome, now - self.arrived_at),
             prefill_worker=candidate.prefill_worker or candidate.decode_worker,

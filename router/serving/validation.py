@@ -74,6 +74,7 @@ def prepare(
         wire.logprobs if wire.HasField("logprobs") else None,
         {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
         grammar,
+        wire.speculation if wire.HasField("speculation") else True,
     )
     first = Request(
         f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt,

@@ -78,6 +78,8 @@ class Metric(Enum):
     WORKER_BUSY_SECONDS = "tandem_worker_busy_seconds_total"
     WORKER_PREFILLED_TOKENS = "tandem_worker_prefilled_tokens_total"
     WORKER_SAMPLED_TOKENS = "tandem_worker_sampled_tokens_total"
+    WORKER_DRAFTS = "tandem_worker_drafted_tokens_total"
+    WORKER_RIGHT_DRAFTS = "tandem_worker_accepted_drafts_total"
     WORKER_FLOP = "tandem_worker_flop_total"
     WORKER_MEMORY_BYTES = "tandem_worker_memory_bytes_total"
     WORKER_FLOP_USE = "tandem_worker_flop_utilisation_ratio"
@@ -244,6 +246,8 @@ METRICS: dict[Metric, Description] = {
     Metric.WORKER_BUSY_SECONDS: Description(Kind.TOTAL, "Time that a worker spent in steps", WORKER),
     Metric.WORKER_PREFILLED_TOKENS: Description(Kind.TOTAL, "Prompt tokens that a worker computed", WORKER),
     Metric.WORKER_SAMPLED_TOKENS: Description(Kind.TOTAL, "Tokens that a worker sampled", WORKER),
+    Metric.WORKER_DRAFTS: Description(Kind.TOTAL, "Guessed tokens that a worker computed", WORKER),
+    Metric.WORKER_RIGHT_DRAFTS: Description(Kind.TOTAL, "Guessed tokens of a worker that were right", WORKER),
     Metric.WORKER_FLOP: Description(
         Kind.TOTAL, "Floating-point operations of the model in the steps of a worker, by its sizes; 0 for a fake "
         "model", WORKER,

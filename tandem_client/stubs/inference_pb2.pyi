@@ -151,7 +151,7 @@ class OutputFormat(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "logprobs", "n", "cache_salt", "priority", "request_id", "parse_special_tokens", "min_interval_ms", "user", "output_format")
+    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "logprobs", "n", "cache_salt", "priority", "request_id", "parse_special_tokens", "min_interval_ms", "user", "output_format", "speculation")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class GenerateRequest(_message.Message):
     MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatPrompt
@@ -182,7 +183,8 @@ class GenerateRequest(_message.Message):
     min_interval_ms: int
     user: str
     output_format: OutputFormat
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., parse_special_tokens: _Optional[bool] = ..., min_interval_ms: _Optional[int] = ..., user: _Optional[str] = ..., output_format: _Optional[_Union[OutputFormat, _Mapping]] = ...) -> None: ...
+    speculation: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., parse_special_tokens: _Optional[bool] = ..., min_interval_ms: _Optional[int] = ..., user: _Optional[str] = ..., output_format: _Optional[_Union[OutputFormat, _Mapping]] = ..., speculation: _Optional[bool] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("token_id", "logprob", "token")
@@ -219,14 +221,18 @@ class TokenChunk(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_drafts")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_drafts: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
 
 class PhaseTimings(_message.Message):
     __slots__ = ("tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "first_token_ms", "transfer_ms", "transfer_exposed_ms", "decode_ms", "total_ms")

@@ -210,7 +210,7 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar", "no_speculation")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,7 @@ class SequenceRequest(_message.Message):
     PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NO_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     sampling: _inference_pb2.SamplingParams
@@ -235,7 +236,8 @@ class SequenceRequest(_message.Message):
     packed_token_ids: bytes
     tenant: str
     grammar: str
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
+    no_speculation: bool
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")
@@ -343,7 +345,7 @@ class StepTokens(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages")
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +358,8 @@ class DecodeFinished(_message.Message):
     NUM_MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SKIPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
     queue_ms: float
@@ -368,7 +372,9 @@ class DecodeFinished(_message.Message):
     num_moved_blocks: int
     num_skipped_blocks: int
     stages: _containers.RepeatedCompositeFieldContainer[StageSpan]
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_drafts: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router_id",)
@@ -425,7 +431,7 @@ class PathReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -464,6 +470,8 @@ class LoadReport(_message.Message):
     FLOP_USE_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_USE_FIELD_NUMBER: _ClassVar[int]
     SLO_ITL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RIGHT_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -502,7 +510,9 @@ class LoadReport(_message.Message):
     flop_use: float
     bandwidth_use: float
     slo_itl_s: float
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ...) -> None: ...
+    num_drafts: int
+    num_right_drafts: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_right_drafts: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")

@@ -39,6 +39,7 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
         cache_salt=request.cache_salt,
         priority=request.priority,
         user=request.tenant,
+        speculation=request.sampling.speculation,
     )
     (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None, GRAMMARS).choices
     tenant = request.tenant or request.cache_salt

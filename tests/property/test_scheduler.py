@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def assert_tokens_come_in_time(self, plan: StepPlan) -> None:
         """A step with sequences that wait for their next token keeps its limit, unless it takes few prompt tokens."""
         if any(c.num_tokens == 1 and c.start >= c.sequence.num_prompt_tokens for c in plan.chunks):
-            work = work_of(plan)
+            work = work_of(plan.chunks)
             one_token_s = self.scheduler.step_cost.seconds(StepWork(1, BLOCK_SIZE * self.pool.num_blocks, 0, 0.0))
             in_time = self.scheduler.step_cost.seconds(work) <= self.scheduler.step_limit_s + one_token_s
             assert in_time or work.prefill_tokens <= MIN_PROMPT_TOKENS
@@ -341,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if offers:
             self.offer_finished_prompts(computed_part(plan, failed))
         sampled = {
-            c.sequence.sequence_id: SampledToken(draw.choice(TOKENS))
+            c.sequence.sequence_id: (SampledToken(draw.choice(TOKENS)),)
             for c in computed_part(plan, failed).chunks
             if c.samples
         }
@@ -356,7 +356,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(self.sequences[name].finish_reason is FinishReason.ERROR for name in failed - aborted)
         assert {event.sequence_id for event in events} == sampled.keys() - aborted
         for event in events:
-            self.assert_token_counts_once(event, before[event.sequence_id], sampled[event.sequence_id])
+            self.assert_token_counts_once(event, before[event.sequence_id], *sampled[event.sequence_id])
         ended = {event.sequence_id for event in events if event.finish_reason is not None} | aborted | failed
         self.forget_those_that_left([self.sequences[name] for name in ended])
 

@@ -85,8 +85,8 @@ class DrivenWorker:
         assert self.plans, "no step is in flight"
         plan = self.plans.pop(0)
         sampled = {
-            chunk.sequence.sequence_id: SampledToken(
-                tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)
+            chunk.sequence.sequence_id: (
+                SampledToken(tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)),
             )
             for chunk in plan.chunks
             if chunk.samples and chunk.sequence.sequence_id not in failed

@@ -34,6 +34,7 @@ SAMPLING: dict[str, st.SearchStrategy[object]] = {
     "num_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
     "logit_bias": st.dictionaries(TOKEN_IDS, float32(-100, 100), max_size=8),
     "grammar": st.just("") | st.text(max_size=8),
+    "speculation": st.booleans(),
 }
 
 

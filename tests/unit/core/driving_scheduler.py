@@ -79,7 +79,7 @@ class Driven:
         """`failed`: sequences whose chunks were not computed."""
         failures = {name: OutOfDeviceMemory("no memory") for name in failed}
         sampled = {
-            chunk.sequence.sequence_id: SampledToken(self.next_token)
+            chunk.sequence.sequence_id: (SampledToken(self.next_token),)
             for chunk in plan.chunks
             if chunk.samples and chunk.sequence.sequence_id not in failures
         }

@@ -100,4 +100,4 @@ def test_work_counts_decodes_context_prompt_tokens_and_pairs() -> None:
     driven = decoding()
     driven.add("long", range(1, 601), arrival=1)
     driven.step()
-    assert work_of(driven.begin()) == StepWork(1, 4, 69, 69 * (69 + 34.5))
+    assert work_of(driven.begin().chunks) == StepWork(1, 4, 69, 69 * (69 + 34.5))

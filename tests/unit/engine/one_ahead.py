@@ -102,7 +102,7 @@ class OneAhead:
             if not chunk.samples or not found:
                 continue
             (live,) = found
-            live.view.token_ids.append(output.sampled[live.request.request_id].token_id)  # type: ignore[attr-defined]
+            live.view.token_ids.append(output.sampled[live.request.request_id][0].token_id)  # type: ignore[attr-defined]
             if len(live.output) == live.request.sampling.max_tokens:
                 answers[live.request.request_id] = live.output
                 self._end(live)

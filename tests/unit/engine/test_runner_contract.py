@@ -80,7 +80,7 @@ def test_a_sequence_continues_from_copied_blocks_under_another_block_table(runne
     pool[[9, 5, 7]] = pool[[0, 1, 2]]
     pool[[0, 1, 2]] = 255
     output = run_step(runner, StepPlan(1, (_chunk(token_ids, last - 1, 1, [9, 5, 7]),)))
-    assert output.sampled["a"].token_id == one_shot[1]
+    assert output.sampled["a"][0].token_id == one_shot[1]
 
 
 @pytest.mark.parametrize("leftover", [0, 7, 255])
@@ -89,18 +89,18 @@ def test_old_bytes_in_later_slots_change_no_token(runner: Runner, one_shot: list
     for slots in _slots(runner):
         slots[2, :, 13:] = slots[3, :, 5:] = leftover  # floats with every byte 255 are NaN
     chunks = (_chunk([*PROMPT, one_shot[0]], 45, 1, [0, 1, 2]), _chunk(PROMPT[:6], 5, 1, [3], name="b"))
-    assert run_step(runner, StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
+    assert run_step(runner, StepPlan(1, chunks)).sampled["a"][0].token_id == one_shot[1]
 
 
 @pytest.mark.parametrize("position", [0, 20, 44])
 def test_wrong_bytes_in_one_slot_change_the_next_token(runner: Runner, position: int) -> None:
     chunk = _chunk([*PROMPT, 5], 45, 1, [0, 1, 2], num_logprobs=3)
     run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
-    before = run_step(runner, StepPlan(1, (chunk,))).sampled["a"]
-    assert run_step(runner, StepPlan(2, (chunk,))).sampled["a"] == before
+    (before,) = run_step(runner, StepPlan(1, (chunk,))).sampled["a"]
+    assert run_step(runner, StepPlan(2, (chunk,))).sampled["a"] == (before,)
     for slots in _slots(runner):
         slots[position // 16, :, position % 16] = 60
-    assert run_step(runner, StepPlan(3, (chunk,))).sampled["a"].top_logprobs != before.top_logprobs
+    assert run_step(runner, StepPlan(3, (chunk,))).sampled["a"][0].top_logprobs != before.top_logprobs
 
 
 def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
@@ -135,7 +135,7 @@ def test_sampled_tokens_depend_on_seed_and_position_only(runner: Runner) -> None
 
 def test_logprobs_are_those_of_the_raw_logits(runner: Runner) -> None:
     chunk = _chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=5, logit_bias={9: 100.0})
-    token = run_step(runner, StepPlan(0, (chunk,))).sampled["a"]
+    (token,) = run_step(runner, StepPlan(0, (chunk,))).sampled["a"]
     assert token.token_id == 9
     logprobs = [logprob for _, logprob in token.top_logprobs]
     assert len(logprobs) == 5
@@ -187,8 +187,8 @@ def test_a_bfloat16_runner_stores_kv_in_bfloat16() -> None:
     assert runner.layout.dtype == "bfloat16"
     exact = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1))
     step = StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=20),))
-    rounded = dict(run_step(runner, step).sampled["a"].top_logprobs)
-    for token_id, logprob in run_step(exact, step).sampled["a"].top_logprobs[:5]:
+    rounded = dict(run_step(runner, step).sampled["a"][0].top_logprobs)
+    for token_id, logprob in run_step(exact, step).sampled["a"][0].top_logprobs[:5]:
         assert rounded[token_id] == pytest.approx(logprob, abs=0.1)
 
 

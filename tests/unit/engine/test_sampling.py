@@ -160,13 +160,13 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
         c.sequence.sequence_id: Sampler([c]).sample(rows[i : i + 1])[c.sequence.sequence_id]
         for i, c in enumerate(chunks)
     }
-    assert together["0"].token_id == rows[0].argmax()
-    assert together["2"].token_id == 7
+    assert together["0"][0].token_id == rows[0].argmax()
+    assert together["2"][0].token_id == 7
 
 
 def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
-    token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"]
+    token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"][0]
     expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum())
     assert token.token_id == 4
     assert token.logprob == pytest.approx(expected[4], abs=1e-5)
@@ -176,8 +176,8 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
 
 
 def test_no_logprobs_are_returned_unless_requested() -> None:
-    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"].logprob is None
-    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"]
+    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"][0].logprob is None
+    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"][0]
     assert only_chosen.logprob is not None
     assert only_chosen.top_logprobs == ()
 
@@ -195,7 +195,7 @@ def test_before_min_tokens_no_token_that_ends_the_output_is_drawn(options: dict[
             Sampler(
                 [chunk(params(seed=seed, stop_token_ids=frozenset({3}), **options, **more), tokens, 2)], frozenset({4})
             )
-            .sample(logits[None])["a"]
+            .sample(logits[None])["a"][0]
             .token_id
             for seed in range(50)
         }
@@ -210,7 +210,7 @@ def test_before_min_tokens_no_token_that_ends_the_output_is_drawn(options: dict[
 def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
     sampling = params(temperature=0.0, num_logprobs=1, min_tokens=2)
     best = int(LOGITS.argmax())
-    token = Sampler([chunk(sampling)], frozenset({best})).sample(LOGITS[None])["a"]
+    token = Sampler([chunk(sampling)], frozenset({best})).sample(LOGITS[None])["a"][0]
     assert token.token_id != best
     assert token.top_logprobs[0][0] == best
 
@@ -218,10 +218,10 @@ def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
 # ---- masks of a grammar
 
 
-def mask_of(*token_ids: int) -> bytes:
+def mask_of(*token_ids: int) -> tuple[bytes, ...]:
     bits = np.zeros(len(LOGITS), np.uint8)
     bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").tobytes()
+    return (np.packbits(bits, bitorder="little").tobytes(),)
 
 
 @given(allowed=st.sets(st.integers(0, 49), min_size=1), seed=st.integers(0, 9))
@@ -231,17 +231,17 @@ def test_a_masked_token_is_that_of_logits_without_the_others(allowed: set[int], 
         sampling = params(**options, seed=seed, grammar="any", presence_penalty=1.5)
         one = chunk(sampling, [1, 2, 3])
         masks = Masks({"a": mask_of(*allowed)})
-        found = Sampler([one]).sample(LOGITS[None], masks=masks)["a"].token_id
+        found = Sampler([one]).sample(LOGITS[None], masks=masks)["a"][0].token_id
         adjusted = adjust(masked, sampling, [1, 2, 3], 1)
         assert found == choose_at(adjusted, sampling, 3)
         assert found in allowed
 
 
 def test_log_probabilities_are_those_of_the_model_behind_a_mask_too() -> None:
-    plain = Sampler([chunk(params(temperature=0.0, num_logprobs=2))]).sample(LOGITS[None])["a"]
+    plain = Sampler([chunk(params(temperature=0.0, num_logprobs=2))]).sample(LOGITS[None])["a"][0]
     (least,) = [int(LOGITS.argmin())]
     written = chunk(params(temperature=0.0, num_logprobs=2, grammar="any"))
-    token = Sampler([written]).sample(LOGITS[None], masks=Masks({"a": mask_of(least)}))["a"]
+    token = Sampler([written]).sample(LOGITS[None], masks=Masks({"a": mask_of(least)}))["a"][0]
     assert token.token_id == least
     assert token.top_logprobs == plain.top_logprobs
 
@@ -250,8 +250,8 @@ def test_the_least_output_gives_way_to_a_grammar_that_allows_nothing_but_the_end
     sampling = params(temperature=0.0, grammar="any", min_tokens=5)
     eos = frozenset({7})
     sampler = Sampler([chunk(sampling)], eos)
-    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7)}))["a"].token_id == 7
-    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7, 8)}))["a"].token_id == 8
+    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7)}))["a"][0].token_id == 7
+    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7, 8)}))["a"][0].token_id == 8
 
 
 def test_a_sequence_whose_grammar_has_failed_gets_no_token() -> None:

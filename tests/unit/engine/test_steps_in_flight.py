@@ -85,7 +85,7 @@ def submit(runner: Runner, step_id: int, *decodes: Decode) -> None:
 def collect(runner: Runner, *decodes: Decode) -> None:
     sampled = runner.collect().sampled
     for decode in decodes:
-        decode.take(sampled[decode.name])
+        decode.take(*sampled[decode.name])
 
 
 def fail(runner: Runner) -> None:
@@ -111,7 +111,7 @@ def test_penalties_and_logprobs_know_the_promised_token(runner: Runner) -> None:
     for step_id in range(24):
         view, start = plain.view, 5 + step_id - 1
         chunk = ScheduledChunk(view, 0, 5, True, False) if step_id == 0 else ScheduledChunk(view, start, 1, True, False)
-        plain.take(run_step(runner, StepPlan(step_id, (chunk,))).sampled["a"])
+        plain.take(*run_step(runner, StepPlan(step_id, (chunk,))).sampled["a"])
     assert decode.tokens == plain.tokens
     assert decode.tokens[-1].logprob is not None
     unpenalized = alone(runner, request("a", PROMPT[:5], max_tokens=24))
@@ -242,9 +242,9 @@ def test_a_sequence_that_failed_fails_in_the_step_behind_too_and_its_neighbour_c
         submit(runner, 0, a, b)
         submit(runner, 1, a, b)
         first = runner.collect()
-    a.take(first.sampled["a"])
+    a.take(*first.sampled["a"])
     second = runner.collect()
-    a.take(second.sampled["a"])
+    a.take(*second.sampled["a"])
     assert first.failed == second.failed == {"b": error}
     assert first.sampled.keys() == second.sampled.keys() == {"a"}
     submit(runner, 2, a)

@@ -120,7 +120,7 @@ def logits(model: str) -> np.ndarray:
     chunk = ScheduledChunk(
         SequenceView("a", prompt, 30, [0, 1], SamplingParams(max_tokens=1, num_logprobs=20)), 0, 30, True, False
     )
-    return np.array(sorted(run_step(runner, StepPlan(0, (chunk,))).sampled["a"].top_logprobs))
+    return np.array(sorted(run_step(runner, StepPlan(0, (chunk,))).sampled["a"][0].top_logprobs))
 
 
 def test_a_directory_gives_the_logits_of_the_saved_weights(llama_directory: Path) -> None:

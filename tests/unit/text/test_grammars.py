@@ -33,7 +33,7 @@ def allowed(row: GrammarRow, reader: GrammarReader = READER) -> set[int]:
     masks = reader.begin([row])()
     if masks.failed:
         raise masks.failed["a"]
-    bits = np.unpackbits(np.frombuffer(masks.allowed["a"], np.uint8), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(masks.allowed["a"][0], np.uint8), bitorder="little")
     return set(np.flatnonzero(bits[: TOKENIZER.info.vocab_size]).tolist())
 
 

@@ -36,7 +36,7 @@ class TimedRunner(FakeRunner):
         if self._fails:
             raise MemoryError("no memory")
         cold = 10.0 if len(self.steps) == 1 else 1.0
-        self.now += cold * self._cost.seconds(work_of(self.steps[-1]))
+        self.now += cold * self._cost.seconds(work_of(self.steps[-1].chunks))
         return super().collect()
 
 
@@ -58,7 +58,7 @@ def test_decodes_and_prompts_are_priced_right_before_the_first_request() -> None
 def test_a_slow_worker_skips_the_steps_that_would_end_too_late() -> None:
     runner = TimedRunner(SLOW)
     cost = warmed(runner)
-    first_s = 10.0 * SLOW.seconds(work_of(runner.steps[0]))
+    first_s = 10.0 * SLOW.seconds(work_of(runner.steps[0].chunks))
     assert runner.now - 100.0 < first_s + TIME_LIMIT_S
     assert cost.token_s > 5 * PRIOR.token_s
 

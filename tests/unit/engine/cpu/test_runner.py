@@ -70,6 +70,6 @@ def top_tokens(runner: TorchRunner) -> list[SampledToken]:
                     ),
                 ),
             ),
-        ).sampled["a"]
+        ).sampled["a"][0]
         for index, (start, count) in enumerate(steps)
     ]

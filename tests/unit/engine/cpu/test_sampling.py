@@ -59,7 +59,7 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
     likeliest = int(adjust(logits[0], sampling, [7], 1).argmax())
     for draw in (NativeDraw(kernels), draw_token):
         chunk = ScheduledChunk(SequenceView("a", [7], 1, [0], sampling), 0, 1, True, False)
-        assert Sampler([chunk]).sample(logits, draw=draw)["a"].token_id == likeliest
+        assert Sampler([chunk]).sample(logits, draw=draw)["a"][0].token_id == likeliest
 
 
 def test_of_equal_logits_the_lowest_ids_are_kept(kernels: Kernels) -> None:
@@ -75,6 +75,8 @@ def test_tokens_that_must_not_be_drawn_yet_are_drawn_by_neither(kernels: Kernels
     for seed in range(50):
         sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=likeliest, seed=seed, **filters)  # type: ignore[arg-type]
         chunk = ScheduledChunk(SequenceView("a", [7, 8], 1, [0], sampling), 1, 1, True, False)
-        drawn.append([Sampler([chunk]).sample(logits, draw=draw)["a"].token_id for draw in (NativeDraw(kernels), None)])
+        drawn.append(
+            [Sampler([chunk]).sample(logits, draw=draw)["a"][0].token_id for draw in (NativeDraw(kernels), None)]
+        )
     assert all(native == plain for native, plain in drawn)
     assert likeliest.isdisjoint(native for native, _ in drawn)

@@ -77,7 +77,8 @@ def some_case(seed: int, num_rows: int, vocab: int) -> Case:
 
 
 def by_numpy(case: Case) -> dict[str, SampledToken]:
-    return Sampler(case.chunks, EOS).sample(case.logits, case.promised)
+    sampled = Sampler(case.chunks, EOS).sample(case.logits, case.promised)
+    return {name: token for name, (token,) in sampled.items()}
 
 
 def on_device(

@@ -74,7 +74,7 @@ def test_a_promised_token_is_penalized_like_one_that_is_known() -> None:
     for step in range(40):
         logits = rng.normal(0.0, 2.0, (1, 30)).astype(np.float32)
         known = SequenceView("a", list(tokens), 3, [0], sampling)
-        wanted = Sampler([ScheduledChunk(known, len(tokens) - 1, 1, True, False)]).sample(logits)["a"].token_id
+        wanted = Sampler([ScheduledChunk(known, len(tokens) - 1, 1, True, False)]).sample(logits)["a"][0].token_id
         promised = step > 0
         plan = sampler.prepare([ScheduledChunk(view, len(tokens) - 1, 1, True, promised)], rows_before)
         rows = sampler.sample(torch.from_numpy(logits), plan, before)

@@ -1,0 +1,128 @@
+"""Guesses of the next tokens of sequences. A wrong guess costs time, never a token.
+
+Texts repeat themselves and their prompts: summaries, answers from documents, code, JSON. `Lookup` looks for the newest
+tokens earlier in the same text and proposes what followed them there (Saxena, Prompt Lookup Decoding, 2023). Where a
+grammar leaves only one way to go on, the reader of the grammar proposes that; else it cuts what it forbids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from core.output_grammar import GrammarRow, Grammars
+from core.scheduling.drafts import MAX_DRAFTS, MAX_MATCH
+from core.step import FORCED_MATCH, NO_PROPOSAL, NO_PROPOSALS, Proposal, SampledToken, SequenceView, StepPlan
+from engine.step_queue import PromisedTokens
+
+MIN_MATCH = 2  # tokens; after one, a fifth of the guesses is right
+MAX_COPIES = 16  # the latest ones are compared
+_FIRST_SIZE = 1024
+_BACK = np.arange(MAX_MATCH)
+
+
+class Drafter(Protocol):
+    def propose(self, sequence: SequenceView, num_known: int, newest: Sequence[int]) -> Proposal:
+        """At most MAX_DRAFTS guesses of the tokens behind `num_known` tokens of the sequence's list and `newest`."""
+        ...
+
+
+class Lookup:
+    """A `Drafter`. It keeps a copy of each living sequence's tokens as an array."""
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[SequenceView, _Text] = WeakKeyDictionary()
+
+    def propose(self, sequence: SequenceView, num_known: int, newest: Sequence[int]) -> Proposal:
+        text = self._texts.get(sequence)
+        if text is None:
+            text = self._texts[sequence] = _Text()
+        text.add(sequence.token_ids[text.num_tokens : num_known])
+        text.add(newest[text.num_tokens - num_known :])
+        return text.continuation()
+
+
+class _Text:
+    """The tokens of a sequence, and the copy of its newest tokens that the last proposal came from."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._tokens = np.zeros(_FIRST_SIZE, np.int32)
+        self._next, self._match = 0, 0  # place behind the copy, and its length; 0 = none
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        end = self.num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.zeros(max(end, len(self._tokens)), np.int32)))
+        self._tokens[self.num_tokens : end] = token_ids
+        if self._match and (self._tokens[self._next : self._next + len(token_ids)] == token_ids).all():
+            self._next, self._match = self._next + len(token_ids), self._match + len(token_ids)
+        else:
+            self._match = 0
+        self.num_tokens = end
+
+    def continuation(self) -> Proposal:
+        """What followed the copy of the newest tokens, as long as it goes on as they do; else what followed the latest
+        of the longest copies. Repeated, if it ends here."""
+        if not self._match and self.num_tokens > MIN_MATCH:
+            self._find()
+        if not self._match:
+            return NO_PROPOSAL
+        followed = self._tokens[self._next : min(self._next + MAX_DRAFTS, self.num_tokens)]
+        return Proposal(tuple(np.resize(followed, MAX_DRAFTS).tolist()), min(self._match, MAX_MATCH))
+
+    def _find(self) -> None:
+        tokens = self._tokens[: self.num_tokens]
+        ends = ((tokens[1:-1] == tokens[-1]) & (tokens[:-2] == tokens[-2])).nonzero()[0][-MAX_COPIES:] + 1
+        if not len(ends):
+            return
+        places = ends[:, None] - _BACK[: self.num_tokens]
+        equal = (tokens[places] == tokens[-1 - _BACK[: self.num_tokens]]) & (places >= 0)
+        lengths = np.where(equal.all(axis=1), equal.shape[1], equal.argmin(axis=1))[::-1]  # the latest first
+        best = int(lengths.argmax())
+        self._next, self._match = int(ends[-1 - best]) + 1, int(lengths[best])
+
+
+class Proposer:
+    """The proposals of a step's output, by a drafter and by the grammars of the sequences; without a drafter, none."""
+
+    def __init__(self, drafter: Drafter | None, grammars: Grammars | None = None) -> None:
+        self._drafter, self._grammars = drafter, grammars
+
+    def propose(
+        self,
+        step: StepPlan,
+        promised: PromisedTokens,
+        sampled: Mapping[str, tuple[SampledToken, ...]],
+    ) -> Mapping[str, Proposal]:
+        """By sequence id. `promised` and `sampled`: of this step."""
+        if self._drafter is None or not step.wants_proposals:
+            return NO_PROPOSALS
+        proposed: dict[str, Proposal] = {}
+        written: list[GrammarRow] = []
+        for view, start, num_tokens, _, is_promised, _ in step.chunks:
+            name, sampling = view.sequence_id, view.sampling
+            if name not in sampled or not sampling.speculation:
+                continue
+            newest = [token.token_id for token in sampled[name]]
+            num_known = start + num_tokens
+            if is_promised:
+                num_known -= 1
+                newest.insert(0, promised[name])
+            found = self._drafter.propose(view, num_known, newest)
+            if found.token_ids:
+                proposed[name] = found
+            if sampling.grammar:
+                written.append(GrammarRow(view, num_known, tuple(newest), found.token_ids))
+        if written:
+            assert self._grammars is not None, "the worker has refused grammars"
+            for row, (allowed, is_forced) in zip(written, self._grammars.forced_or_allowed(written), strict=True):
+                name = row.sequence.sequence_id
+                match = FORCED_MATCH if is_forced else proposed.get(name, NO_PROPOSAL).match
+                proposed[name] = Proposal(allowed, match)
+        return proposed
