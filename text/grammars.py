@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate, takewhile
@@ -110,35 +110,32 @@ class GrammarReader:
             if len(one.behind) > 1:
                 one.matcher.consume_tokens(one.behind)
             one.behind = []
-        masks_of = self._masks_with_drafts if any(row.drafts for row in rows) else self._masks_without_drafts
+        drafts = [list(row.drafts) for row in rows if row.sequence.sequence_id in found]
         allowed: dict[str, tuple[bytes, ...]] = {}
-        for (name, one), masks in zip(found.items(), masks_of(found, rows), strict=True):
+        for (name, one), masks in zip(found.items(), self._computed(list(found.values()), drafts), strict=True):
             if one.matcher.is_error():
                 failed[name] = _refused(one.matcher)
             else:
                 allowed[name] = masks
         return Masks(allowed, failed)
 
-    def _masks_without_drafts(self, found: Mapping[str, _Matcher], _: Sequence[GrammarRow]) -> list[tuple[bytes, ...]]:
-        masks = np.empty((len(found), self._mask_words), np.uint32)
-        places = [(one.matcher, place) for place, one in enumerate(found.values())]
-        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
-        return [(mask.tobytes(),) for mask in masks]
-
-    def _masks_with_drafts(self, found: Mapping[str, _Matcher], rows: Sequence[GrammarRow]) -> list[tuple[bytes, ...]]:
-        drafts = [list(row.drafts) for row in rows if row.sequence.sequence_id in found]
+    def _computed(self, found: Sequence[_Matcher], drafts: Sequence[list[int]]) -> list[tuple[bytes, ...]]:
+        """The masks of each matcher: of its next token, and behind each of its drafts that it allows."""
         ends = list(accumulate(len(guesses) + 1 for guesses in drafts))
-        masks = np.zeros((ends[-1], self._mask_words), np.uint32)  # 0: behind a draft that is not allowed
+        masks = np.zeros((sum(ends[-1:]), self._mask_words), np.uint32)  # 0: behind a draft that is not allowed
         places = [
             (one.matcher, end - len(guesses) - 1, guesses)
-            for one, end, guesses in zip(found.values(), ends, drafts, strict=True)
+            for one, end, guesses in zip(found, ends, drafts, strict=True)
         ]
-        self._executor.unsafe_compute_mask_ptr_with_draft_token(places, masks.ctypes.data, masks.strides[0], len(masks))
-        written = [
-            list(takewhile(np.any, masks[end - len(guesses) - 1 : end]))
-            for end, guesses in zip(ends, drafts, strict=True)
+        where = masks.ctypes.data, masks.strides[0], len(masks)
+        if without := [(matcher, row) for matcher, row, guesses in places if not guesses]:
+            self._executor.unsafe_compute_mask_ptr(without, *where)
+        if behind := [place for place in places if place[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(behind, *where)
+        return [
+            tuple(mask.tobytes() for mask in takewhile(np.any, masks[first : first + len(guesses) + 1]))
+            for _, first, guesses in places
         ]
-        return [tuple(mask.tobytes() for mask in of_row) for of_row in written]
 
     @property
     def _mask_words(self) -> int:
