@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from core.errors import DeviceLost, OutOfDeviceMemory
-from core.step import ScheduledChunk, StepOutput
+from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.step_queue import Computed, PromisedTokens
 
 
@@ -73,15 +74,16 @@ class DeviceFaults:
         self.out_of_memory: Callable[[ScheduledChunk], bool] = lambda _: False  # the chunk has no memory
         self.failed: list[str] = []  # sequences without memory
 
-    def _with_faults(self, chunks: Sequence[ScheduledChunk], promised: PromisedTokens) -> Computed:
+    def _with_faults(self, step: StepPlan, promised: PromisedTokens) -> Computed:
         if self.lost:
             self.num_lost += 1
             raise DeviceLost("an illegal memory access was encountered")
         if self.broken:
             self.num_broken += 1
             raise RuntimeError("a kernel has a bug")
-        failing = [chunk.sequence.sequence_id for chunk in chunks if self.out_of_memory(chunk)]
+        failing = [chunk.sequence.sequence_id for chunk in step.chunks if self.out_of_memory(chunk)]
         self.failed += failing
-        computed = tuple(chunk for chunk in chunks if chunk.sequence.sequence_id not in failing)
-        sampled, failed = self._compute(computed, promised)
-        return Computed(sampled, {**failed, **{name: OutOfDeviceMemory("no memory") for name in failing}})
+        computed = tuple(chunk for chunk in step.chunks if chunk.sequence.sequence_id not in failing)
+        sampled, failed, proposed = self._compute(replace(step, chunks=computed), promised)
+        failed = {**failed, **{name: OutOfDeviceMemory("no memory") for name in failing}}
+        return Computed(sampled, failed, proposed)
