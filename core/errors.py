@@ -92,6 +92,10 @@ class WorkerUnavailable(TandemError):
     retryable = True
 
 
+class WorkerDrains(WorkerUnavailable):
+    """The worker drains, and has not begun with the request."""
+
+
 class TokenStreamEnded(WorkerUnavailable):
     """The token stream that a Decode call names has ended."""
 

@@ -1,7 +1,7 @@
 """The messages of a KV hand-off between owner and puller, and the states of both sides.
 
-    owner (prefill):  COMPUTING -> OFFERED -> RELEASED | EXPIRED | ABORTED
-    puller (decode):  RESERVED -> WANTING -> READING -> VERIFYING -> COMPLETE | FAILED | CANCELLED
+    owner:   COMPUTING -> OFFERED -> RELEASED | EXPIRED | ABORTED
+    puller:  RESERVED -> WANTING -> READING -> VERIFYING -> COMPLETE | FAILED | CANCELLED
 
 No step leaves a terminal state. A receiver takes a message only if the protocol version, the transfer id, the
 incarnation of the sender and the counter match. It drops and counts every other message, as late, repeated or foreign.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
 
@@ -212,7 +212,8 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the owner: readable blocks. The READY with `last` ends the list and carries the first token.
+    """From the owner: readable blocks. The READY with `last` ends the list and carries the tokens that the puller
+    lacks.
 
     `first_block` is the number of wanted blocks in earlier READYs, which shows the puller a gap or an overlap. `ack` is
     the counter of the newest message from the puller: the lease started no earlier than the puller sent that message.
@@ -225,7 +226,7 @@ class Ready:
     first_block: int
     blocks: OfferedBlocks
     last: bool
-    first_token_id: int | None = None
+    token_ids: tuple[int, ...] = ()  # those after the tokens that the puller knows; with `last` only
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class HeartbeatEntry:
     transfer_id: TransferId
     num_ready: int  # wanted blocks in the READYs that the puller has received; the owner repeats lost READYs
     num_unplaced: int = 0  # those for which the puller has no target block yet
+    num_verified: int = 0  # those that the puller has read and verified
 
 
 @dataclass(frozen=True, slots=True)

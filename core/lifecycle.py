@@ -1,7 +1,8 @@
 """The stages of a request, as router, workers, spans and the simulator use them.
 
 In the router a request passes TOKENIZE -> QUEUE -> PREFILL -> DECODE; in a worker, a sequence passes
-QUEUE -> (TRANSFER | PREFILL) -> DECODE. `NEXT_STAGES` holds every allowed step; docs/lifecycle.md is generated from it.
+QUEUE -> (TRANSFER | PREFILL) -> DECODE -> MOVE. `NEXT_STAGES` holds every allowed step; docs/lifecycle.md is generated
+from it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Stage(Enum):
     PREFILL = "prefill"  # computing the prompt, up to the first token
     TRANSFER = "transfer"  # copying KV blocks to the decode worker
     DECODE = "decode"  # from the first token to the last
+    MOVE = "move"  # paused while another decode worker takes over
     FINISHED = "finished"  # one FinishReason; final
 
 
@@ -24,7 +26,8 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.QUEUE: frozenset({Stage.PREFILL, Stage.TRANSFER, Stage.FINISHED}),
     Stage.PREFILL: frozenset({Stage.DECODE, Stage.QUEUE, Stage.FINISHED}),
     Stage.TRANSFER: frozenset({Stage.DECODE}),
-    Stage.DECODE: frozenset({Stage.QUEUE, Stage.FINISHED}),
+    Stage.DECODE: frozenset({Stage.QUEUE, Stage.MOVE, Stage.FINISHED}),
+    Stage.MOVE: frozenset({Stage.DECODE, Stage.FINISHED}),
     Stage.FINISHED: frozenset(),
 }
 
@@ -35,7 +38,7 @@ class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # the sequence has max_tokens, or fills the context
     ERROR = "error"  # aborted, or its step failed; the client sees the gRPC status of the call instead
-    HANDOFF = "handoff"  # the first token, on a prefill worker; clients never see this reason
+    HANDOFF = "handoff"  # goes on at another worker; clients never see this reason
 
 
 class RequestPath(Enum):
@@ -44,6 +47,7 @@ class RequestPath(Enum):
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another
     LOCAL = "local"  # prefill and decode on the decode worker, by the router's choice
     RECOMPUTED = "recomputed"  # a hand-off or a worker failed, and the prompt was computed again
+    MIGRATED = "migrated"  # moved to another decode worker with its KV, and nothing was computed again
 
 
 class ServiceRole(Enum):

@@ -3,6 +3,9 @@
     with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
     without a source: DecodeArrived -> queue -> prefill here ---------^
 
+A worker that drains sends back what it has not begun, and asks the routers to move what runs (decode_worker/moves.py).
+A move arrives as a hand-off whose source is a decode worker: it grows until it completes.
+
 decode_worker/pull_queue.py gives target blocks to hand-offs, in rank order, and says why no two of them wait for each
 other. The target blocks stay reserved until the pull has ended, even if the call ends first, because a read may still
 write to them. A failed hand-off ends the call with `TransferFailed`, and the router decides whether to retry.
@@ -10,6 +13,7 @@ write to them. A failed hand-off ends the call with `TransferFailed`, and the ro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.errors import (
@@ -19,20 +23,33 @@ from core.errors import (
     RequestCancelled,
     TandemError,
     TransferFailed,
-    WorkerUnavailable,
+    WorkerDrains,
 )
-from core.handoff import AbortReason, AgentAddress, TransferId
-from core.lifecycle import FinishReason, Stage, Timeline
+from core.handoff import AbortReason, TransferId
+from core.lifecycle import FinishReason, Stage
 from core.machine import Tick
-from core.request import Request
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState, check_claims
 from core.scheduling.sequence import Sequence
-from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
+from core.scheduling.worker_load import WorkerLoad
 from core.step import SampledToken, StepOutput, TokenEvent
+from decode_worker.events import (
+    DecodeAction,
+    DecodeArrived,
+    DecodeCancelled,
+    DecodeDone,
+    DecodeEvent,
+    DecodeFailed,
+    EmitTokens,
+    HandedOver,
+    HandoffArrived,
+    MoveArrived,
+    ResumeArrived,
+)
+from decode_worker.moves import MoveAction, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
 from kv_transfer.protocol.events import (
-    AgentAction,
+    CaughtUp,
     OfferEnded,
     PullCompleted,
     PullFailed,
@@ -40,70 +57,9 @@ from kv_transfer.protocol.events import (
     PullStats,
     TargetsNeeded,
     TransferAction,
-    TransferEvent,
 )
 from kv_transfer.protocol.machine import TransferMachine
-from worker.call_record import CallRecord
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, claim_of
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeArrived:
-    request: Request
-    source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
-    deadline: float
-    call: CallId = NO_CALL
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCancelled:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffArrived:
-    """What the engine of the prefill worker says of a transfer. Only for engines that move blocks by themselves."""
-
-    transfer_id: TransferId
-    handoff: bytes
-
-
-DecodeEvent = (
-    DecodeArrived | DecodeCancelled | HandoffArrived | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
-)
-
-
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
-    """New tokens of any number of calls: of one step, or the first token of a pulled sequence."""
-
-    tokens: tuple[TokenEvent, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeDone:
-    request_id: str
-    finish_reason: FinishReason
-    cached_tokens: int
-    timeline: Timeline
-    pull: PullStats | None  # None: the prompt was computed here
-    kv_block_seconds: float = 0.0  # of the sequence, from the reservation of its blocks
-    num_skipped_blocks: int = 0  # of the prompt, not pulled because the prefix cache had them
-    num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
-    num_blocks: int = 0  # of the sequence
-    num_preemptions: int = 0
-    num_drafts: int = 0  # guessed tokens that steps have computed
-    num_right_drafts: int = 0  # ... and that were right
-    record: CallRecord = field(default_factory=CallRecord)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFailed:
-    request_id: str
-    error: TandemError
-
-
-DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
+from worker.core import DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
 
 
 @dataclass(slots=True)
@@ -121,13 +77,15 @@ class DecodeMachine:
     transfers: TransferMachine
     max_pulls_waiting: int
     pulls: PullQueue = field(init=False)
+    moves: Moves = field(init=False)
     _calls: dict[str, _OpenCall] = field(default_factory=dict)  # open calls, by request id
 
     def __post_init__(self) -> None:
         self.pulls = PullQueue(self.core.scheduler, self.core.pool)
+        self.moves = Moves(self.core, self.transfers)
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
-        """Raises `TandemError` if it refuses a `DecodeArrived`."""
+        """Raises `TandemError` if it refuses a `DecodeArrived` or a `MoveArrived`."""
         actions: list[DecodeAction] = []
         match event:
             case DecodeArrived():
@@ -139,15 +97,23 @@ class DecodeMachine:
                 raise InvalidRequest(
                     "handoff", "this worker pulls KV blocks by itself and takes no hand-off of an engine"
                 )
+            case MoveArrived():
+                actions += self._apply_results(self.moves.start(event, now), now)
+            case ResumeArrived():
+                actions += self._apply_results(self.moves.resume(event, now), now)
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
                 for sequence in self.core.fail_step(now):
                     actions += self._end(sequence.sequence_id, error, AbortReason.CANCELLED, now)
+                actions += self._apply_results(self.moves.advance(now), now)
             case DrainRequested():
                 self.core.draining = True
+                for sequence in self.core.unbegun():
+                    drains = WorkerDrains("this decode worker drains, and has not begun with the request")
+                    actions += self._end(sequence.sequence_id, drains, AbortReason.CANCELLED, now)
             case Tick():
-                actions += self._apply_results(self.transfers.handle(event, now), now)
+                actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
                 for request_id in self.core.open_calls.deadlines.expire(now):
                     stage = self.core.open_calls.timelines[request_id].stage.value
                     late = DeadlineExceeded(f"the deadline passed on the decode worker in stage {stage}")
@@ -164,10 +130,12 @@ class DecodeMachine:
                 actions += self._end(victim.sequence.sequence_id, lost, AbortReason.OVERLOADED, now)
             actions += self._give_blocks(now)
             steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)
-        return [*steps, *actions]  # the step runs during the other actions
+        asked = self.moves.ask(now) if self.core.draining else []
+        return [*steps, *actions, *asked]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
-        known = (self.core.next_deadline(), self.transfers.next_deadline(), self.pulls.next_deadline())
+        parts = (self.core, self.transfers, self.pulls, self.moves)
+        known = [part.next_deadline() for part in parts]
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -183,6 +151,7 @@ class DecodeMachine:
             self.transfers,
             num_pulls_waiting=self.pulls.num_waiting,
             num_promised_blocks=self.pulls.num_promised_blocks,
+            takes_moves=True,
         )
 
     def claims(self) -> list[Claim]:
@@ -197,7 +166,7 @@ class DecodeMachine:
 
     def _on_arrived(self, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if self.core.draining:
-            raise WorkerUnavailable("this decode worker is draining")
+            raise WorkerDrains("this decode worker drains")
         sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
             actions = self._enqueue(sequence, event, now)
@@ -217,7 +186,7 @@ class DecodeMachine:
         transfer_id, owner = event.source
         reserved = self.transfers.reserve_pull(transfer_id, owner, now)
         actions = self._apply_results(reserved, now)
-        self.pulls.add(sequence, transfer_id)
+        self.pulls.add(sequence, transfer_id, is_growing=event.is_move)
         return actions
 
     # ---- hand-offs
@@ -232,27 +201,34 @@ class DecodeMachine:
             if targets is None:
                 self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
-                asked = self.transfers.puller.start(pull.transfer_id, positions, now, sequence.num_tokens)
+                num_tokens, num_known = sequence.num_tokens, None
+                if pull.is_growing:
+                    num_tokens, num_known = pull.num_positions * self.core.scheduler.block_size, num_tokens
+                asked = self.transfers.puller.start(pull.transfer_id, positions, now, num_tokens, num_known)
                 actions += self._apply_results(asked, now)
             else:
                 actions += self._apply_results(self.transfers.puller.add_targets(pull.transfer_id, targets, now), now)
         return actions
 
-    def _apply_results(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
-        """Act on the results of pulls. Returns the actions that follow, and the agent's actions unchanged."""
+    def _apply_results(self, actions: Iterable[TransferAction | MoveAction], now: float) -> list[DecodeAction]:
+        """Act on the results of pulls and moves. Returns the actions that follow, and the other actions unchanged."""
         mine: list[DecodeAction] = []
         for action in actions:
             match action:
                 case PullCompleted():
                     mine += self._on_pulled(action, now)
-                case TargetsNeeded(transfer_id, positions):
-                    self.pulls.announce(transfer_id, positions)
+                case TargetsNeeded(transfer_id, positions, is_last):
+                    self.pulls.announce(transfer_id, positions, is_last=is_last)
                 case PullGivenUp():
                     mine += self._fail_pulled_call(self.pulls.by_id[action.transfer_id], action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
+                case CaughtUp(transfer_id):
+                    mine += self._apply_results(self.moves.pause(transfer_id, now), now)
                 case OfferEnded():
-                    pass  # a decode worker makes no offers
+                    mine += self._apply_results(self.moves.on_offer_ended(action, now), now)
+                case MoveEnded():
+                    mine += self._on_move_ended(action, now)
                 case _:
                     mine.append(action)
         return mine
@@ -260,27 +236,38 @@ class DecodeMachine:
     def _on_pulled(self, done: PullCompleted, now: float) -> list[DecodeAction]:
         pull = self.pulls.remove(done.transfer_id)
         sequence = pull.sequence
+        name, token_ids = sequence.sequence_id, done.token_ids
         assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
-        blocks = [pull.targets[position] for position in range(len(sequence.block_table), pull.num_positions)]
+        index = sequence.num_tokens - sequence.request.num_prompt_tokens
+        sequence.token_ids += token_ids
+        num_computed = sequence.num_tokens - 1 if token_ids or pull.is_growing else sequence.num_tokens
+        num_positions = -(-num_computed // self.core.scheduler.block_size)
+        blocks = [pull.targets[position] for position in range(len(sequence.block_table), num_positions)]
         self.core.pool.arrive(blocks)
         sequence.block_table += blocks
-        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.num_computed_tokens = num_computed
         self.core.scheduler.blocks.register_full_blocks(sequence)  # for the other choices of the call
-        if done.first_token_id is None:
+        if not (token_ids or pull.is_growing):
             self.core.scheduler.drop_blocks(sequence)
-            return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off delivered no first token"))
-        index = sequence.num_tokens - sequence.request.num_prompt_tokens
-        sequence.token_ids.append(done.first_token_id)
-        self.core.enter(sequence.sequence_id, Stage.DECODE, now)
-        self._calls[sequence.sequence_id].pull = done.stats
-        finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
-        first_token = TokenEvent(sequence.sequence_id, index, SampledToken(done.first_token_id), finish_reason)
-        emitted = EmitTokens((first_token,))
+            return self._fail_call(name, TransferFailed("the hand-off delivered no first token"))
+        self.core.enter(name, Stage.DECODE, now)
+        self._calls[name].pull = done.stats
+        finish_reason = sequence.finish_reason_after(sequence.token_ids[-1], self.core.scheduler.eos_token_ids)
+        known = [TokenEvent(name, place, SampledToken(token), None) for place, token in enumerate(token_ids, index)]
+        actions: list[DecodeAction] = [EmitTokens(tuple(known))] if known else []
+        if pull.is_growing:
+            actions.append(HandedOver(name, index + len(token_ids)))
         if finish_reason is not None:
             self.core.scheduler.drop_blocks(sequence)
-            return [emitted, self._finish_call(first_token, now)]
+            return actions + self._finish_call(name, finish_reason, now)
         self.core.scheduler.add(sequence)  # cannot fail: checked on arrival; `max_waiting` does not apply
-        return [emitted]
+        return actions
+
+    def _on_move_ended(self, ended: MoveEnded, now: float) -> list[DecodeAction]:
+        if ended.error is not None:
+            return self._end(ended.request_id, ended.error, AbortReason.LEASE_EXPIRED, now)
+        self.core.scheduler.abort(ended.request_id)
+        return self._finish_call(ended.request_id, FinishReason.HANDOFF, now)
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
         pull = self.pulls.remove(failed.transfer_id)
@@ -304,15 +291,16 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         for request_id, error in output.failed.items():
             actions += self._end(request_id, error, AbortReason.CANCELLED, now)
-        if not tokens:
-            return actions
-        ended = [event for event in tokens if event.finish_reason is not None]
-        return [*actions, EmitTokens(tuple(tokens)), *(self._finish_call(event, now) for event in ended)]
+        if tokens:
+            actions.append(EmitTokens(tuple(tokens)))
+        for event in tokens:
+            if event.finish_reason is not None:
+                actions += self._finish_call(event.sequence_id, event.finish_reason, now)
+        return actions + self._apply_results(self.moves.advance(now), now) if self.moves.by_id else actions
 
-    def _finish_call(self, last_token: TokenEvent, now: float) -> DecodeDone:
-        request_id, reason = last_token.sequence_id, last_token.finish_reason
-        assert reason is not None
+    def _finish_call(self, request_id: str, reason: FinishReason, now: float) -> list[DecodeAction]:
         call = self._calls.pop(request_id)
+        move = self.moves.by_id.get(request_id)
         timeline, record, sequence = (
             self.core.open_calls.timelines[request_id],
             self.core.open_calls.records[request_id],
@@ -322,7 +310,7 @@ class DecodeMachine:
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.forget_request(request_id)
         num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size
-        return DecodeDone(
+        done = DecodeDone(
             request_id,
             reason,
             num_cached,
@@ -335,8 +323,11 @@ class DecodeMachine:
             num_preemptions=sequence.num_preemptions,
             num_drafts=sequence.num_drafts,
             num_right_drafts=sequence.num_right_drafts,
+            num_recomputed_tokens=sequence.num_recomputed_tokens,
+            num_moved_blocks=0 if move is None else move.num_announced,
             record=record,
         )
+        return [done, *self._apply_results(self.moves.forget(request_id), now)]
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
         """End an open call early. An open pull keeps its target blocks until its reads have ended."""
@@ -345,6 +336,7 @@ class DecodeMachine:
         self.core.scheduler.abort(request_id)
         transfer_id = self._calls[request_id].transfer_id
         actions = self._fail_call(request_id, error)
+        actions += self._apply_results(self.moves.forget(request_id), now)
         pull = None if transfer_id is None else self.pulls.by_id.get(transfer_id)
         if pull is not None:
             self.pulls.end_call(pull)
@@ -362,6 +354,7 @@ class DecodeMachine:
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
         self.pulls.check()
+        self.moves.check()
         pulls = self.pulls.by_id.values()
         pulled = {pull.sequence.sequence_id for pull in pulls if not pull.call_ended}
         for request_id in self._calls:

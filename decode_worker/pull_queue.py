@@ -36,6 +36,7 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Rank, Sequence, by_rank
 
+GROWTH_TOKENS = 256  # that a sequence may get while it moves here; at its end, it waits
 MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence waits this long before it takes blocks of lower ranks
 
 
@@ -45,7 +46,8 @@ class PulledPrompt:
 
     sequence: Sequence  # its block table is the cached prefix
     transfer_id: TransferId
-    num_positions: int  # blocks of the prompt, the cached prefix included
+    num_positions: int  # blocks of the prompt, the cached prefix included; of a growing sequence, those to come too
+    is_growing: bool = False  # a running sequence of another worker, which moves here
     admitted: bool = False
     announced: list[int] = field(default_factory=list)  # positions that need a target, in the order of announcement
     targets: dict[int, int] = field(default_factory=dict)  # position -> INCOMING block
@@ -110,16 +112,21 @@ class PullQueue:
 
     # ---- changes
 
-    def add(self, sequence: Sequence, transfer_id: TransferId) -> None:
-        num_positions = -(-sequence.num_tokens // self._scheduler.block_size)
-        self.by_id[transfer_id] = pull = PulledPrompt(sequence, transfer_id, num_positions)
+    def add(self, sequence: Sequence, transfer_id: TransferId, *, is_growing: bool = False) -> None:
+        num_tokens = sequence.num_tokens
+        if is_growing:
+            num_tokens = max(num_tokens, min(num_tokens + GROWTH_TOKENS, sequence.max_num_tokens - 1))
+        num_positions = -(-num_tokens // self._scheduler.block_size)
+        self.by_id[transfer_id] = pull = PulledPrompt(sequence, transfer_id, num_positions, is_growing)
         self._note(pull)
 
-    def announce(self, transfer_id: TransferId, positions: Iterable[int]) -> None:
-        """These positions need a target each."""
+    def announce(self, transfer_id: TransferId, positions: Iterable[int], *, is_last: bool = False) -> None:
+        """These positions need a target each. `is_last`: no others follow, so a growing sequence has its length."""
         pull = self.by_id[transfer_id]
         if not pull.call_ended:
             pull.announced += positions
+            if is_last and pull.is_growing:
+                pull.num_positions = max((*pull.announced, *pull.targets), default=-1) + 1
             self._note(pull)
 
     def end_call(self, pull: PulledPrompt) -> None:
@@ -213,7 +220,8 @@ class PullQueue:
     def _admit(self, pull: PulledPrompt) -> bool:
         """Hold the cached prefix if there is room for all other blocks now. Nothing is promised to the pull."""
         sequence = pull.sequence
-        self._scheduler.hold_cached_prefix(sequence, sequence.num_tokens)
+        # The newest token of a growing sequence is not computed, perhaps, so its block may have to be written.
+        self._scheduler.hold_cached_prefix(sequence, sequence.num_tokens - pull.is_growing)
         if self._num_free < pull.num_missing:
             self._scheduler.drop_blocks(sequence)
             return False
@@ -254,7 +262,7 @@ class PullQueue:
             return None
         if self._stalled_since is None:
             self._stalled_since = now
-        is_running = any(sequence.rank == waiter for sequence in self._scheduler.running[:1])
+        is_running = any(s.rank == waiter for s in self._scheduler.running if not s.is_held_back)
         frees_soon = any(pull.call_ended for pull in self._admitted.values())
         if now < self._stalled_since + MAX_STALL_S and (frees_soon or not is_running):
             return None
@@ -270,7 +278,8 @@ class PullQueue:
         scheduler = self._scheduler
         if scheduler.num_steps_in_flight or any(pull.ends_by_itself for pull in self._admitted.values()):
             return None
-        ranks = [sequence.rank for sequence in (*scheduler.running[:1], *scheduler.waiting[:1])]
+        running = next((sequence for sequence in scheduler.running if not sequence.is_held_back), None)
+        ranks = [sequence.rank for sequence in (running, *scheduler.waiting[:1]) if sequence is not None]
         return min(ranks + [_rank(pull) for pull in self._lacking[:1]], default=None)
 
     def _last_holder(self) -> tuple[Rank, Sequence | PulledPrompt] | None:

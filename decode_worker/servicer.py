@@ -17,8 +17,9 @@ from typing import Any
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, TokenStreamEnded, WorkerUnavailable
-from core.lifecycle import Stage
-from decode_worker.machine import (
+from core.lifecycle import FinishReason, Stage
+from decode_worker.events import (
+    AskToMove,
     DecodeAction,
     DecodeArrived,
     DecodeCancelled,
@@ -26,7 +27,10 @@ from decode_worker.machine import (
     DecodeEvent,
     DecodeFailed,
     EmitTokens,
+    HandedOver,
     HandoffArrived,
+    MoveArrived,
+    ResumeArrived,
 )
 from decode_worker.token_stream import TokenStreamWriter
 from kv_transfer.protocol.events import PullStats
@@ -43,6 +47,7 @@ SPAN_OF_STAGE = {
     Stage.PREFILL: SpanName.DECODE_PREFILL,
     Stage.TRANSFER: SpanName.DECODE_TRANSFER,
     Stage.DECODE: SpanName.DECODE_COMPUTE,
+    Stage.MOVE: SpanName.DECODE_MOVE,
 }
 
 MAX_HANDOFF_BYTES = 1024 * 1024
@@ -122,7 +127,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         call = _DecodeCall(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:
-            self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence)))
+            self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence), wire.is_move))
             end = await call.end
         finally:
             del self._calls[request.request_id]
@@ -144,6 +149,13 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             await abort(context, error)
         return worker_pb2.HandOverResponse()
 
+    async def Move(self, request: worker_pb2.MoveRequest, context: Context) -> worker_pb2.MoveResponse:
+        try:
+            self._driver.ask(_decode_move(request))
+        except TandemError as error:
+            await abort(context, error)
+        return worker_pb2.MoveResponse()
+
     # ---- actions of the machine
 
     def perform(self, action: object) -> bool:
@@ -154,6 +166,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                     if call is not None:
                         call.num_tokens += 1
                         call.stream.add(call.number, event.index, event.token)
+            case AskToMove(request_ids):
+                for request_id in request_ids:
+                    self._notify(request_id, None)
+            case HandedOver(request_id, first_index):
+                self._notify(request_id, first_index)
             case DecodeDone(request_id=request_id):
                 self._end(request_id, action)
             case DecodeFailed(request_id, error):
@@ -161,6 +178,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             case _:
                 return False
         return True
+
+    def _notify(self, request_id: str, first_index: int | None) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.stream.add_notice(call.number, first_index)
 
     def _end(self, request_id: str, end: DecodeDone | TandemError) -> None:
         call = self._calls.get(request_id)
@@ -187,10 +209,23 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                 Attribute.TOKENS: done.num_prompt_tokens - done.cached_tokens,
             },
         }
+        if done.num_moved_blocks:
+            attributes[Stage.MOVE] = {Attribute.TRANSFER_BLOCKS: done.num_moved_blocks}
         if done.pull is not None:
             attributes[Stage.TRANSFER] = _describe_pull(done.pull, done.num_skipped_blocks)
         common = {Attribute.WORKER: self._worker_id}
         return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, attributes, common)
+
+
+def _decode_move(wire: worker_pb2.MoveRequest) -> MoveArrived | ResumeArrived:
+    transfer_id = codec.decode_transfer_id(wire.transfer_id)
+    match wire.WhichOneof("decision"):
+        case "reader":
+            agent, num_tokens = codec.decode_agent(wire.reader.agent), wire.reader.num_tokens
+            return MoveArrived(wire.request_id, transfer_id, agent, num_tokens)
+        case "resume":
+            return ResumeArrived(wire.request_id, transfer_id)
+    raise InvalidRequest("decision", "one of reader and resume must be set, none is")
 
 
 def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object]:
@@ -208,8 +243,11 @@ def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object
 
 
 def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished:
+    has_moved = done.finish_reason is FinishReason.HANDOFF
     return worker_pb2.DecodeFinished(
-        finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
+        finish_reason=codec.FINISH_TO_WIRE[None if has_moved else done.finish_reason],
+        has_moved=has_moved,
+        recomputed_tokens=done.num_recomputed_tokens,
         cached_tokens=done.cached_tokens,
         queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
         prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,

@@ -40,6 +40,7 @@ class TokenStreamWriter:
         self._token_ids: list[int] = []
         self._logprob_places: list[int] = []
         self._logprobs: list[SampledToken] = []
+        self._notices: list[worker_pb2.MoveNotice] = []
         self._room = MAX_PENDING
 
     def add(self, call: int, index: int, token: SampledToken) -> None:
@@ -55,6 +56,14 @@ class TokenStreamWriter:
         self._indexes.append(index)
         self._token_ids.append(token.token_id)
         self._room -= 1
+        self._has_tokens.set()
+
+    def add_notice(self, call: int, first_index: int | None) -> None:
+        """Queue a notice of a move: a call asks for one, or its tokens from `first_index` on come from one worker."""
+        self._notices.append(worker_pb2.MoveNotice(call=call, first_index=first_index))
+        self._room -= 1
+        if self._room <= 0:
+            self._overflow()
         self._has_tokens.set()
 
     def end(self, error: TandemError) -> None:
@@ -80,18 +89,23 @@ class TokenStreamWriter:
             token_ids=self._token_ids,
             logprob_places=self._logprob_places,
             logprobs=map(codec.encode_logprobs, self._logprobs),
+            moves=self._notices,
         )
         self._clear()
         return message
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._calls or self._notices)
 
     async def write_all(self, write: Write) -> NoReturn:
         """Write until the call is cancelled. Raises the error of `end`, or `WorkerUnavailable` if the router reads too
         slowly."""
         await self._write(write, worker_pb2.StepTokens())  # says that the stream is open
-        while self._error is None or self._calls:
+        while self._error is None or self._has_news:
             await self._has_tokens.wait()
             self._has_tokens.clear()
-            if self._calls:
+            if self._has_news:
                 await self._write(write, self.take())
         raise self._error
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
+from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerDrains
 from core.handoff import AbortReason, AgentAddress, TransferId
 from core.lifecycle import FinishReason, Timeline
 from core.machine import Tick
@@ -105,6 +105,9 @@ class PrefillMachine:
                     actions += self._end(sequence.sequence_id, error)
             case DrainRequested():
                 self.core.draining = True
+                for sequence in self.core.unbegun():
+                    drains = WorkerDrains("this prefill worker drains, and has not begun with the prompt")
+                    actions += self._end(sequence.sequence_id, drains)
             case Tick():
                 actions += self._agent_actions(self.transfers.handle(event, now))
                 for request_id in self.core.open_calls.deadlines.expire(now):
@@ -138,7 +141,7 @@ class PrefillMachine:
 
     def _on_arrived(self, event: PrefillArrived, now: float) -> list[PrefillAction]:
         if self.core.draining:
-            raise WorkerUnavailable("this prefill worker is draining")
+            raise WorkerDrains("this prefill worker drains")
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.add(sequence)
@@ -188,9 +191,10 @@ class PrefillMachine:
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
-        first_token_id = output.sampled[chunk.sequence.sequence_id][-1].token_id if chunk.samples else None
+        sampled = output.sampled[chunk.sequence.sequence_id][-1:] if chunk.samples else ()
+        token_ids = tuple(token.token_id for token in sampled)
         blocks = enumerate(chunk.sequence.block_table[:num_ready])
-        offered = self.transfers.owner.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
+        offered = self.transfers.owner.add_ready(call.transfer_id, blocks, chunk.samples, token_ids, now)
         return self._agent_actions(offered)
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:

@@ -49,6 +49,7 @@ PATH_TO_WIRE = {
     RequestPath.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
     RequestPath.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
     RequestPath.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
+    RequestPath.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
 }
 
 # Kind of a holder of blocks, by the column of the ledger that counts its blocks.

@@ -79,6 +79,7 @@ def encode(message: HandoffMessage) -> bytes:
                     transfer_id=encode_transfer_id(entry.transfer_id),
                     num_ready=entry.num_ready,
                     num_unplaced=entry.num_unplaced,
+                    num_verified=entry.num_verified,
                 )
         case Release():
             envelope.release.SetInParent()
@@ -193,8 +194,7 @@ def _ready_to_wire(message: Ready, wire: handoff_pb2.HandoffReady) -> None:
     if any(message.blocks.digests):
         wire.digests.extend(message.blocks.digests)
     wire.last = message.last
-    if message.first_token_id is not None:
-        wire.first_token_id = message.first_token_id
+    wire.token_ids.extend(message.token_ids)
 
 
 def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffReady) -> Ready:
@@ -206,7 +206,9 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
         f"a READY has {len(positions)} positions, {len(blocks)} blocks and {len(digests)} digests, must have as many "
         "of each",
     )
-    _require(wire.last or not wire.HasField("first_token_id"), "first_token_id must come with the last READY only")
+    _require(wire.last or not wire.token_ids, "token_ids must come with the last READY only")
+    num_tokens = len(wire.token_ids)
+    _require(num_tokens <= MAX_POSITIONS, f"{num_tokens} token_ids are more than {MAX_POSITIONS}")
     return Ready(
         transfer_id,
         *stamp,
@@ -214,7 +216,7 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
         first_block=wire.first_block,
         blocks=OfferedBlocks(positions, blocks, digests),
         last=wire.last,
-        first_token_id=wire.first_token_id if wire.HasField("first_token_id") else None,
+        token_ids=tuple(wire.token_ids),
     )
 
 
@@ -222,7 +224,7 @@ def _heartbeat_from_wire(stamp: tuple[int, int], wire: handoff_pb2.HandoffHeartb
     _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} heartbeat entries are more than {MAX_ENTRIES}")
     ack = _ack_from_wire(wire)
     entries = tuple(
-        HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready, entry.num_unplaced)
+        HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready, entry.num_unplaced, entry.num_verified)
         for entry in wire.entries
     )
     return Heartbeat(*stamp, ack, entries)

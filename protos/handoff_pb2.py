@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/handoff.proto\x12\ttandem.v1\"\xef\x02\n\x0fHandoffEnvelope\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\x12&\n\x04want\x18\x05 \x01(\x0b\x32\x16.tandem.v1.HandoffWantH\x00\x12(\n\x05ready\x18\x06 \x01(\x0b\x32\x17.tandem.v1.HandoffReadyH\x00\x12\x30\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.tandem.v1.HandoffHeartbeatH\x00\x12,\n\x07release\x18\x08 \x01(\x0b\x32\x19.tandem.v1.HandoffReleaseH\x00\x12(\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x17.tandem.v1.HandoffAbortH\x00\x12&\n\x04ping\x18\n \x01(\x0b\x32\x16.tandem.v1.HandoffPingH\x00\x42\x06\n\x04\x62odyJ\x04\x08\x0b\x10\x0c\"@\n\x0bHandoffWant\x12\x1a\n\x12layout_fingerprint\x18\x01 \x01(\x06\x12\x15\n\rposition_runs\x18\x02 \x03(\r\"\xa6\x01\n\x0cHandoffReady\x12\x0b\n\x03\x61\x63k\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x15\n\rposition_runs\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x1b\n\x0e\x66irst_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x62locks\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x42\x11\n\x0f_first_token_id\"_\n\x10HandoffHeartbeat\x12\x10\n\x03\x61\x63k\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x07\x65ntries\x18\x02 \x03(\x0b\x32 .tandem.v1.HandoffHeartbeatEntryB\x06\n\x04_ack\"U\n\x15HandoffHeartbeatEntry\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x11\n\tnum_ready\x18\x02 \x01(\r\x12\x14\n\x0cnum_unplaced\x18\x03 \x01(\r\"?\n\x0eHandoffRelease\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.tandem.v1.HandoffAbortReason\"M\n\x0cHandoffAbort\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.tandem.v1.HandoffAbortReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\'\n\x0bHandoffPing\x12\x10\n\x03\x61\x63k\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x06\n\x04_ack*\xc0\x03\n\x12HandoffAbortReason\x12$\n HANDOFF_ABORT_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eHANDOFF_ABORT_REASON_CANCELLED\x10\x01\x12!\n\x1dHANDOFF_ABORT_REASON_DEADLINE\x10\x02\x12&\n\"HANDOFF_ABORT_REASON_LEASE_EXPIRED\x10\x03\x12)\n%HANDOFF_ABORT_REASON_UNKNOWN_TRANSFER\x10\x04\x12(\n$HANDOFF_ABORT_REASON_LAYOUT_MISMATCH\x10\x05\x12(\n$HANDOFF_ABORT_REASON_DIGEST_MISMATCH\x10\x06\x12$\n HANDOFF_ABORT_REASON_READ_FAILED\x10\x07\x12\"\n\x1eHANDOFF_ABORT_REASON_PEER_LOST\x10\x08\x12\'\n#HANDOFF_ABORT_REASON_PREFILL_FAILED\x10\t\x12#\n\x1fHANDOFF_ABORT_REASON_OVERLOADED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/handoff.proto\x12\ttandem.v1\"\xef\x02\n\x0fHandoffEnvelope\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\x12&\n\x04want\x18\x05 \x01(\x0b\x32\x16.tandem.v1.HandoffWantH\x00\x12(\n\x05ready\x18\x06 \x01(\x0b\x32\x17.tandem.v1.HandoffReadyH\x00\x12\x30\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.tandem.v1.HandoffHeartbeatH\x00\x12,\n\x07release\x18\x08 \x01(\x0b\x32\x19.tandem.v1.HandoffReleaseH\x00\x12(\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x17.tandem.v1.HandoffAbortH\x00\x12&\n\x04ping\x18\n \x01(\x0b\x32\x16.tandem.v1.HandoffPingH\x00\x42\x06\n\x04\x62odyJ\x04\x08\x0b\x10\x0c\"@\n\x0bHandoffWant\x12\x1a\n\x12layout_fingerprint\x18\x01 \x01(\x06\x12\x15\n\rposition_runs\x18\x02 \x03(\r\"\x8f\x01\n\x0cHandoffReady\x12\x0b\n\x03\x61\x63k\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x15\n\rposition_runs\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x11\n\ttoken_ids\x18\x08 \x03(\rJ\x04\x08\x05\x10\x06\"_\n\x10HandoffHeartbeat\x12\x10\n\x03\x61\x63k\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x07\x65ntries\x18\x02 \x03(\x0b\x32 .tandem.v1.HandoffHeartbeatEntryB\x06\n\x04_ack\"k\n\x15HandoffHeartbeatEntry\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x11\n\tnum_ready\x18\x02 \x01(\r\x12\x14\n\x0cnum_unplaced\x18\x03 \x01(\r\x12\x14\n\x0cnum_verified\x18\x04 \x01(\r\"?\n\x0eHandoffRelease\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.tandem.v1.HandoffAbortReason\"M\n\x0cHandoffAbort\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.tandem.v1.HandoffAbortReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\'\n\x0bHandoffPing\x12\x10\n\x03\x61\x63k\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x06\n\x04_ack*\xc0\x03\n\x12HandoffAbortReason\x12$\n HANDOFF_ABORT_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eHANDOFF_ABORT_REASON_CANCELLED\x10\x01\x12!\n\x1dHANDOFF_ABORT_REASON_DEADLINE\x10\x02\x12&\n\"HANDOFF_ABORT_REASON_LEASE_EXPIRED\x10\x03\x12)\n%HANDOFF_ABORT_REASON_UNKNOWN_TRANSFER\x10\x04\x12(\n$HANDOFF_ABORT_REASON_LAYOUT_MISMATCH\x10\x05\x12(\n$HANDOFF_ABORT_REASON_DIGEST_MISMATCH\x10\x06\x12$\n HANDOFF_ABORT_REASON_READ_FAILED\x10\x07\x12\"\n\x1eHANDOFF_ABORT_REASON_PEER_LOST\x10\x08\x12\'\n#HANDOFF_ABORT_REASON_PREFILL_FAILED\x10\t\x12#\n\x1fHANDOFF_ABORT_REASON_OVERLOADED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDOFFABORTREASON']._serialized_start=1010
-  _globals['_HANDOFFABORTREASON']._serialized_end=1458
+  _globals['_HANDOFFABORTREASON']._serialized_start=1009
+  _globals['_HANDOFFABORTREASON']._serialized_end=1457
   _globals['_HANDOFFENVELOPE']._serialized_start=36
   _globals['_HANDOFFENVELOPE']._serialized_end=403
   _globals['_HANDOFFWANT']._serialized_start=405
   _globals['_HANDOFFWANT']._serialized_end=469
   _globals['_HANDOFFREADY']._serialized_start=472
-  _globals['_HANDOFFREADY']._serialized_end=638
-  _globals['_HANDOFFHEARTBEAT']._serialized_start=640
-  _globals['_HANDOFFHEARTBEAT']._serialized_end=735
-  _globals['_HANDOFFHEARTBEATENTRY']._serialized_start=737
-  _globals['_HANDOFFHEARTBEATENTRY']._serialized_end=822
-  _globals['_HANDOFFRELEASE']._serialized_start=824
-  _globals['_HANDOFFRELEASE']._serialized_end=887
-  _globals['_HANDOFFABORT']._serialized_start=889
-  _globals['_HANDOFFABORT']._serialized_end=966
-  _globals['_HANDOFFPING']._serialized_start=968
-  _globals['_HANDOFFPING']._serialized_end=1007
+  _globals['_HANDOFFREADY']._serialized_end=615
+  _globals['_HANDOFFHEARTBEAT']._serialized_start=617
+  _globals['_HANDOFFHEARTBEAT']._serialized_end=712
+  _globals['_HANDOFFHEARTBEATENTRY']._serialized_start=714
+  _globals['_HANDOFFHEARTBEATENTRY']._serialized_end=821
+  _globals['_HANDOFFRELEASE']._serialized_start=823
+  _globals['_HANDOFFRELEASE']._serialized_end=886
+  _globals['_HANDOFFABORT']._serialized_start=888
+  _globals['_HANDOFFABORT']._serialized_end=965
+  _globals['_HANDOFFPING']._serialized_start=967
+  _globals['_HANDOFFPING']._serialized_end=1006
 # @@protoc_insertion_point(module_scope)

@@ -65,22 +65,22 @@ class HandoffWant(_message.Message):
     def __init__(self, layout_fingerprint: _Optional[int] = ..., position_runs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandoffReady(_message.Message):
-    __slots__ = ("ack", "first_block", "position_runs", "last", "first_token_id", "blocks", "digests")
+    __slots__ = ("ack", "first_block", "position_runs", "last", "blocks", "digests", "token_ids")
     ACK_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     POSITION_RUNS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ack: int
     first_block: int
     position_runs: _containers.RepeatedScalarFieldContainer[int]
     last: bool
-    first_token_id: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ack: _Optional[int] = ..., first_block: _Optional[int] = ..., position_runs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ack: _Optional[int] = ..., first_block: _Optional[int] = ..., position_runs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandoffHeartbeat(_message.Message):
     __slots__ = ("ack", "entries")
@@ -91,14 +91,16 @@ class HandoffHeartbeat(_message.Message):
     def __init__(self, ack: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[HandoffHeartbeatEntry, _Mapping]]] = ...) -> None: ...
 
 class HandoffHeartbeatEntry(_message.Message):
-    __slots__ = ("transfer_id", "num_ready", "num_unplaced")
+    __slots__ = ("transfer_id", "num_ready", "num_unplaced", "num_verified")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_UNPLACED_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     num_ready: int
     num_unplaced: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., num_ready: _Optional[int] = ..., num_unplaced: _Optional[int] = ...) -> None: ...
+    num_verified: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., num_ready: _Optional[int] = ..., num_unplaced: _Optional[int] = ..., num_verified: _Optional[int] = ...) -> None: ...
 
 class HandoffRelease(_message.Message):
     __slots__ = ("reason",)

@@ -26,7 +26,7 @@ _COUNTS = (
     "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks", "max_step_tokens",
     "step_limit_s", "num_decoding", "decode_context", "num_promised_blocks", "num_released_blocks",
     "batch_sequences", "batch_tokens", "busy_seconds", "decode_step_seconds", "flop", "memory_bytes", "flop_use",
-    "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts",
+    "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves",
 )  # fmt: skip
 _COLUMNS = tuple(Column)
 _STEP_COST = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.errors import TokenStreamEnded, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
-from decode_worker.machine import HandoffArrived
+from decode_worker.events import HandoffArrived
 from router.requests import events
 from simulator.line import Line, independent_line
 from simulator.network import Call, CallState, Network

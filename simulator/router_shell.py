@@ -14,7 +14,7 @@ from core.errors import TandemError
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import CallId
-from decode_worker.machine import DecodeArrived, HandoffArrived
+from decode_worker.events import DecodeArrived, HandoffArrived
 from prefill_worker.machine import PrefillArrived
 from router.requests import events
 from router.requests.machine import RouterMachine

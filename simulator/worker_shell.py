@@ -23,7 +23,8 @@ from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.worker_load import WorkerChanges
 from core.step import TokenEvent
-from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
+from decode_worker.machine import DecodeMachine
 from decode_worker.pull_queue import PullQueue
 from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine

@@ -33,14 +33,7 @@ from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerLoad
 from core.step import SampledToken, TokenEvent
-from decode_worker.machine import (
-    DecodeArrived,
-    DecodeCancelled,
-    DecodeDone,
-    DecodeFailed,
-    EmitTokens,
-    HandoffArrived,
-)
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens, HandoffArrived
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
 from vllm_worker.load import EngineLoad

@@ -34,7 +34,9 @@ class CallRecord:
 
     def mark(self, stage: Stage, counts: StepCounts) -> None:
         """The stage starts, and the one before ends."""
-        self._marks[stage] = (counts.num_steps, counts.num_sequences)
+        self._marks.setdefault(
+            stage, (counts.num_steps, counts.num_sequences)
+        )  # DECODE comes again after a move failed
 
     def steps_in(self, stage: Stage) -> tuple[int, float]:
         """Steps during a stage that has ended, and their mean number of sequences."""
@@ -64,7 +66,7 @@ def stage_spans(
         if stage is Stage.QUEUE:
             values[Attribute.QUEUE_DEPTH] = record.queue_depth
             values[Attribute.QUEUE_TOKENS] = record.queue_tokens
-        elif stage is not Stage.TRANSFER:
+        elif stage not in (Stage.TRANSFER, Stage.MOVE):
             values[Attribute.STEPS], values[Attribute.BATCH_SIZE] = record.steps_in(stage)
         spans.append(
             worker_pb2.StageSpan(

@@ -254,7 +254,18 @@ class WorkerCore:
         if self._step_works:
             self._on_step_started(now)
 
-    def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0) -> WorkerLoad:
+    def unbegun(self) -> list[Sequence]:
+        """Waiting sequences of which nothing is computed or held here: another worker loses nothing with them."""
+        return [s for s in self.scheduler.waiting if not (s.block_table or s.num_lost_tokens)]
+
+    def load(
+        self,
+        transfers: TransferMachine,
+        num_pulls_waiting: int = 0,
+        num_promised_blocks: int = 0,
+        *,
+        takes_moves: bool = False,
+    ) -> WorkerLoad:
         counters, stats = transfers.counters, self.stats
         step_cost = self._reported_cost.update(self.costs.cost)
         contexts = decode_contexts(self.scheduler.running)
@@ -297,6 +308,7 @@ class WorkerCore:
             slo_itl_s=self.scheduler.config.slo_itl_ms / 1e3,
             num_drafts=self.scheduler.num_drafts,
             num_right_drafts=self.scheduler.num_right_drafts,
+            takes_moves=takes_moves,
         )
 
     def claims(self) -> list[Claim]:

@@ -93,7 +93,7 @@ class Side:
         blocks = self._offered = await self._shuffled(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
-        self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, 1, now))
+        self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, (1,), now))
         if digests_made:
             await self._digests_made()
 
@@ -130,7 +130,7 @@ class Side:
                 ready = num_blocks if last else (start + count) // self._layout.block_size
                 offered = list(enumerate(blocks[:ready]))
                 self._act(
-                    self._machine.owner.add_ready(transfer_id, offered, last, 1 if last else None, self._driver.now())
+                    self._machine.owner.add_ready(transfer_id, offered, last, (1,) if last else (), self._driver.now())
                 )
         ended_at = time.perf_counter()
         await self._end()

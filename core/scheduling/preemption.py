@@ -1,7 +1,8 @@
 """Blocks by rank: a sequence that lacks blocks takes them from the holders of blocks that rank lowest.
 
-A preempted sequence loses all its blocks, waits again, and is recomputed later, mostly from the prefix cache. The
-sequence that ranks highest can take the blocks of every other holder, so it always makes progress.
+A preempted sequence loses all its blocks, waits again, and is recomputed later, mostly from the prefix cache. A
+sequence that moves to another worker is never preempted: its peer leases the blocks, and the move ends within a lease.
+The sequence that ranks highest can take the blocks of every other holder, so it always makes progress.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Preemption:
     def grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> int:
         """Allocate for `num_tokens` more tokens, preempting lower ranks. Returns the number of tokens with blocks."""
         while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
-            victim = max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank)
-            if victim.rank > sequence.rank:
+            victim = self.last_holder
+            if victim is not None and victim.rank > sequence.rank:
                 self.preempt(victim)
             else:
                 num_blocks = len(sequence.block_table) + self.pool.num_available
@@ -49,11 +50,17 @@ class Preemption:
 
     @property
     def last_holder(self) -> Sequence | None:
-        """The holder of blocks that ranks lowest."""
-        return max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank, default=None)
+        """The holder of blocks that ranks lowest, of those that do not move to another worker."""
+        running = next((sequence for sequence in reversed(self.running) if not sequence.is_moving), None)
+        holders = [*self.queues.waiting_with_blocks[-1:], *([] if running is None else [running])]
+        return max(holders, key=by_rank, default=None)
 
     def preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
+        assert not sequence.is_moving, "the blocks of a moving sequence are leased"
+        num_computed, num_lost = sequence.num_computed_tokens, sequence.num_lost_tokens
+        sequence.num_recomputed_tokens -= max(0, num_lost - num_computed)  # not yet computed again
+        sequence.num_lost_tokens = max(num_lost, num_computed)
         self.blocks.drop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1

@@ -24,8 +24,9 @@ starts with the blocks that there are.
 
 One step may be planned ahead, while another is in flight. It counts on the tokens of the step in flight:
 
-    4. A sequence whose promised token is certain to be its last is left out. A stop token is not certain: if the step
-       in flight ends a sequence, the result of the step ahead is dropped, as after an abort.
+    4. A sequence whose promised token is certain to be its last is left out, as is one that is paused for a move. A
+       stop token is not certain: if the step in flight ends a sequence, the result of the step ahead is dropped, as
+       after an abort.
     5. No sequence is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
 
 A runner may propose guesses of the next tokens:
@@ -337,6 +338,20 @@ class Scheduler:
         flight. The scheduler preempts on its own for its own sequences; this is for a queue of the caller."""
         assert not self._in_flight
         self._preemption.preempt(sequence)
+
+    def give_up_last_block(self, sequence: Sequence) -> None:
+        """Compute the tokens of the partly filled block again, in another block: a peer may read this one still. No
+        step in flight may contain the sequence."""
+        assert sequence.num_planned_tokens == sequence.num_computed_tokens
+        num_full, num_left = divmod(sequence.num_computed_tokens, self.block_size)
+        if not num_full:  # only waiting sequences hold no block
+            sequence.num_lost_tokens = num_left
+            self.blocks.drop(sequence)
+            self.queues.send_back(sequence)
+        elif num_left:
+            self.pool.release(sequence.keep_blocks(num_full, self.block_size))
+            sequence.num_recomputed_tokens += num_left
+            self.queues.rewind(sequence)
 
     @property
     def num_preemptions(self) -> int:

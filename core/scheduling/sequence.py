@@ -6,6 +6,8 @@
 Each step of the scheduler brings `num_computed_tokens` closer to `len(token_ids)`. A new prompt has no computed token.
 A sequence in decode has one token left to compute. A sequence with pulled KV arrives with a computed prompt. If the
 steps in flight reach the end of `token_ids`, the newest of them samples a token that is promised, but not known yet.
+
+A sequence that moves to another worker is planned up to `plan_end` only: 0 while it is paused.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ class Sequence:
     num_registered_blocks: int = 0  # leading blocks that come from the prefix cache or were registered in it
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    num_lost_tokens: int = 0  # computed ones, at the newest preemption
+    num_recomputed_tokens: int = 0  # computed again after a preemption, or after a move that failed at its end
+    is_moving: bool = False  # a peer reads its blocks, so its preemption would free none
     proposal: Proposal = NO_PROPOSAL  # this and the next two belong to core/scheduling/drafts.py
     proposed_at: int = 0  # the number of tokens that the proposal goes behind
     draft_luck: float = 0.0  # how much more often its guesses were right lately than those of others
@@ -46,6 +51,7 @@ class Sequence:
     sequence_id: str = field(init=False)
     rank: Rank = field(init=False)
     max_num_tokens: int = field(init=False)  # the sequence ends with this length at the latest
+    plan_end: int = field(init=False)  # steps plan as if it ended with this length: `max_num_tokens`, or less in a move
     view: SequenceView = field(init=False)
     cache_parent: PrefixBlock | str | None = field(init=False)  # parent of the next block to register
     stop_token_ids: frozenset[int] = field(init=False, default=frozenset())  # belongs to the scheduler
@@ -59,6 +65,7 @@ class Sequence:
         self.max_num_tokens = self.request.max_total_tokens
         if self.sample_limit is not None:
             self.max_num_tokens = min(self.max_num_tokens, len(self.token_ids) + self.sample_limit)
+        self.plan_end = self.max_num_tokens
         self.cache_parent = self.request.cache_salt
         self._renew_view()
 
@@ -69,6 +76,19 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_held_back(self) -> bool:
+        """No step plans another token: it moves to another worker, or its promised token is the last one."""
+        return self.num_planned_tokens + 1 >= self.plan_end
+
+    def keep_blocks(self, num_blocks: int, block_size: int) -> list[int]:
+        """Keep the first blocks only, which are full. Returns the others. The table gets a new view."""
+        given_up = self.block_table[num_blocks:]
+        self.block_table = self.block_table[:num_blocks]
+        self.num_computed_tokens = self.num_planned_tokens = num_blocks * block_size
+        self._renew_view()
+        return given_up
 
     def forget_blocks(self) -> None:
         """Start again with an empty block table, which gets a new view: the table of a view never shrinks."""

@@ -86,6 +86,11 @@ class SequenceQueues:
             self.prompts.take(sequence, start, num_tokens)
         self.update_phase(sequence)
 
+    def rewind(self, sequence: Sequence) -> None:
+        """A running sequence in decode has fewer computed tokens than before."""
+        self.update_phase(sequence)
+        self.update_counts(sequence)
+
     def update_phase(self, sequence: Sequence) -> None:
         """Note whether a running sequence is in prefill after the steps in flight."""
         if len(sequence.token_ids) - sequence.num_planned_tokens > 1:

@@ -83,8 +83,8 @@ class StepPlanner:
         for sequence in self.running:
             start = sequence.num_planned_tokens
             wanted = len(sequence.token_ids) - start
-            if wanted > 1 or start + 1 >= sequence.max_num_tokens:
-                continue  # in prefill, or the promised token is the last one
+            if wanted > 1 or start + 1 >= sequence.plan_end:
+                continue  # in prefill, or held back
             end = sequence.num_planned_tokens = start + 1
             context += end
             if end > len(sequence.block_table) * block_size:
@@ -157,12 +157,12 @@ class StepPlanner:
     def plan_running_and_preempt(self, draft: Draft) -> bool:
         """Plan running sequences with too few blocks in the pool. Returns whether preemptions made enough room."""
         had_enough_blocks = True
-        decodes = [sequence for sequence in self.running if _is_decode(sequence)]
+        decodes = [sequence for sequence in self.running if _is_decode(sequence) and not sequence.is_held_back]
         is_waited_for = any(sequence.num_tokens > sequence.request.num_prompt_tokens for sequence in decodes)
         draft.budget = self._budget(len(decodes), sum(sequence.num_tokens for sequence in decodes), is_waited_for)
         for sequence in list(self.running):
-            if not sequence.block_table:
-                continue  # preempted in this step by a sequence of higher rank
+            if not sequence.block_table or sequence.is_held_back:
+                continue  # preempted in this step by a sequence of higher rank, or moving
             wanted = self._tokens_within(draft.budget, sequence)
             if wanted <= 0:
                 continue
@@ -170,7 +170,7 @@ class StepPlanner:
             had_enough_blocks = had_enough_blocks and granted == wanted
             if granted:
                 self._add_chunk(draft, sequence, granted)
-            elif not draft.chunks and self._preemption.first_holder().rank < sequence.rank:
+            elif not (draft.chunks or sequence.is_moving) and self._preemption.first_holder().rank < sequence.rank:
                 # A pulled sequence of higher rank waits and holds blocks. Without this, both would wait for ever.
                 self._preemption.preempt(sequence)
         return had_enough_blocks
@@ -194,7 +194,7 @@ class StepPlanner:
 
     def gains_by_waiting(self) -> bool:
         """Whether the next step would have drafts if it were planned at the end of the step in flight."""
-        decodes = [sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_planned_tokens <= 1]
+        decodes = [s for s in self.running if len(s.token_ids) - s.num_planned_tokens <= 1 and not s.is_held_back]
         proposals = [sequence for sequence in decodes if has_proposal(sequence)]
         if not proposals:
             return False
@@ -220,7 +220,7 @@ class StepPlanner:
             num_slots = len(sequence.block_table) * block_size - end
             if num_slots < MAX_DRAFTS and self.pool.num_free > len(self.running):
                 num_slots += block_size
-            limit = min(MAX_DRAFTS, len(sequence.proposal.token_ids), num_slots, sequence.max_num_tokens - end - 1)
+            limit = min(MAX_DRAFTS, len(sequence.proposal.token_ids), num_slots, sequence.plan_end - end - 1)
             if limit > 0:
                 places.append(place)
                 limits.append(limit)
@@ -284,6 +284,7 @@ class StepPlanner:
 
     def _start(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
         self.queues.admit(sequence)
+        sequence.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_planned_tokens)
         self._add_chunk(draft, sequence, num_tokens)
         draft.admitted.append(sequence)
 

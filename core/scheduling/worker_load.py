@@ -85,6 +85,7 @@ class WorkerLoad:
     slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
     num_drafts: int = 0  # guessed tokens that steps have computed since the start
     num_right_drafts: int = 0  # ... and that were right
+    takes_moves: bool = False  # a decode worker that can take running sequences of others, and ask for moves
 
 
 @dataclass(frozen=True, slots=True)

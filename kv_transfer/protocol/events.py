@@ -183,6 +183,7 @@ class TargetsNeeded:
 
     transfer_id: TransferId
     positions: tuple[int, ...]  # each position once for each pull
+    is_last: bool = False  # no others follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class PullCompleted:
     """Every target block holds the owner's bytes, verified under a lease that covered all reads."""
 
     transfer_id: TransferId
-    first_token_id: int | None
+    token_ids: tuple[int, ...]  # those after the tokens that we know; all but the last one are computed
     stats: PullStats
 
 
@@ -223,8 +224,16 @@ class OfferEnded:
     transfer_id: TransferId
     state: OwnerState  # RELEASED, EXPIRED or ABORTED
     reason: AbortReason | None
+    is_released: bool = False  # by a RELEASE of the puller: else the pull may have completed
 
 
-TransferResult = TargetsNeeded | PullEnded | PullGivenUp | OfferEnded
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The puller has read and verified every block that the offer has announced, and the offer has not ended."""
+
+    transfer_id: TransferId
+
+
+TransferResult = TargetsNeeded | PullEnded | PullGivenUp | OfferEnded | CaughtUp
 TransferAction = AgentAction | TransferResult
 Actions = list[TransferAction]

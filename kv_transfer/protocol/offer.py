@@ -24,7 +24,7 @@ class Offer:
     announced_pieces: list[int] = field(default_factory=list)
     announced_blocks: list[int] = field(default_factory=list)  # one for each piece
     last: bool = False  # nothing more will be offered
-    first_token_id: int | None = None
+    token_ids: tuple[int, ...] = ()  # for the last READY
     newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
@@ -35,6 +35,12 @@ class Offer:
     @property
     def may_be_read(self) -> bool:
         return bool(self.announced_pieces)
+
+    def is_caught_up_by(self, num_verified: int) -> bool:
+        """Whether a puller that has verified so many pieces waits for the next ones."""
+        return (
+            self.wanted is not None and not self.last and self.aborting is None and num_verified == self.num_announced
+        )
 
     @property
     def starved(self) -> bool:

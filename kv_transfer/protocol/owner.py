@@ -37,7 +37,7 @@ from core.handoff import (
 )
 from core.paths import refuse_memory
 from core.scheduling.block_pool import BlockPool
-from kv_transfer.protocol.events import Actions, ComputeDigests, OfferEnded
+from kv_transfer.protocol.events import Actions, CaughtUp, ComputeDigests, OfferEnded
 from kv_transfer.protocol.offer import Offer
 from kv_transfer.protocol.peers import Drop, Peers, transfer_name
 from kv_transfer.protocol.plan import TransferPlan
@@ -93,13 +93,14 @@ class Owner:
         transfer_id: TransferId,
         blocks: Iterable[tuple[int, int]],
         last: bool,
-        first_token_id: int | None,
+        token_ids: tuple[int, ...],
         now: float,
     ) -> Actions:
         """Offer `blocks`, (position, block id) each. Their sequence holds them, and nothing writes to them any more.
 
-        `last` ends the list and carries `first_token_id`. The owner skips a position that it has offered before, so a
-        sequence that was preempted and recomputed may offer all its blocks again. Does nothing after the offer's end.
+        `last` ends the list and carries `token_ids`, those that the puller lacks. The owner skips a position that it
+        has offered before, so a sequence that was preempted and recomputed may offer all its blocks again. Does nothing
+        after the offer's end.
         """
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
@@ -114,7 +115,7 @@ class Owner:
         if wanted and offer.state is OwnerState.COMPUTING:
             offer.step(OwnerState.OFFERED)
         if last:
-            offer.last, offer.first_token_id = True, first_token_id
+            offer.last, offer.token_ids = True, token_ids
         actions: Actions = []
         if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
             actions.append(ComputeDigests(tuple(wanted.values())))
@@ -170,6 +171,8 @@ class Owner:
             else:
                 offer.renew(heartbeat.counter, now)
                 offer.num_unplaced = entry.num_unplaced
+                if offer.is_caught_up_by(entry.num_verified):
+                    actions.append(CaughtUp(offer.transfer_id))
                 renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
                 actions += self._repeat_lost(offer, entry.num_ready, now)
         answer = Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed))
@@ -181,9 +184,9 @@ class Owner:
             return actions
         if release.reason is AbortReason.DIGEST_MISMATCH:
             self.pool.invalidate(offer.leased.values())  # the prefix cache must not serve them again
-        if offer.aborting is not None:
-            return self._end(offer, OwnerState.ABORTED, offer.aborting)
-        return self._end(offer, OwnerState.RELEASED, release.reason)
+        if offer.aborting is not None and release.reason is not None:
+            return self._end(offer, OwnerState.ABORTED, offer.aborting, is_released=True)
+        return self._end(offer, OwnerState.RELEASED, release.reason, is_released=True)
 
     def on_abort(self, sender: str, abort: Abort) -> Actions:
         """The puller of a live offer gives up. Its RELEASE follows when its reads have ended."""
@@ -276,7 +279,7 @@ class Owner:
                 first_block=start,
                 blocks=offer.announced(start, end),
                 last=last,
-                first_token_id=offer.first_token_id if last else None,
+                token_ids=offer.token_ids if last else (),
             )
             actions += self._peers.send(offer.peer, ready)
             start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
@@ -315,7 +318,9 @@ class Owner:
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         self.pool.unlease([offer.leased.pop(position) for position in positions])
 
-    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
+    def _end(
+        self, offer: Offer, state: OwnerState, reason: AbortReason | None, *, is_released: bool = False
+    ) -> Actions:
         """End an offer and free its blocks. Every offer ends here, once."""
         offer.step(state)
         self._unlease(offer, list(offer.leased))
@@ -324,7 +329,7 @@ class Owner:
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
         self._peers.counters.offers[state.value] += 1
-        return [OfferEnded(offer.transfer_id, state, reason)]
+        return [OfferEnded(offer.transfer_id, state, reason, is_released)]
 
     def check(self) -> None:
         """The leases of the offers are the leases of the pool, block for block; tables are bounded."""

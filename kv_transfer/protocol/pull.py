@@ -30,19 +30,22 @@ class Pull:
     state: PullerState = PullerState.RESERVED
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
+    num_known_tokens: int | None = None  # of a sequence that grows during the pull; None: it does not
+    num_pieces: int = 0  # of the longest sequence that fits: piece numbers are smaller
     ending: PullFailed | None = None  # the result that follows the end of the reads, once the pull has failed
     newest: int = 0  # counter of the owner's newest READY or ABORT
     # announced by the owner
     announced: set[int] = field(default_factory=set)  # positions
     all_announced: bool = False  # the last READY has come
     all_announced_at: float = 0.0
-    first_token_id: int | None = None
+    token_ids: tuple[int, ...] = ()  # those that we did not know; with the last READY
     # state of the blocks
     unplaced: list[OfferedBlocks] = field(default_factory=list)  # their positions have no target yet
     to_read: deque[OfferedBlocks] = field(default_factory=deque)  # each is one read, rising by block
     reads: dict[int, OfferedBlocks] = field(default_factory=dict)  # in flight, by read id
     verified: set[int] = field(default_factory=set)  # positions
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
+    num_reported: int = -1  # verified blocks, as a heartbeat has told the owner that waits for them
     # the lease
     sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
     num_unanswered: int = 0  # heartbeats that listed this pull since the owner's last answer
@@ -70,6 +73,22 @@ class Pull:
         if state is not self.state:
             assert state in PULLER_STEPS[self.state], f"{self.state.name} -> {state.name} is not a step of a puller"
             self.state = state
+
+    @property
+    def has_news(self) -> bool:
+        """The owner of a growing sequence waits to hear that all of its blocks so far are verified."""
+        num_verified = len(self.verified)
+        is_caught_up = num_verified == len(self.announced) and self.want_arrived and not self.all_announced
+        return self.num_known_tokens is not None and is_caught_up and num_verified > self.num_reported
+
+    def end_growth(self, token_ids: tuple[int, ...]) -> bool:
+        """The sequence has got its last blocks here. Returns False if it has outgrown the wanted pieces."""
+        if self.num_known_tokens is None:
+            return True
+        num_computed = self.num_known_tokens + len(token_ids) - 1
+        num_pieces = -(-num_computed // self.plan.piece_tokens)
+        self.wanted = self.wanted.intersection(range(num_pieces))
+        return num_pieces <= self.num_pieces
 
     def can_read(self, offered: OfferedBlocks) -> bool:
         """Whether these blocks lie in the owner's pool, and their positions are wanted and not yet announced."""

@@ -96,18 +96,26 @@ class Puller:
         self._heartbeats.setdefault(owner.name, _Heartbeats(now + heartbeat_s(owner.lease_s)))
 
     def start(
-        self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
+        self,
+        transfer_id: TransferId,
+        positions: Iterable[int],
+        now: float,
+        num_tokens: int | None = None,
+        num_known_tokens: int | None = None,
     ) -> Actions:
-        """Ask the owner for these positions. Without positions, the pull gets only the first token.
+        """Ask the owner for these positions. Without positions, the pull gets only the tokens.
 
         `num_tokens`, the length of the sequence, gives the number of pieces where the owner's blocks are smaller than
-        ours: the owner may have no blocks for the end of our last one.
+        ours: the owner may have no blocks for the end of our last one. A sequence that grows during the pull has
+        `num_known_tokens` now, and `num_tokens` at most: fewer blocks may come.
         """
         pull = self.pulls[transfer_id]
+        pull.num_known_tokens = num_known_tokens
         parts = pull.plan.target_parts
         pull.wanted = frozenset(position * parts + part for position in positions for part in range(parts))
         if num_tokens is not None:
-            pull.wanted = pull.wanted.intersection(range(-(-num_tokens // pull.plan.piece_tokens)))
+            pull.num_pieces = -(-num_tokens // pull.plan.piece_tokens)
+            pull.wanted = pull.wanted.intersection(range(pull.num_pieces))
         pull.step(PullerState.WANTING)
         if len(pull.wanted) > MAX_POSITIONS:
             detail = f"{len(pull.wanted)} pieces, and a WANT lists at most {MAX_POSITIONS}"
@@ -149,11 +157,13 @@ class Puller:
         if ready.last:
             if not pull.all_announced:
                 pull.all_announced_at = now
-            pull.all_announced, pull.first_token_id = True, ready.first_token_id
+            pull.all_announced, pull.token_ids = True, ready.token_ids
+            if not pull.end_growth(ready.token_ids):
+                return self._fail(pull, AbortReason.READ_FAILED, "the sequence has outgrown the wanted blocks", now)
             if len(pull.announced) < len(pull.wanted):
                 detail = f"the owner ended with {len(pull.announced)} of {len(pull.wanted)} blocks"
                 return self._fail(pull, AbortReason.PREFILL_FAILED, detail, now)
-        asked: Actions = [TargetsNeeded(pull.transfer_id, needed)] if needed and pull.ending is None else []
+        asked: Actions = [TargetsNeeded(pull.transfer_id, needed, ready.last)] if needed and pull.ending is None else []
         return self._advance(pull, now) + asked
 
     def on_answer(self, sender: str, answer: Heartbeat, now: float) -> Actions:
@@ -253,23 +263,31 @@ class Puller:
         want = Want(pull.transfer_id, incarnation, counter, fingerprint, tuple(sorted(pull.wanted)))
         return self._peers.send(pull.owner, want)
 
-    def _send_heartbeat(self, name: str, now: float) -> Actions:
-        """One heartbeat for all pulls from this owner that are not ending."""
+    def _send_heartbeat(self, name: str, now: float, *, is_news: bool = False) -> Actions:
+        """One heartbeat for all pulls from this owner that are not ending.
+
+        `is_news`: besides those that are due, to tell what has been verified. It counts for no silence of the owner.
+        """
         pulls = self._pulls_from(name)
         if not pulls:
             return []
-        heartbeats = self._heartbeats[name]
-        heartbeats.next_at = now + heartbeat_s(pulls[0].owner.lease_s)
+        if not is_news:
+            self._heartbeats[name].next_at = now + heartbeat_s(pulls[0].owner.lease_s)
         alive = [pull for pull in pulls if pull.ending is None]
         if not alive:
             return []
         incarnation, counter = self._peers.stamp()
         for pull in alive:
             pull.sent[counter] = now
-            pull.num_unanswered += 1
+            pull.num_unanswered += not is_news
+            if pull.has_news:
+                pull.num_reported = len(pull.verified)
             if pull.first_heartbeat is None:
                 pull.first_heartbeat = counter
-        entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.announced), pull.num_unplaced) for pull in alive)
+        entries = tuple(
+            HeartbeatEntry(pull.transfer_id, len(pull.announced), pull.num_unplaced, len(pull.verified))
+            for pull in alive
+        )
         return self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
 
     def _missing_from_answer(self, pull: Pull, now: float) -> Actions:
@@ -290,6 +308,8 @@ class Puller:
             pull.step(PullerState.READING)
         elif not pull.everything_verified:
             pull.step(PullerState.WANTING)
+            if pull.has_news:
+                actions += self._send_heartbeat(pull.owner.name, now, is_news=True)
         else:
             was_verifying = pull.state is PullerState.VERIFYING
             pull.step(PullerState.VERIFYING)
@@ -314,7 +334,7 @@ class Puller:
 
     def _complete(self, pull: Pull, now: float) -> Actions:
         stats = replace(pull.stats(now), lane=self._paths.lane_to(pull.owner.name))
-        actions = self._end(pull, PullerState.COMPLETE, PullCompleted(pull.transfer_id, pull.first_token_id, stats))
+        actions = self._end(pull, PullerState.COMPLETE, PullCompleted(pull.transfer_id, pull.token_ids, stats))
         return actions + self._paths.on_hand_off(pull.owner, stats.num_bytes, stats.read_s, now)
 
     def _fail_all(self, pulls: Iterable[Pull], detail: str, now: float) -> Actions:

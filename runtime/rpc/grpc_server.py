@@ -27,6 +27,7 @@ from core.errors import (
     TokenStreamEnded,
     TransferFailed,
     Unauthenticated,
+    WorkerDrains,
     WorkerUnavailable,
 )
 from core.service import join_address
@@ -48,10 +49,12 @@ _ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
 FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
 TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
 STREAM_KEY = "tandem-token-stream-ended"  # so has an ended token stream
+DRAIN_KEY = "tandem-worker-drains"  # and a worker that drains
 MEMORY_KEY = "tandem-out-of-device-memory"  # has the same status as a full queue
 _ERROR_OF_KEY: dict[str, type[TandemError]] = {
     TRANSFER_KEY: TransferFailed,
     STREAM_KEY: TokenStreamEnded,
+    DRAIN_KEY: WorkerDrains,
     MEMORY_KEY: OutOfDeviceMemory,
 }
 

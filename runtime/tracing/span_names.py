@@ -22,6 +22,7 @@ class SpanName(Enum):
     DECODE_PREFILL = "decode_worker.prefill"
     DECODE_TRANSFER = "decode_worker.transfer"
     DECODE_COMPUTE = "decode_worker.decode"
+    DECODE_MOVE = "decode_worker.move"
 
 
 SPAN_MEANINGS: dict[SpanName, str] = {
@@ -39,6 +40,7 @@ SPAN_MEANINGS: dict[SpanName, str] = {
     SpanName.DECODE_PREFILL: "Computing the prompt on the decode worker",
     SpanName.DECODE_TRANSFER: "Pulling KV blocks, from the first requested block to the last verified block",
     SpanName.DECODE_COMPUTE: "Generating tokens, up to the last one",
+    SpanName.DECODE_MOVE: "Pause of a sequence that moves, until the next decode worker has its KV or the move fails",
 }
 
 
@@ -132,7 +134,7 @@ ATTRIBUTE_MEANINGS: dict[str, str] = {
     Attribute.LLM_CACHED_TOKENS: "OpenInference: cached prompt tokens",
     Attribute.TENANT: "Name of the tenant",
     Attribute.CHOICE: "Number of the choice",
-    Attribute.PATH: "disaggregated, local or recomputed",
+    Attribute.PATH: "disaggregated, local, recomputed or migrated",
     Attribute.ATTEMPT: "Number of the attempt, from 1",
     Attribute.ATTEMPTS: "Number of attempts",
     Attribute.UNCACHED_TOKENS: "Prompt tokens to compute, as the router predicted",

@@ -19,6 +19,7 @@ class RequestPath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_PATH_DISAGGREGATED: _ClassVar[RequestPath]
     REQUEST_PATH_LOCAL: _ClassVar[RequestPath]
     REQUEST_PATH_RECOMPUTED: _ClassVar[RequestPath]
+    REQUEST_PATH_MIGRATED: _ClassVar[RequestPath]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -26,6 +27,7 @@ REQUEST_PATH_UNSPECIFIED: RequestPath
 REQUEST_PATH_DISAGGREGATED: RequestPath
 REQUEST_PATH_LOCAL: RequestPath
 REQUEST_PATH_RECOMPUTED: RequestPath
+REQUEST_PATH_MIGRATED: RequestPath
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments_json")
@@ -281,7 +283,7 @@ class Receipt(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match", "promise", "receipt")
+    __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match", "promise", "receipt", "num_moves", "recomputed_tokens")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +299,8 @@ class Finished(_message.Message):
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
     PROMISE_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     finish_reason: FinishReason
     usage: Usage
@@ -312,7 +316,9 @@ class Finished(_message.Message):
     stop_match: str
     promise: Promise
     receipt: Receipt
-    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Union[RequestPath, str]] = ..., attempts: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., trace_id: _Optional[str] = ..., stop_match: _Optional[str] = ..., promise: _Optional[_Union[Promise, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    num_moves: int
+    recomputed_tokens: int
+    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Union[RequestPath, str]] = ..., attempts: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., trace_id: _Optional[str] = ..., stop_match: _Optional[str] = ..., promise: _Optional[_Union[Promise, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., num_moves: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("tokens", "finished")

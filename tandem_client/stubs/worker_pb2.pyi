@@ -311,16 +311,54 @@ class StageSpan(_message.Message):
     def __init__(self, name: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("sequence", "transfer_id", "source", "stream_id")
+    __slots__ = ("sequence", "transfer_id", "source", "stream_id", "is_move")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_MOVE_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceRequest
     transfer_id: bytes
     source: AgentAddress
     stream_id: int
-    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ..., stream_id: _Optional[int] = ...) -> None: ...
+    is_move: bool
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ..., stream_id: _Optional[int] = ..., is_move: _Optional[bool] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("request_id", "transfer_id", "reader", "resume")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    transfer_id: bytes
+    reader: MoveReader
+    resume: MoveResume
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[bytes] = ..., reader: _Optional[_Union[MoveReader, _Mapping]] = ..., resume: _Optional[_Union[MoveResume, _Mapping]] = ...) -> None: ...
+
+class MoveReader(_message.Message):
+    __slots__ = ("agent", "num_tokens")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    agent: AgentAddress
+    num_tokens: int
+    def __init__(self, agent: _Optional[_Union[AgentAddress, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class MoveResume(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MoveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MoveNotice(_message.Message):
+    __slots__ = ("call", "first_index")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    first_index: int
+    def __init__(self, call: _Optional[int] = ..., first_index: _Optional[int] = ...) -> None: ...
 
 class StreamTokensRequest(_message.Message):
     __slots__ = ("router_id", "stream_id")
@@ -331,21 +369,23 @@ class StreamTokensRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., stream_id: _Optional[int] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("calls", "indexes", "token_ids", "logprob_places", "logprobs")
+    __slots__ = ("calls", "indexes", "token_ids", "logprob_places", "logprobs", "moves")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_PLACES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     calls: _containers.RepeatedScalarFieldContainer[int]
     indexes: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprob_places: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[MoveNotice]
+    def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveNotice, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts")
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts", "has_moved", "recomputed_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +400,8 @@ class DecodeFinished(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
     queue_ms: float
@@ -374,7 +416,9 @@ class DecodeFinished(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageSpan]
     drafted_tokens: int
     accepted_drafts: int
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
+    has_moved: bool
+    recomputed_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router_id",)
@@ -431,7 +475,7 @@ class PathReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +516,7 @@ class LoadReport(_message.Message):
     SLO_ITL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_RIGHT_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MOVES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -512,7 +557,8 @@ class LoadReport(_message.Message):
     slo_itl_s: float
     num_drafts: int
     num_right_drafts: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_right_drafts: _Optional[int] = ...) -> None: ...
+    takes_moves: bool
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_right_drafts: _Optional[int] = ..., takes_moves: _Optional[bool] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")

@@ -126,6 +126,11 @@ class DecodeWorkerStub:
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/tandem.v1.DecodeWorker/Move',
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.MoveRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.MoveResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer:
@@ -157,6 +162,13 @@ class DecodeWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Say how the move of a running sequence begins, or that it has ended. docs/protocol.md describes moves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +186,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.HandOver,
                     request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.MoveRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.MoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -258,6 +275,33 @@ class DecodeWorker:
             '/tandem.v1.DecodeWorker/HandOver',
             tandem__client_dot_stubs_dot_worker__pb2.HandOverRequest.SerializeToString,
             tandem__client_dot_stubs_dot_worker__pb2.HandOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeWorker/Move',
+            tandem__client_dot_stubs_dot_worker__pb2.MoveRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,7 +65,7 @@ class Shard:
         half = len(self.blocks) // 2
         for end, last in ((half, False), (len(self.blocks), True)):
             offered = list(enumerate(self.blocks[:end]))
-            self.worker.act(self.worker.machine.owner.add_ready(transfer_id, offered, last, 7 if last else None, now))
+            self.worker.act(self.worker.machine.owner.add_ready(transfer_id, offered, last, (7,) if last else (), now))
 
     def pull(self, transfer_id: int, owner: Shard) -> None:
         now, machine = time.monotonic(), self.worker.machine

@@ -141,8 +141,8 @@ class HandOff:
 
     def offer_up_to(self, end: int) -> None:
         blocks, last = list(enumerate(self.sources[:end])), end == NUM_BLOCKS
-        first_token = FIRST_TOKEN if last else None
-        self.owner.act(self.owner.machine.owner.add_ready(TRANSFER_ID, blocks, last, first_token, time.monotonic()))
+        tokens = (FIRST_TOKEN,) if last else ()
+        self.owner.act(self.owner.machine.owner.add_ready(TRANSFER_ID, blocks, last, tokens, time.monotonic()))
 
     def run(self) -> None:
         self.begin()
@@ -153,10 +153,10 @@ class HandOff:
         run_until_results(self.workers, 1, PATIENCE_S)
 
     def assert_completed(self) -> PullCompleted:
-        assert self.owner.results == [OfferEnded(TRANSFER_ID, OwnerState.RELEASED, None)]
+        assert self.owner.results == [OfferEnded(TRANSFER_ID, OwnerState.RELEASED, None, is_released=True)]
         (result,) = self.puller.results
         assert isinstance(result, PullCompleted)
-        assert result.first_token_id == FIRST_TOKEN
+        assert result.token_ids == (FIRST_TOKEN,)
         assert self.owner.pool.ledger()[Column.LEASED] == 0
         return result
 

@@ -40,7 +40,7 @@ rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
 one_block, blocks = (
     st.lists(rows, min_size=least, max_size=most).map(OfferedBlocks.of) for least, most in ((1, 1), (0, 6))
 )
-entries = st.builds(HeartbeatEntry, transfer_ids, positions, positions)
+entries = st.builds(HeartbeatEntry, transfer_ids, positions, positions, positions)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(
@@ -49,7 +49,8 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     ),
     st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, one_block, st.just(False)),
     st.builds(
-        Ready, transfer_ids, incarnations, counters, counters, positions, blocks, st.just(True), st.none() | positions,
+        Ready, transfer_ids, incarnations, counters, counters, positions, blocks, st.just(True),
+        st.lists(positions, max_size=4).map(tuple),
     ),
     st.builds(
         Heartbeat, incarnations, counters, st.none() | counters, st.lists(entries, max_size=4).map(tuple),
@@ -190,7 +191,7 @@ def hand_over(owner: TransferWorker, puller: TransferWorker) -> None:
     puller.act(puller.machine.puller.start(ID, range(len(targets)), now))
     puller.act(puller.machine.puller.add_targets(ID, dict(enumerate(targets)), now))
     owner.act(owner.machine.offer(ID, puller.machine.address, now))
-    owner.act(owner.machine.owner.add_ready(ID, list(enumerate(sources)), True, 42, now))
+    owner.act(owner.machine.owner.add_ready(ID, list(enumerate(sources)), True, (42,), now))
     run_until_results([owner, puller], 1)
     assert isinstance(puller.results[0], PullCompleted)
     assert (puller.bytes[targets] == owner.bytes[sources]).all()

@@ -19,7 +19,7 @@ from core.errors import QueueFull
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release, Want
 from core.scheduling.sequence import Rank
 from core.step import StepPlan
-from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
+from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from tests.support.driven_worker import request
@@ -83,9 +83,9 @@ class World:
         first, end = owned.num_announced, min(owned.num_announced + portion, len(want.positions))
         last = end == len(want.positions)
         blocks = OfferedBlocks.of((position, position, 0) for position in want.positions[first:end])
-        token = self.rng.randrange(20, 60) if last else None
+        tokens = (self.rng.randrange(20, 60),) if last else ()
         owned.num_announced = end + last
-        self.worker.hear(lambda i, c: Ready(owned.ticket, i, c, want.counter, first, blocks, last, token))
+        self.worker.hear(lambda i, c: Ready(owned.ticket, i, c, want.counter, first, blocks, last, tokens))
 
     def answer_heartbeat(self) -> None:
         """The owner knows every transfer."""

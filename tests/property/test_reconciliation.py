@@ -19,7 +19,7 @@ from core.errors import TandemError
 from core.lifecycle import ServiceRole, WorkerState
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import CallId, WorkerLoad
-from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from router.routing.worker_record import CallWork, WorkerRecord
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode

@@ -155,9 +155,9 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.sequence += blocks
         transfer.last = end == transfer.num_blocks
         new = list(enumerate(transfer.sequence))[0 if all_again else start :]
-        token = 42 if transfer.last else None
+        tokens = (42,) if transfer.last else ()
         machine = transfer.owner.machine
-        self.pair.do(transfer.owner, machine.owner.add_ready, transfer.transfer_id, new, transfer.last, token)
+        self.pair.do(transfer.owner, machine.owner.add_ready, transfer.transfer_id, new, transfer.last, tokens)
         if transfer.last:
             self.end_sequence(transfer)
 
@@ -259,7 +259,7 @@ class TwoMachines(RuleBasedStateMachine):
             transfer.puller.pool.cancel_reservation(targets)
             return
         assert not transfer.given_up, "a pull completed after it was given up"
-        assert result.first_token_id == 42
+        assert result.token_ids == (42,)
         assert transfer.targets.keys() == set(range(transfer.num_cached, transfer.num_blocks))
         for position, block in transfer.targets.items():
             assert transfer.puller.content[block] == transfer.content(position), "completed with wrong content"

@@ -7,7 +7,8 @@ from functools import partial
 from core.config import SchedulerConfig
 from core.handoff import OfferedBlocks, Ready, Want
 from core.request import Request
-from decode_worker.machine import DecodeArrived, DecodeDone, DecodeMachine, EmitTokens
+from decode_worker.events import DecodeArrived, DecodeDone, EmitTokens
+from decode_worker.machine import DecodeMachine
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFinished, StartRead
 from tests.support.driven_worker import DrivenWorker
@@ -50,7 +51,8 @@ class Decode(DrivenWorker):
         """The owner announces positions, each in its block of the same number. With a `token`, they are the last."""
         ack = next(want.counter for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
         blocks = OfferedBlocks.of((position, position, 0) for position in positions)
-        return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, last or token is not None, token))
+        tokens = () if token is None else (token,)
+        return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, last or token is not None, tokens))
 
     def finish_reads(self) -> None:
         reads = self.of(StartRead)[self.num_reads_ended :]

@@ -18,7 +18,7 @@ from core.kv_layout import KVLayout
 from core.lifecycle import Stage, WorkerState
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import SequenceState
-from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from tests.support.driven_worker import LAYOUT, address, request
 from tests.unit.decode_worker.driven_decode import Decode
 from worker.core import DrainRequested

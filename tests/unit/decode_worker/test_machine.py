@@ -8,7 +8,7 @@ from core.config import SchedulerConfig
 from core.errors import TransferFailed
 from core.handoff import AbortReason, Want
 from core.lifecycle import FinishReason, Stage
-from decode_worker.machine import DecodeDone, DecodeFailed
+from decode_worker.events import DecodeDone, DecodeFailed
 from kv_transfer.protocol.events import PeerLost, ReadFailed, ReadTimedOut, StartRead
 from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode

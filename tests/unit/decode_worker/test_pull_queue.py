@@ -10,7 +10,7 @@ from core.config import SchedulerConfig
 from core.errors import TransferFailed
 from core.handoff import AbortReason, Heartbeat, Release, Want
 from core.machine import Tick
-from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
+from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, StartRead
 from tests.support.driven_worker import request

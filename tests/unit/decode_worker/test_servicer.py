@@ -12,7 +12,7 @@ from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken, TokenEvent
-from decode_worker.machine import DecodeCancelled, DecodeDone, EmitTokens
+from decode_worker.events import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
 from tandem_client.stubs import worker_pb2

@@ -62,7 +62,7 @@ NAMELESS = handoff_pb2.HandoffHeartbeatEntry()
         ({"release": None, "ready": READY()}, "ack"),
         ({"release": None, "ready": READY(ack=1, position_runs=[3, 2], blocks=[1])}, "2 positions"),
         ({"release": None, "ready": READY(ack=1, position_runs=[3, 2], blocks=[1, 2], digests=[1])}, "2 positions"),
-        ({"release": None, "ready": READY(ack=1, first_token_id=1)}, "first_token_id"),
+        ({"release": None, "ready": READY(ack=1, token_ids=[1])}, "token_ids"),
         ({"release": None, "abort": handoff_pb2.HandoffAbort()}, "reason"),
         ({"release": None, "abort": handoff_pb2.HandoffAbort(reason=99)}, "reason"),  # type: ignore[arg-type]
         ({"release": None, "heartbeat": HEARTBEAT()}, "transfer_id"),

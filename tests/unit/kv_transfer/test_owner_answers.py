@@ -139,7 +139,7 @@ def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_has
     machine.offer(ID, replace(address("puller", 22, layout=layout), access=access), 0.0)
     blocks = pool.allocate(10)
     assert blocks is not None
-    actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, 42, 0.0)
+    actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, (42,), 0.0)
     assert actions == ([ComputeDigests(tuple(blocks))] if computed else [])
     want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(1, 10 * pieces)))  # the puller has the first piece
     sent = [send.message.blocks for send in machine.handle(MessageReceived("puller", want), 0.0)]  # type: ignore[union-attr]

@@ -81,7 +81,7 @@ class Reader:
         self.take(self.machine.puller.add_targets(ticket, dict(enumerate(targets)), self.now))
         (want,) = [send.message for send in self.of(SendMessage) if isinstance(send.message, Want)]
         offered = OfferedBlocks(blocks, blocks, (0,) * num_blocks)
-        self.receive(Ready(ticket, 7, 10_000 + ticket, want.counter, 0, offered, last=True, first_token_id=1))
+        self.receive(Ready(ticket, 7, 10_000 + ticket, want.counter, 0, offered, last=True, token_ids=(1,)))
         (read,) = self.of(StartRead)
         self.post(ReadFinished(read.read_id, (), num_blocks * BIG.block_bytes / bytes_per_s))
         self.machine_pool.cancel_reservation(targets)

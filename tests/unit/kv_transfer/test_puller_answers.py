@@ -147,8 +147,10 @@ def test_from_an_owner_with_smaller_blocks_the_puller_wants_the_pieces_that_the_
     blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
     first = Ready(ID, 11, 1, want.counter, 0, blocks.cut(0, 1), False)
     assert machine.handle(MessageReceived("owner", first), 0.0) == [TargetsNeeded(ID, (1,))]
-    others = Ready(ID, 11, 2, want.counter, 0, blocks, True, 42)
-    assert machine.handle(MessageReceived("owner", others), 0.0) == [TargetsNeeded(ID, (2,))], "each position once"
+    others = Ready(ID, 11, 2, want.counter, 0, blocks, True, (42,))
+    assert machine.handle(MessageReceived("owner", others), 0.0) == [TargetsNeeded(ID, (2,), is_last=True)], (
+        "each position once"
+    )
     reads = machine.puller.add_targets(ID, dict(enumerate(targets, 1)), 0.0)
     moved = [(r.pieces, r.sources, r.targets) for r in reads if isinstance(r, StartRead)]
     assert moved == [((2,), (22,), (targets[0],)), ((3, 4), (23, 24), (targets[0], targets[1]))]

@@ -122,7 +122,7 @@ class Pair:
 
     def add_ready(self, positions: list[int], last: bool) -> list[tuple[int, int]]:
         blocks = self.owner.computed_blocks(positions)
-        self.do(self.owner, self.owner.machine.owner.add_ready, ID, blocks, last, 42 if last else None)
+        self.do(self.owner, self.owner.machine.owner.add_ready, ID, blocks, last, (42,) if last else ())
         return blocks
 
     def reserve_pull(self) -> None:

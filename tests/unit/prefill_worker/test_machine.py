@@ -36,7 +36,7 @@ def test_each_chunk_offers_its_full_blocks_and_the_last_chunk_also_the_first_tok
     assert not any(ready.last for ready in worker.sent(Ready))
     worker.finish_step()
     assert worker.offered() == [0, 1, 2, 3, 4], "the last block is half full"
-    assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].first_token_id) == (True, 18)
+    assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].token_ids) == (True, (18,))
 
 
 def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:

@@ -23,14 +23,7 @@ from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
-from decode_worker.machine import (
-    DecodeArrived,
-    DecodeCancelled,
-    DecodeDone,
-    DecodeFailed,
-    EmitTokens,
-    HandoffArrived,
-)
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens, HandoffArrived
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep
 from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Fail, Limits, Submit, VllmMachine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_worker.machine import DecodeDone
+from decode_worker.events import DecodeDone
 from prefill_worker.machine import PrefillDone
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode

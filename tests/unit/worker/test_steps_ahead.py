@@ -7,7 +7,7 @@ import pytest
 from core.cost.step_cost import StepWork
 from core.errors import OutOfDeviceMemory, TandemError
 from core.machine import Tick
-from decode_worker.machine import DecodeFailed
+from decode_worker.events import DecodeFailed
 from prefill_worker.machine import PrefillDone
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode

@@ -1,0 +1,125 @@
+"""The events that DecodeMachine takes, and the actions that it returns. vllm_worker/ shares those of calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.errors import TandemError
+from core.handoff import AgentAddress, TransferId
+from core.lifecycle import FinishReason, Timeline
+from core.machine import Tick
+from core.request import Request
+from core.scheduling.worker_load import NO_CALL, CallId
+from core.step import TokenEvent
+from kv_transfer.protocol.events import AgentAction, PullStats, TransferEvent
+from worker.call_record import CallRecord
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeArrived:
+    request: Request
+    source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
+    deadline: float
+    call: CallId = NO_CALL
+    is_move: bool = False  # the source still generates tokens of the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCancelled:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffArrived:
+    """What the engine of the prefill worker says of a transfer. Only for engines that move blocks by themselves."""
+
+    transfer_id: TransferId
+    handoff: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MoveArrived:
+    """The router has found a worker that reads the KV of a running sequence."""
+
+    request_id: str
+    transfer_id: TransferId
+    reader: AgentAddress
+    num_tokens: int  # of the sequence, that the reader knows
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeArrived:
+    """The router has ended the call of the reader, and has accepted no token of it."""
+
+    request_id: str
+    transfer_id: TransferId
+
+
+DecodeEvent = (
+    DecodeArrived
+    | DecodeCancelled
+    | HandoffArrived
+    | MoveArrived
+    | ResumeArrived
+    | StepFinished
+    | StepFailed
+    | DrainRequested
+    | TransferEvent
+    | Tick
+)
+
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """New tokens of any number of calls: of one step, or the first token of a pulled sequence."""
+
+    tokens: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDone:
+    request_id: str
+    finish_reason: FinishReason
+    cached_tokens: int
+    timeline: Timeline
+    pull: PullStats | None  # None: the prompt was computed here
+    kv_block_seconds: float = 0.0  # of the sequence, from the reservation of its blocks
+    num_skipped_blocks: int = 0  # of the prompt, not pulled because the prefix cache had them
+    num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
+    num_blocks: int = 0  # of the sequence
+    num_preemptions: int = 0
+    num_drafts: int = 0  # guessed tokens that steps have computed
+    num_right_drafts: int = 0  # ... and that were right
+    num_recomputed_tokens: int = 0
+    num_moved_blocks: int = 0  # that the reader of a move lacked
+    record: CallRecord = field(default_factory=CallRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    request_id: str
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class AskToMove:
+    """These calls could go on at another worker."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The tokens of the output from `first_index` on come from the reader alone. The owner and the reader say so."""
+
+    request_id: str
+    first_index: int
+
+
+DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AskToMove | HandedOver | AgentAction
