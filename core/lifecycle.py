@@ -50,6 +50,12 @@ class RequestPath(Enum):
     MIGRATED = "migrated"  # moved to another decode worker with its KV, and nothing was computed again
 
 
+class MoveReason(Enum):
+    """Why a decode worker asks that a running sequence go on at another one."""
+
+    DRAIN = "drain"
+
+
 class ServiceRole(Enum):
     ROUTER = "router"
     PREFILL = "prefill"

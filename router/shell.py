@@ -173,12 +173,15 @@ class RouterShell:
             case events.StartPrefill():
                 self.links[action.worker_id].start_prefill(action)
             case events.StartDecode():
-                self._streams[request_id_of(action.dispatch_id)].dispatched(action.promise)
+                if not action.is_move:
+                    self._streams[request_id_of(action.dispatch_id)].dispatched(action.promise)
                 self.links[action.worker_id].start_decode(action)
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
             case events.HandOver():
                 self.links[action.worker_id].hand_over(action)
+            case events.StartMove() | events.ResumeSequence():
+                self.links[action.worker_id].move(action)
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)

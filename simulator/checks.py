@@ -1,9 +1,12 @@
 """The oracle checks what every client receives, and what is left at the end of a simulation.
 
-1. Each token index is delivered once, in order, with the token that a single engine without faults generates.
+1. Each token index is delivered once, in order, with a token that a worker generates after those delivered before.
 2. Each request ends once: it finishes with all its tokens, or fails with an error that a fault explains.
 3. No request ends after its deadline.
-4. At the end, no worker has a held, leased or incoming block, and the router has no open request.
+4. A request moves at most once for each drain, and without other faults a drain has nothing computed again.
+5. At the end, no worker has a held, leased or incoming block, and the router has no open request.
+
+simulator/authorship.py checks who computes the tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from core.request import Request
 from router.requests.events import Deliver, Outcome
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
-from simulator.memory import expected_output
+from simulator.memory import Continuation
 from simulator.scenario import ClientRequest, Scenario
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
@@ -57,8 +60,7 @@ class _Expected:
     call: _CallRecord
     request: Request
     deadline: float
-    output: list[int]
-    finish_reason: FinishReason
+    continuation: Continuation
     num_delivered: int = 0
     ended: bool = False
     cancelled: bool = False
@@ -71,6 +73,8 @@ class Oracle:
     def __init__(self, world: World, scenario: Scenario) -> None:
         self._world, self._scenario = world, scenario
         self._requests: dict[str, _Expected] = {}
+        self._num_roundings = 1 + max(spec.rounding for spec in scenario.workers)
+        self.num_drains = 0  # so far
 
     @property
     def num_open(self) -> int:
@@ -88,9 +92,9 @@ class Oracle:
             self._expect(call, request, now)
 
     def _expect(self, call: _CallRecord, request: Request, now: float) -> None:
-        output, reason = expected_output(request)
         request_id, deadline = request.request_id, now + call.client.timeout_s
-        self._requests[request_id] = expected = _Expected(call, request, deadline, output, reason)
+        continuation = Continuation(request, self._num_roundings)
+        self._requests[request_id] = expected = _Expected(call, request, deadline, continuation)
 
         def must_have_ended() -> None:
             if not expected.ended:
@@ -120,9 +124,11 @@ class Oracle:
             raise self._fail(request_id, "received tokens after its end")
         if index != expected.num_delivered or not got:
             raise self._fail(request_id, f"received tokens from index {index}, but {expected.num_delivered} is next")
-        wanted = expected.output[index : index + len(got)]
-        if got != wanted:
-            raise self._fail(request_id, f"got {got} from {index} on, but {wanted} is right")
+        for place, token_id in enumerate(got, index):
+            allowed = expected.continuation.allowed()
+            if token_id not in allowed or expected.continuation.finish_reason is not None:
+                raise self._fail(request_id, f"got {token_id} at {place}, but one of {allowed} is right")
+            expected.continuation.take(token_id)
         wants_logprobs = expected.request.sampling.num_logprobs is not None
         if [token.token_id for token in deliver.logprobs] != (got if wants_logprobs else []):
             raise self._fail(request_id, f"got the log-probabilities of other tokens: {deliver.logprobs}")
@@ -142,12 +148,22 @@ class Oracle:
             raise self._fail(
                 request_id, f"usage counts {outcome.num_output_tokens} tokens, {expected.num_delivered} were delivered"
             )
-        complete = expected.num_delivered == len(expected.output) and outcome.finish_reason is expected.finish_reason
+        complete = outcome.finish_reason is expected.continuation.finish_reason
         stopped = expected.stop_matched and outcome.finish_reason is FinishReason.STOP
         if not complete and not stopped:
             raise self._fail(request_id, f"finished by {outcome.finish_reason} after {expected.num_delivered} tokens")
+        if outcome.num_moves > self.num_drains:
+            raise self._fail(request_id, f"moved {outcome.num_moves} times, with {self.num_drains} drains")
+        if self._scenario.calm and outcome.recomputed_tokens and not self._has_lost_blocks(expected.call):
+            raise self._fail(request_id, f"{outcome.recomputed_tokens} tokens were computed again without a cause")
+        self._world.counts["moved"] += outcome.num_moves
+        self._world.counts["recomputed tokens"] += outcome.recomputed_tokens
         self._world.counts[f"finished {outcome.path.value}"] += 1
         self._world.counts["retried"] += outcome.attempts > 1
+
+    def _has_lost_blocks(self, call: _CallRecord) -> bool:
+        """A sequence of the call was preempted."""
+        return self._marked("preemption", call)
 
     def lose_router(self) -> None:
         """The router is dead: the connection of every open request breaks."""

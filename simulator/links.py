@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from core.errors import TokenStreamEnded, WorkerUnavailable
+from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
-from decode_worker.events import HandoffArrived
+from decode_worker.events import HandoffArrived, MoveArrived, ResumeArrived
 from router.requests import events
 from simulator.line import Line, independent_line
 from simulator.network import Call, CallState, Network
-from simulator.router_shell import Arrived, RouterShell
+from simulator.router_shell import Arrived, Refuse, RouterShell
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
 
@@ -57,6 +57,11 @@ class StreamLinks:
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
         self._to_worker[worker_id].send(partial(self._workers[worker_id].post, arrived))
+
+    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
+        worker, line = self._workers[worker_id], self._to_router[worker_id]
+        answer = lambda error: line.send(partial(refuse, error))  # noqa: E731
+        self._to_worker[worker_id].send(partial(worker.move, event, answer))
 
     def cancel(self, dispatch_id: str) -> None:
         for worker_id, worker in self._workers.items():
@@ -126,6 +131,22 @@ class BreakableLinks:
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
         node = self._fleet[worker_id]
         self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
+
+    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
+        """Reliable while the worker lives. A dead worker refuses."""
+        node = self._fleet[worker_id]
+        back = self._network.line(worker_id, self._router.name)
+
+        def answer(error: TandemError) -> None:
+            back.send(partial(refuse, error))
+
+        def deliver() -> None:
+            if node.alive:
+                node.move(event, answer)
+            elif not node.silent:
+                answer(WorkerUnavailable(f"{worker_id}: connection reset"))
+
+        self._network.line(self._router.name, worker_id).send(deliver)
 
     def cancel(self, dispatch_id: str) -> None:
         for key in [key for key in self._calls if key[0] == dispatch_id]:

@@ -6,7 +6,8 @@ and each new token from *all* previous slots, as attention does. It reads the sl
     slot[p]    = mix(slot[p - 1], token[p])
     token[p]   = drawn from mix(slot[0], ..., slot[p - 1]) and the request's seed
 
-`expected_output` computes the same without a memory: the tokens that a client must receive in spite of all faults.
+Workers round differently, as bf16 does in batches of different shapes: at one position of ROUNDED_POSITIONS, a token
+depends on the worker. `Continuation` computes the same without a memory: whether a token follows those before it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from core.step import NO_FAILURES, Proposal, SampledToken, ScheduledChunk, StepO
 
 VOCAB_SIZE = 64
 EOS_TOKEN_IDS = frozenset({0})
+ROUNDED_POSITIONS = 4
 OUTPUT_TOKEN = SampledToken(2**32 - 1)  # without content; in no prompt of a trace
 
 WHOLE_BLOCK = slice(None)
@@ -42,25 +44,34 @@ def _fold(slots: Iterable[int]) -> int:
     return folded
 
 
-def _token_from(folded: int, request_seed: int) -> int:
-    return (mix(folded, request_seed) >> 20) % VOCAB_SIZE
+def _token_from(folded: int, request_seed: int, rounding: int) -> int:
+    drawn = mix(folded, request_seed) >> 20
+    return (drawn + (rounding if folded % ROUNDED_POSITIONS == 0 else 0)) % VOCAB_SIZE
 
 
-def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    """The tokens after the prompt, and the reason for their end."""
-    sequence = Sequence(request, arrival=0)
-    slot, folded = _ROOT, _ROOT
-    for token_id in request.token_ids:
-        slot = mix(slot, token_id)
-        folded = mix(folded, slot)
-    while True:
-        token_id = _token_from(folded, request.sampling.seed)
-        sequence.token_ids.append(token_id)
-        reason = sequence.finish_reason_after(token_id, EOS_TOKEN_IDS)
-        if reason is not None:
-            return sequence.token_ids[request.num_prompt_tokens :], reason
-        slot = mix(slot, token_id)
-        folded = mix(folded, slot)
+class Continuation:
+    """What may follow the prompt of a request, and the tokens that have followed it already."""
+
+    def __init__(self, request: Request, num_roundings: int) -> None:
+        self._sequence = Sequence(request, arrival=0)
+        self._num_roundings = num_roundings
+        self._slot, self._folded = _ROOT, _ROOT
+        self.finish_reason: FinishReason | None = None  # that the tokens so far imply
+        for token_id in request.token_ids:
+            self._fold(token_id)
+
+    def allowed(self) -> set[int]:
+        seed = self._sequence.request.sampling.seed
+        return {_token_from(self._folded, seed, rounding) for rounding in range(self._num_roundings)}
+
+    def take(self, token_id: int) -> None:
+        self._sequence.token_ids.append(token_id)
+        self._fold(token_id)
+        self.finish_reason = self._sequence.finish_reason_after(token_id, EOS_TOKEN_IDS)
+
+    def _fold(self, token_id: int) -> None:
+        self._slot = mix(self._slot, token_id)
+        self._folded = mix(self._folded, self._slot)
 
 
 class Memory:
@@ -68,10 +79,12 @@ class Memory:
 
     has_content = True
 
-    def __init__(self, num_blocks: int, block_size: int, garbage: int, draft_accuracy: float = 0.0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, garbage: int, draft_accuracy: float = 0.0, rounding: int = 0
+    ) -> None:
         """`garbage`: seed of the content of unwritten memory; differs for each start of each worker.
-        `draft_accuracy`: see `WorkerSpec`."""
-        self.block_size = block_size
+        `draft_accuracy`, `rounding`: see `WorkerSpec`."""
+        self.block_size, self._rounding = block_size, rounding
         self._draft_accuracy, self._guesses = draft_accuracy, random.Random(garbage)
         self._newest = StepOutput(-1, {})
         self._blocks = [
@@ -129,12 +142,12 @@ class Memory:
         sampling, end = chunk.sequence.sampling, chunk.start + chunk.num_tokens
         folded = _fold(self._slot(chunk, position) for position in range(end))
         logprob = None if sampling.num_logprobs is None else -1.0
-        sampled = [SampledToken(_token_from(folded, sampling.seed), logprob)]
+        sampled = [SampledToken(_token_from(folded, sampling.seed, self._rounding), logprob)]
         for position, guess in enumerate(chunk.drafts, end):
             if guess != sampled[-1].token_id:
                 break
             folded = mix(folded, self._slot(chunk, position))
-            sampled.append(SampledToken(_token_from(folded, sampling.seed), logprob))
+            sampled.append(SampledToken(_token_from(folded, sampling.seed, self._rounding), logprob))
         return tuple(sampled)
 
     def _propose(self, chunk: ScheduledChunk, sampled: tuple[SampledToken, ...]) -> Proposal:
@@ -148,7 +161,7 @@ class Memory:
         for _ in range(chance.randrange(6)):
             slot = mix(slot, token_id)
             folded = mix(folded, slot)
-            token_id = _token_from(folded, view.sampling.seed)
+            token_id = _token_from(folded, view.sampling.seed, self._rounding)
             guesses.append(token_id if chance.random() < self._draft_accuracy else (token_id + 1) % VOCAB_SIZE)
         return Proposal(tuple(guesses), match=8)
 

@@ -14,7 +14,7 @@ from core.errors import TandemError
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import CallId
-from decode_worker.events import DecodeArrived, HandoffArrived
+from decode_worker.events import DecodeArrived, HandoffArrived, MoveArrived, ResumeArrived
 from prefill_worker.machine import PrefillArrived
 from router.requests import events
 from router.requests.machine import RouterMachine
@@ -23,6 +23,7 @@ from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS
 from simulator.world import World
 
+Refuse = Callable[[TandemError], None]
 Arrived = Callable[[float], PrefillArrived | DecodeArrived]  # takes the time at the worker
 
 
@@ -47,6 +48,8 @@ class Links(Protocol):
     def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None: ...
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
+
+    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None: ...
 
     def cancel(self, dispatch_id: str) -> None: ...
 
@@ -120,17 +123,26 @@ class RouterShell:
                     dispatch_id, worker_id, number,
                     lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s, call_id),
                 )  # fmt: skip
-            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number):
-                note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
+            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number, is_move=is_move):
+                how = "moved" if is_move else "pulled" if source else "prefilled"
+                note(f"router: decode {dispatch_id} on {worker_id}, {how} there")
                 self._clients.dispatched(dispatch_id, worker_id)
                 call_id = CallId(router_id, number)
                 self.links.call(
                     dispatch_id, worker_id, number,
-                    lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id),
+                    lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id, is_move),
                 )  # fmt: skip
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
                 note(f"router: hand-off of {dispatch_id} to {worker_id}")
                 self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))
+            case events.StartMove(dispatch_id, source_id, worker_id, transfer_id, reader, num_tokens):
+                note(f"router: move {source_id} to {dispatch_id}")
+                arrived = MoveArrived(source_id, transfer_id, reader, num_tokens)
+                self.links.move(worker_id, arrived, lambda e: self.post(events.MoveRefused(dispatch_id, e)))
+            case events.ResumeSequence(dispatch_id, worker_id, transfer_id):
+                note(f"router: resume {dispatch_id}")
+                self._world.counts["resumed by the router"] += 1
+                self.links.move(worker_id, ResumeArrived(dispatch_id, transfer_id), lambda _: None)
             case events.CancelDispatch(dispatch_id):
                 self.links.cancel(dispatch_id)
             case events.UpdatePeers(worker_id, changes):

@@ -97,9 +97,11 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
     workers = _workers(chance, calm, transfer)
     accuracy = (0.0, 0.6, 0.95)[seed % 3]
     workers = tuple(replace(w, draft_accuracy=accuracy if w.role is ServiceRole.DECODE else 0.0) for w in workers)
+    rounds = chance_of(f"rounding of {seed}").random() < 0.7
+    workers = tuple(replace(w, rounding=int(w.worker_id[-1]) % 2 if rounds else 0) for w in workers)
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     prefixes = [_tokens(chance, chance.randint(8, largest // 3)) for _ in range(4)]
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         calm=calm,
         workers=workers,
@@ -110,6 +112,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         faults=() if calm else (*_faults(chance, workers), *_token_stream_losses(chance, workers)),
         router_deaths=() if calm else _router_deaths(chance),
     )
+    return _with_drains(chance_of(f"drains of {seed}"), scenario)
 
 
 def make_harsh_scenario(seed: int) -> Scenario:
@@ -134,7 +137,7 @@ def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tup
     step_failure = 0.0 if calm or chance.random() < 0.6 else 0.004
     memory_failure = 0.0 if calm or chance.random() < 0.75 else 0.004
     names = [(ServiceRole.PREFILL, index) for index in range(chance.choice((0, 1, 1, 2, 2, 3)))]
-    names += [(ServiceRole.DECODE, index) for index in range(chance.choice((1, 1, 2, 2)))]
+    names += [(ServiceRole.DECODE, index) for index in range(chance.choice((1, 2, 2, 3)))]
     workers = []
     for role, index in names:
         is_slow = has_slow_prefill and role is ServiceRole.PREFILL
@@ -261,6 +264,49 @@ def _faults(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Faul
         )
         for _ in range(chance.choice((0, 2, 3, 5, 8)))
     ]
+
+
+def chance_of(name: str) -> random.Random:
+    """Draws of their own, so that others stay the same."""
+    return random.Random(name)
+
+
+def _with_drains(chance: random.Random, scenario: Scenario) -> Scenario:
+    """In most worlds, workers drain and start again. In a calm world another worker of the pool serves meanwhile.
+
+    Pools are larger there, outputs longer and steps slower: something runs when a worker drains, and another one has
+    room for it.
+    """
+    by_role = [[spec.worker_id for spec in scenario.workers if spec.role is role] for role in ServiceRole]
+    names = [name for pool in by_role if len(pool) > 1 for name in (pool[:1] if scenario.calm else pool)]
+    count = chance.choice((0, 3, 5, 8)) if names else 0
+    if not count:
+        return scenario
+    moments = [chance.uniform(0.5, ARRIVALS_S + 0.5) for _ in range(count)]
+    drains = [Fault("drains", chance.choice(names), at, chance.choice((0.05, 0.4))) for at in moments]
+    cost = replace(STEP_COST, step_s=chance.choice((0.004, 0.02)))
+    workers = tuple(
+        replace(
+            spec, num_blocks=3 * spec.num_blocks, step_cost=cost if spec.role is ServiceRole.DECODE else spec.step_cost
+        )
+        for spec in scenario.workers
+    )
+    largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
+    requests = tuple(_lengthened(chance, client, largest) for client in scenario.requests)
+    return replace(scenario, workers=workers, requests=requests, faults=(*scenario.faults, *drains))
+
+
+def _lengthened(chance: random.Random, client: ClientRequest, pool_tokens: int) -> ClientRequest:
+    """Half of the requests, with longer outputs: something runs when a worker drains."""
+    num_left = pool_tokens - client.request.num_prompt_tokens
+    if client.oversized or num_left < 30 or chance.random() < 0.5:
+        return client
+    max_tokens, ignore_eos = chance.randint(20, min(100, num_left)), chance.random() < 0.8
+    first, *others = (
+        replace(choice, sampling=replace(choice.sampling, max_tokens=max_tokens, ignore_eos=ignore_eos))
+        for choice in client.choices
+    )
+    return replace(client, request=first, others=tuple(others))
 
 
 def _token_stream_losses(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Fault]:

@@ -10,6 +10,7 @@ from functools import partial
 
 from router.requests.events import ClientCancelled
 from simulator.agent import SimulatedAgent
+from simulator.authorship import Authorship
 from simulator.checks import Oracle, check_left_clean, check_paths
 from simulator.links import RECONNECT_S, BreakableLinks
 from simulator.network import Network
@@ -40,6 +41,7 @@ class Simulation:
         self.world = World(scenario.seed, print_line)
         self.network = Network(self.world, scenario.network)
         self.oracle = Oracle(self.world, scenario)
+        self.authorship = Authorship(self.world)
         self.fleet: dict[str, WorkerShell] = {}  # newest incarnation of each worker, dead or alive
         self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
         self._ended: list[WorkerShell] = []
@@ -85,7 +87,8 @@ class Simulation:
 
     def _start(self, spec: WorkerSpec) -> None:
         chance = self.world.random
-        node = WorkerShell(self.world, spec, chance.getrandbits(64), clock_offset_s=chance.uniform(0.0, 1000.0))
+        incarnation, offset_s = chance.getrandbits(64), chance.uniform(0.0, 1000.0)
+        node = WorkerShell(self.world, spec, incarnation, offset_s, self.authorship)
         node.agent.join(self.world, self.network, self._agents, self.scenario.reads)
         self.fleet[spec.worker_id] = node
         self.world.note(f"{node.agent.name} starts")
@@ -121,6 +124,7 @@ class Simulation:
                 node.die(silent=fault.kind == "vanishes", killed=True)
                 self._remove_dead(node, restart_after_s=fault.duration_s)
             case "drains":
+                self.oracle.num_drains += 1
                 node.drain()
                 world.after(0.05, partial(self._end_when_drained, node, fault.duration_s))
             case "stops":

@@ -15,6 +15,7 @@ from core.cost.step_cost import work_of
 from core.errors import OutOfDeviceMemory, TandemError
 from core.scheduling.block_pool import BlockPool, Column
 from core.step import StepOutput, StepPlan
+from simulator.authorship import Authorship
 from simulator.memory import Memory
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
@@ -31,7 +32,9 @@ class SimulatedExecutor:
         pool: BlockPool,
         memory: Memory,
         post: Callable[[StepFinished | StepFailed], None],
+        authorship: Authorship | None = None,
     ) -> None:
+        self._authorship = authorship
         self.alive = True
         self.busy_s = 0.0  # time in steps
         self._world, self._spec, self._pool, self._memory, self._post = world, spec, pool, memory, post
@@ -56,6 +59,8 @@ class SimulatedExecutor:
         duration = spec.step_cost.seconds(work_of(plan.chunks)) + spec.step_cost.sequence_s * plan.num_drafts
         duration *= noise
         self.busy_s += duration
+        if self._authorship is not None:
+            self._authorship.step_begins(plan)
         if world.chance(spec.step_failure):
             world.counts["failed step"] += 1
             world.marks.update(f"failed step of {chunk.sequence.sequence_id}" for chunk in plan.chunks)
@@ -67,6 +72,8 @@ class SimulatedExecutor:
 
     def _fail(self) -> None:
         """The oldest step fails, and takes the step that was planned ahead with it."""
+        if self._authorship is not None:
+            self._authorship.step_ended(self._steps[0])
         self._world.counts["dropped step"] += len(self._steps) - 1
         self._steps.clear()
         self._step_failed = True
@@ -91,7 +98,9 @@ class SimulatedExecutor:
 
     def _end(self, output: StepOutput) -> None:
         """The next step begins before the machine takes the output."""
-        self._steps.popleft()
+        plan = self._steps.popleft()
+        if self._authorship is not None:
+            self._authorship.step_ended(plan)
         if self._steps:
             self._start()
         self._post(StepFinished(output))

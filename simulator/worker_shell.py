@@ -23,14 +23,26 @@ from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.worker_load import WorkerChanges
 from core.step import TokenEvent
-from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
+from decode_worker.events import (
+    AskToMove,
+    DecodeArrived,
+    DecodeCancelled,
+    DecodeDone,
+    DecodeFailed,
+    EmitTokens,
+    HandedOver,
+    MoveArrived,
+    ResumeArrived,
+)
 from decode_worker.machine import DecodeMachine
+from decode_worker.moves import Moves, MoveState
 from decode_worker.pull_queue import PullQueue
 from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router.requests import events
 from simulator.agent import SimulatedAgent
+from simulator.authorship import Authorship
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
 from simulator.network import Call
@@ -40,14 +52,23 @@ from simulator.world import SimulationError, World
 from worker.core import DrainRequested, RunStep, StepFinished, WorkerCore
 from worker.view import WorkerMachineView
 
+TOLERANCE_S = 0.001  # of a timer
+
 SendReport = Callable[[events.WorkerJoined | events.WorkerReported], None]
 
 
 class WorkerShell:
     """One incarnation of one worker."""
 
-    def __init__(self, world: World, spec: WorkerSpec, incarnation: int = 1, clock_offset_s: float = 0.0) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        world: World,
+        spec: WorkerSpec,
+        incarnation: int = 1,
+        clock_offset_s: float = 0.0,
+        authorship: Authorship | None = None,
+    ) -> None:
+        self.spec, self._authorship = spec, authorship
         self.alive = True
         self.silent = False  # died, and its connections did not break
         self.killed = False  # died, and its last answers may be lost
@@ -60,16 +81,18 @@ class WorkerShell:
         self._changed = False  # since the last report
         self._next_report_at = 0.0
         self._used_sum, self._num_samples = 0.0, 0
+        self._resumed_at = 0.0  # after a stop
+        self._num_preemptions = 0
         self.pool = BlockPool(spec.num_blocks)
         block_size = spec.layout.block_size
         memory = (
-            Memory(spec.num_blocks, block_size, incarnation, spec.draft_accuracy)
+            Memory(spec.num_blocks, block_size, incarnation, spec.draft_accuracy, spec.rounding)
             if spec.has_content
             else BlankMemory(block_size)
         )
         name = f"{spec.worker_id}@{incarnation:04x}"
         self.agent = SimulatedAgent(name, self.pool, memory, spec, self.post)
-        self.executor = SimulatedExecutor(world, spec, self.pool, memory, self.post)
+        self.executor = SimulatedExecutor(world, spec, self.pool, memory, self.post, authorship)
         self.address = AgentAddress(
             name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
             spec.location,
@@ -114,12 +137,28 @@ class WorkerShell:
         self.machine.check()
         if isinstance(self.machine, DecodeMachine):
             self._count_pulls(self.machine.pulls)
+            self._check_pauses(self.machine.moves)
+        num_preemptions = self.machine.core.scheduler.num_preemptions
+        if num_preemptions != self._num_preemptions:
+            self._num_preemptions = num_preemptions
+            waiting = self.machine.core.scheduler.waiting
+            self._world.marks.update(f"preemption of {s.sequence_id}" for s in waiting if s.num_preemptions)
 
     def _count_pulls(self, pulls: PullQueue) -> None:
         """Count the events after which hand-offs compete for blocks."""
         half_pulled, is_blocked = pulls.num_half_pulled, pulls.blocked_rank is not None
         self._world.counts["half-pulled together"] += half_pulled > 1
         self._world.counts["half-pulled while another is blocked"] += bool(half_pulled and is_blocked)
+
+    def _check_pauses(self, moves: Moves) -> None:
+        """A paused sequence is released, resumed or ended within a lease, but for the time in which nothing runs."""
+        for move in moves.by_id.values():
+            self._world.counts[f"move {move.state.value}"] += 1
+            since = max(move.since, self._resumed_at)
+            if move.state is MoveState.HANDED_OVER and self.clock > since + self.spec.transfer.lease_s + TOLERANCE_S:
+                raise SimulationError(
+                    f"seed {self._world.seed}: {move.sequence.sequence_id} is paused for more than a lease"
+                )
 
     def _on_tick(self, tick: Tick) -> None:
         if self._inbox is None:
@@ -133,6 +172,11 @@ class WorkerShell:
                 self.executor.run(action)
             case EmitTokens(tokens):
                 self._emit(tokens)
+            case AskToMove(request_ids):
+                for call_id in request_ids:
+                    self._notify(call_id, None)
+            case HandedOver(call_id, first_index):
+                self._notify(call_id, first_index)
             case PrefillDone(request_id=call_id):
                 self._end_call(call_id, _prefill_result(action))
             case DecodeDone(request_id=call_id):
@@ -162,6 +206,8 @@ class WorkerShell:
             call = self.calls.get(event.sequence_id)
             if call is not None and call.tokens is not None:
                 call.num_tokens += 1
+                if self._authorship is not None:
+                    self._authorship.emitted(call, event.index, event.token.token_id)
                 by_stream.setdefault(call.tokens.call_id, []).append((call.number, event))
         for stream_id, pairs in by_stream.items():
             message = events.StepTokens(
@@ -172,9 +218,29 @@ class WorkerShell:
             )
             self.token_streams[stream_id].reply(self, message)
 
+    def _notify(self, call_id: str, first_index: int | None) -> None:
+        """Send a notice of a move on the token stream of its call."""
+        call = self.calls.get(call_id)
+        if call is not None and call.tokens is not None:
+            notice = events.MoveNotice(call.number, first_index)
+            self.token_streams[call.tokens.call_id].reply(self, events.StepTokens((), (), (), {}, [notice]))
+
+    def move(self, event: MoveArrived | ResumeArrived, refuse: Callable[[TandemError], None]) -> None:
+        """`refuse` gets the error of a move that cannot begin."""
+        if self._inbox is not None:
+            self._inbox.append((event, refuse))
+            return
+        try:
+            self.post(event)
+        except TandemError as error:
+            self._world.counts["refused move"] += 1
+            refuse(error)
+
     def accept(self, call: Call, arrived: Callable[[float], PrefillArrived | DecodeArrived]) -> None:
         """Start a call. `arrived` takes the time of this process."""
         self.calls[call.call_id] = call
+        if self._authorship is not None and not self.is_prefill:
+            self._authorship.accepted(call)
         self._accept(call, arrived(self.clock))
 
     def _accept(self, call: Call, arrived: PrefillArrived | DecodeArrived) -> None:
@@ -273,6 +339,7 @@ class WorkerShell:
 
     def resume(self) -> None:
         waiting, self._inbox = self._inbox, None
+        self._resumed_at = self.clock
         if not self.alive or waiting is None:
             return
         if self._world.chance(0.5):
@@ -282,6 +349,8 @@ class WorkerShell:
                 case (Call() as call, arrived):
                     if self.calls.get(call.call_id) is call:
                         self._accept(call, arrived)
+                case (MoveArrived() | ResumeArrived() as event, refuse):
+                    self.move(event, refuse)
                 case _:
                     self.post(item)
         self._timer.update()
@@ -315,6 +384,7 @@ def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
         transfer_exposed_s=0.0 if done.pull is None else done.pull.exposed_s,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
         kv_block_seconds=done.kv_block_seconds,
+        recomputed_tokens=done.num_recomputed_tokens,
     )
 
 

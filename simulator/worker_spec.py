@@ -30,6 +30,7 @@ class WorkerSpec:
     probe_bytes: int = 0  # 0: no path is measured
     # Faults
     draft_accuracy: float = 0.0  # probability that a proposed token is right; 0: nothing is proposed
+    rounding: int = 0  # workers of different numbers sample different tokens at some positions
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences

@@ -23,7 +23,7 @@ from core.errors import (
     Unauthenticated,
     WorkerUnavailable,
 )
-from core.lifecycle import ServiceRole
+from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.scheduling.worker_load import CallId, WorkerChanges, WorkerLoad
 from core.service import Endpoint
@@ -211,6 +211,11 @@ class WorkerLink:
         self._handing_over.add(task)
         task.add_done_callback(self._handing_over.discard)
 
+    def move(self, action: events.StartMove | events.ResumeSequence) -> None:
+        task = asyncio.create_task(self._call_move(action), name=f"{action.dispatch_id} move")
+        self._handing_over.add(task)
+        task.add_done_callback(self._handing_over.discard)
+
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
         if call is not None:
@@ -259,6 +264,26 @@ class WorkerLink:
             failed = TransferFailed(f"the decode worker did not take the hand-off: {_failure(error)}")
             self._post(events.DecodeReturned(action.dispatch_id, failed))
 
+    async def _call_move(self, action: events.StartMove | events.ResumeSequence) -> None:
+        request = worker_pb2.MoveRequest(transfer_id=encode_transfer_id(action.transfer_id))
+        match action:
+            case events.StartMove(source_id=source_id, reader=reader, num_tokens=num_tokens):
+                request.request_id = source_id
+                request.reader.agent.CopyFrom(codec.encode_agent(reader))
+                request.reader.num_tokens = num_tokens
+            case events.ResumeSequence(dispatch_id):
+                request.request_id = dispatch_id
+                request.resume.SetInParent()
+        try:
+            await self._decode.Move(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
+        except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
+            failure = _failure(error)
+            logger.info(
+                "worker %s does not take the move of %s: %s", self.endpoint.service_id, request.request_id, failure
+            )
+            if isinstance(action, events.StartMove):  # else the paused sequence ends within a lease
+                self._post(events.MoveRefused(action.dispatch_id, failure))
+
     async def _call_decode(self, action: events.StartDecode) -> None:
         metadata = self._credentials.metadata
         result: events.DecodeResult | TandemError
@@ -267,7 +292,7 @@ class WorkerLink:
             if not stream_id:
                 raise TokenStreamEnded("the token stream of the worker is closed")
             sequence = codec.encode_sequence(action.request, CallId(self._router_id, action.call))
-            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id)
+            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id, is_move=action.is_move)
             if action.source is not None:
                 transfer_id, agent = action.source
                 request.transfer_id = encode_transfer_id(transfer_id)
@@ -308,7 +333,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
 
 
 def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | TandemError:
-    reason = codec.decode_finish_reason(wire.finish_reason)
+    reason = FinishReason.HANDOFF if wire.has_moved else codec.decode_finish_reason(wire.finish_reason)
     if reason is None:
         return TandemError("the decode worker finished without a finish_reason")
     if not wire.num_tokens:
@@ -328,6 +353,7 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         num_skipped_blocks=wire.num_skipped_blocks,
         drafted_tokens=wire.drafted_tokens,
         accepted_drafts=wire.accepted_drafts,
+        recomputed_tokens=wire.recomputed_tokens,
     )
 
 

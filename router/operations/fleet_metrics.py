@@ -27,6 +27,8 @@ def readings(router: RouterView) -> Callable[[], Iterator[Reading]]:
         yield Metric.IN_FLIGHT, router.num_in_flight, {}
         for code, count in router.num_retries().items():
             yield Metric.RETRIES, count, {"reason": code.value}
+        for (reason, outcome), count in router.num_moves().items():
+            yield Metric.MOVES, count, {"reason": reason.value, "outcome": outcome}
         records = list(router.workers())
         states = Counter((record.role, record.load.state) for record in records)
         for role in (ServiceRole.PREFILL, ServiceRole.DECODE):

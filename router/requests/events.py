@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, RequestPath, ServiceRole, Timeline
+from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, Timeline
 from core.machine import Tick
 from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.request import Request
@@ -98,6 +98,22 @@ class PrefillReturned:
     result: PrefillResult | TandemError
 
 
+class MoveNotice(NamedTuple):
+    """What a decode worker says of one of its calls."""
+
+    call: int
+    first_index: int | None  # None: it asks for a move. Else tokens from here on come from the target of the move
+    reason: MoveReason = MoveReason.DRAIN  # of a request for a move
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRefused:
+    """The source of a move cannot begin it."""
+
+    dispatch_id: str  # of the target
+    error: TandemError
+
+
 @dataclass(frozen=True, slots=True)
 class StepTokens:
     """Tokens of one or more steps of a decode worker, in columns: entry i of each column belongs to token i."""
@@ -106,6 +122,7 @@ class StepTokens:
     indexes: Sequence[int]  # in the output
     token_ids: Sequence[int]
     logprobs: Mapping[int, SampledToken]  # place in the columns -> the token with its log-probabilities
+    moves: Sequence[MoveNotice] = ()  # behind the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +135,7 @@ class TokenStreamLost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # HANDOFF: another worker has copied the sequence and goes on with it
     num_tokens: int  # that the worker has put on the token stream; some may not have arrived yet
     cached_tokens: int
     queue_s: float
@@ -132,6 +149,7 @@ class DecodeResult:
     num_skipped_blocks: int = 0
     drafted_tokens: int = 0  # guesses that the worker computed
     accepted_drafts: int = 0  # ... and that were right
+    recomputed_tokens: int = 0  # on this worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +168,7 @@ RouterEvent = (
     | PrefillReturned
     | StepTokens
     | TokenStreamLost
+    | MoveRefused
     | DecodeReturned
     | Tick
 )
@@ -185,6 +204,28 @@ class StartDecode:
     timeout_s: float
     call: int
     promise: Promise | None = None  # for the client
+    is_move: bool = False  # the source is a decode worker that still generates tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StartMove:
+    """Tell the source of a move who reads its sequence."""
+
+    dispatch_id: str  # of the target
+    source_id: str  # dispatch id of the source
+    worker_id: str
+    transfer_id: TransferId
+    reader: AgentAddress
+    num_tokens: int  # that the target knows
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSequence:
+    """Tell the source of a move that the router has ended the call of the target and accepted no token of it."""
+
+    dispatch_id: str
+    worker_id: str
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +289,8 @@ class Outcome:
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on all workers, over all attempts
     slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
+    num_moves: int = 0  # to other decode workers
+    recomputed_tokens: int = 0  # of prompt and output
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,4 +316,15 @@ class UpdatePeers:
     changes: tuple[PeerJoined | PeerLeft, ...]
 
 
-RouterAction = StartPrefill | StartDecode | HandOver | CancelDispatch | UpdatePeers | Deliver | Finish | Fail
+RouterAction = (
+    StartPrefill
+    | StartDecode
+    | StartMove
+    | ResumeSequence
+    | HandOver
+    | CancelDispatch
+    | UpdatePeers
+    | Deliver
+    | Finish
+    | Fail
+)

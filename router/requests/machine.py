@@ -29,6 +29,7 @@ from core.errors import (
     RequestCancelled,
     TandemError,
     TransferFailed,
+    WorkerDrains,
     WorkerUnavailable,
 )
 from core.handoff import TransferId
@@ -38,6 +39,7 @@ from core.request import Request
 from router.requests import events
 from router.requests.dispatch_queue import DispatchQueue
 from router.requests.events import RouterAction, RouterEvent
+from router.requests.moves import OpenMoves
 from router.requests.open_dispatches import OpenDispatches
 from router.requests.routed_request import RoutedRequest, dispatch_of, failed_workers
 from router.requests.router_view import RouterView
@@ -68,12 +70,14 @@ class RouterMachine:
         self.workers = WorkerTable(config, policy or SecondsPolicy(config), decision_timer)
         self._requests: dict[str, RoutedRequest] = {}
         self._dispatches = OpenDispatches(self.workers, new_ticket)
+        self._moves = OpenMoves(self.workers, self._dispatches)
         self._queue = DispatchQueue(config, self.workers)
         self._liveness = WorkerLiveness(config, self.workers, router_id)
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "tokens", id)
         self._num_arrived = 0
         self._num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
-        self.view = RouterView(self._requests, self._dispatches, self.workers, self._num_retries)
+        counts = self._num_retries, self._moves.outcomes
+        self.view = RouterView(self._requests, self._dispatches, self.workers, *counts)
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
             events.ClientCancelled: self._on_cancelled,
@@ -84,6 +88,7 @@ class RouterMachine:
             events.PrefillReturned: self._on_prefill,
             events.StepTokens: self._on_step_tokens,
             events.TokenStreamLost: self._on_stream_lost,
+            events.MoveRefused: self._on_move_refused,
             events.DecodeReturned: self._on_decode,
             Tick: self._on_tick,
         }
@@ -164,6 +169,7 @@ class RouterMachine:
         self._dispatches.end_prefill(routed)
         dispatch_of(routed).prefill = event.result
         routed.kv_block_seconds += event.result.kv_block_seconds
+        routed.note_recomputed(event.result.cached_tokens)
         token = event.result.token
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
         actions = self._dispatches.hand_over(routed, event.result, now)
@@ -180,21 +186,41 @@ class RouterMachine:
 
     def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
         """Drops tokens of calls that have ended for the router."""
-        by_call, logprobs = self._dispatches.by_call, event.logprobs
+        by_call, logprobs, moving = self._dispatches.by_call, event.logprobs, self._moves.by_call
         accepting: dict[int, RoutedRequest] = {}
         for place, (call, index, token_id) in enumerate(zip(event.calls, event.indexes, event.token_ids, strict=True)):
             routed = by_call.get(call)
+            if routed is None and (routed := moving.get(call)) is not None:
+                routed = routed if self._moves.accept(routed, call, index) else None
             if routed is not None:
                 routed.accept(index, token_id, logprobs.get(place))
                 accepting[call] = routed
                 if routed.held_choices:
                     self._start_held_choices(routed, now)
         actions: list[RouterAction] = []
+        for notice in event.moves:
+            actions += self._on_notice(notice, now)
         for routed in accepting.values():
             self._deliver_new(routed, actions, now)
             if dispatch_of(routed).decode is not None:
                 actions += self._finish_if_complete(routed, now)
         return actions
+
+    def _on_notice(self, notice: events.MoveNotice, now: float) -> list[RouterAction]:
+        routed = self._dispatches.by_call.get(notice.call)
+        if notice.first_index is None:
+            return [] if routed is None else self._moves.start(routed, notice.reason, now)
+        routed = routed or self._moves.by_call.get(notice.call)
+        if routed is not None:
+            self._moves.note_handed_over(routed, notice.call, notice.first_index)
+        return []
+
+    def _on_move_refused(self, event: events.MoveRefused, _: float) -> list[RouterAction]:
+        """The target waits in vain, unless the source has ended meanwhile, and with it the move."""
+        routed = self._moves.by_id.get(event.dispatch_id)
+        if routed is None or routed.move is None or routed.move.target.dispatch_id != event.dispatch_id:
+            return []
+        return self._moves.fail_target(routed, event.error)
 
     def _on_stream_lost(self, event: events.TokenStreamLost, now: float) -> list[RouterAction]:
         """Retry every request with tokens to come. The worker ends the calls of a broken stream."""
@@ -206,16 +232,40 @@ class RouterMachine:
         return self._retry_dispatches(record, lost, now)
 
     def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
-        routed = self._dispatches.by_id.get(event.dispatch_id)
+        routed, result = self._dispatches.by_id.get(event.dispatch_id), event.result
+        if routed is None and (routed := self._moves.by_id.get(event.dispatch_id)) is not None:
+            move = routed.move
+            if move is None or move.target.dispatch_id != event.dispatch_id:
+                self._moves.source_returned(routed, event.dispatch_id, result)
+                return []
+            move.target.decode_open = False
+            if isinstance(result, TandemError):
+                return self._moves.fail_target(routed, result)
+            self._moves.take_over(routed)
         if routed is None:
             return []
         dispatch = dispatch_of(routed)
         dispatch.decode_open = False
-        if isinstance(event.result, TandemError):
-            return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
-        dispatch.decode = event.result
-        routed.kv_block_seconds += event.result.kv_block_seconds
+        if isinstance(result, TandemError):
+            return self._retry(routed, result, dispatch.candidate.decode_worker, now)
+        if result.finish_reason is FinishReason.HANDOFF:
+            return self._on_moved(routed, result, now)
+        dispatch.decode = result
+        routed.kv_block_seconds += result.kv_block_seconds
+        routed.num_recomputed_tokens += result.recomputed_tokens
+        if dispatch.transfer_id is None:
+            routed.note_recomputed(result.cached_tokens)
         return self._finish_if_complete(routed, now)
+
+    def _on_moved(self, routed: RoutedRequest, result: events.DecodeResult, now: float) -> list[RouterAction]:
+        """The target has everything, and nothing of its tokens has arrived yet."""
+        worker_id = dispatch_of(routed).candidate.decode_worker
+        if routed.move is None:
+            lost = TransferFailed("the sequence has moved to a call that the router has ended")
+            return self._retry(routed, lost, worker_id, now)
+        source = self._moves.take_over(routed)
+        self._moves.source_returned(routed, source.dispatch_id, result)
+        return []
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
         """Append a `Deliver` with the tokens that were accepted since the last call."""
@@ -275,16 +325,27 @@ class RouterMachine:
         return [*actions, events.Finish(routed.request_id, outcome, tuple(routed.ended_attempts))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
-        """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
+        """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker.
+
+        A request that its worker has handed over goes on at the target of its move.
+        """
         if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
             self.workers.suspect(worker_id)
+        if routed.move is not None and routed.move.first_index is not None:
+            source = self._moves.take_over(routed)
+            self._moves.source_returned(routed, source.dispatch_id, error)
+            return []
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
+        if isinstance(error, WorkerDrains):  # the worker has not begun
+            routed.attempts -= 1
+            routed.attempts_without_token -= 1
         # A request that has streamed tokens waits for room until its deadline.
         waits = isinstance(error, QueueFull) and routed.has_streamed
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
+        routed.note_lost()
         actions = self._end_dispatch(routed, error, now)
         self._num_retries[error.code] += 1
         routed.failed_workers |= failed_workers(error, worker_id, dispatch_of(routed).candidate)
@@ -306,9 +367,10 @@ class RouterMachine:
         return actions
 
     def _end_dispatch(self, routed: RoutedRequest, error: TandemError | None, now: float) -> list[RouterAction]:
-        routed.record_attempt(error, now)
         self._deadlines.cancel(("tokens", routed.request_id))
-        return self._dispatches.end(routed)
+        actions = self._moves.end(routed, now)
+        routed.record_attempt(error, now)
+        return actions + self._dispatches.end(routed)
 
     def _forget(self, routed: RoutedRequest, now: float) -> None:
         routed.timeline.enter(Stage.FINISHED, now)
@@ -386,6 +448,8 @@ class RouterMachine:
         for dispatch_id in list(record.dispatched):
             routed = self._dispatches.by_id.get(dispatch_id)
             if routed is None:
+                returned = events.DecodeReturned(dispatch_id, error)
+                actions += self._on_decode(returned, now) if dispatch_id in self._moves.by_id else []
                 continue
             if record.worker_id == dispatch_of(routed).candidate.prefill_worker:
                 actions += self._on_prefill_failed(routed, error, now)
@@ -402,6 +466,7 @@ class RouterMachine:
         assert sorted(queued + held + dispatched) == sorted(self._requests)
         assert self.view.num_queued == len(queued) + len(held)
         self._queue.check()
-        self._dispatches.check(self._requests.values())
+        self._dispatches.check(self._requests.values(), self._moves.by_id.keys())
+        self._moves.check(self._requests.values())
         self._liveness.check()
         self.workers.check()

@@ -23,7 +23,7 @@ class OpenDispatches:
 
     def start(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         """Start an attempt on these workers."""
-        dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
+        dispatch_id = self._next_id(routed)
         call, has_prefill = self._next_call(), candidate.prefill_worker is not None
         routed.dispatch = Dispatch(
             dispatch_id, candidate, call, len(routed.delivered), has_prefill, self._workers.compared, now
@@ -54,6 +54,25 @@ class OpenDispatches:
             ),
             events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call),
         ]
+
+    def open_move(self, routed: RoutedRequest, worker_id: str, now: float) -> Dispatch:
+        """A dispatch of the same request on another decode worker, which takes over later."""
+        source = dispatch_of(routed)
+        return Dispatch(
+            self._next_id(routed), source.candidate._replace(decode_worker=worker_id), self._next_call(),
+            len(routed.delivered), False, source.compared, now, self._new_ticket(), prefill=source.prefill,
+        )  # fmt: skip
+
+    def replace(self, routed: RoutedRequest, dispatch: Dispatch) -> None:
+        """Another dispatch becomes the current one. The worker of the replaced one keeps its call."""
+        assert routed.dispatch is not None
+        del self.by_id[routed.dispatch.dispatch_id], self.by_call[routed.dispatch.call]
+        routed.dispatch = routed.last_dispatch = dispatch
+        self.by_id[dispatch.dispatch_id] = self.by_call[dispatch.call] = routed
+
+    def _next_id(self, routed: RoutedRequest) -> str:
+        routed.num_dispatches += 1
+        return dispatch_id_of(routed.request_id, routed.num_dispatches)
 
     def _next_call(self) -> int:
         self._num_calls += 1
@@ -92,10 +111,10 @@ class OpenDispatches:
     def __len__(self) -> int:
         return len(self.by_id)
 
-    def check(self, requests: Collection[RoutedRequest]) -> None:
-        """The current attempt of each request is open, and the workers carry no other."""
+    def check(self, requests: Collection[RoutedRequest], moving: Collection[str]) -> None:
+        """The current attempt of each request is open, and the workers carry no others but those of moves."""
         assert self.by_call.keys() == {r.dispatch.call for r in requests if r.dispatch}
         assert self.by_id.keys() == {r.dispatch.dispatch_id for r in requests if r.dispatch}
         for record in self._workers:
-            assert record.dispatched.keys() <= self.by_id.keys()
+            assert record.dispatched.keys() <= self.by_id.keys() | set(moving)
             assert all(number <= self._num_calls for number in record.dispatched.values())

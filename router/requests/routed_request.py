@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
 from core.handoff import TransferId
-from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
+from core.lifecycle import FinishReason, MoveReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken
@@ -44,6 +44,16 @@ class Dispatch:
     decode_open: bool = True
     prefill: PrefillResult | None = None
     decode: DecodeResult | None = None
+    end_index: int | None = None  # a move's source: it sends no token from here on; None: not known
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """The current dispatch is to go on at another decode worker."""
+
+    target: Dispatch
+    reason: MoveReason
+    first_index: int | None = None  # the source has handed over: it samples no token from here on
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +70,13 @@ class RoutedRequest:
     early_tokens: dict[int, EarlyToken] = field(default_factory=dict)  # by output index; an earlier index is missing
     dispatch: Dispatch | None = None  # the current attempt; None while queued
     last_dispatch: Dispatch | None = None
+    move: Move | None = None  # of `dispatch`
+    left: list[Dispatch] = field(default_factory=list)  # from which `dispatch` has moved, oldest first
+    num_dispatches: int = 0  # attempts and moves, for their ids
+    num_moves: int = 0
+    earlier: list[DecodeResult] = field(default_factory=list)  # of `left`, as far as they have returned
+    num_lost_tokens: int = 0  # computed before the newest failure
+    num_recomputed_tokens: int = 0
     attempts: int = 0
     attempts_without_token: int = 0  # since the last delivered token
     queued_at: float = 0.0
@@ -103,9 +120,10 @@ class RoutedRequest:
 
     def record_attempt(self, error: TandemError | None, now: float) -> None:
         """Note the end of the current attempt, if there is one, for the trace."""
-        dispatch = self.dispatch
-        if dispatch is None:
-            return
+        if self.dispatch is not None:
+            self.record_dispatch(self.dispatch, error, now)
+
+    def record_dispatch(self, dispatch: Dispatch, error: TandemError | None, now: float) -> None:
         code, text = ("", "") if error is None else (error.code.value, str(error))
         self.ended_attempts.append(
             Attempt(
@@ -118,24 +136,44 @@ class RoutedRequest:
         dispatch = self.last_dispatch
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
-        cached = dispatch.prefill or dispatch.decode
+        decode = None if dispatch.decode is None else joined([*self.earlier, dispatch.decode])
+        cached = dispatch.prefill or decode
         return Outcome(
             finish_reason=reason,
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=len(self.delivered),
             cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
-            path=dispatch.candidate.path if self.attempts == 1 else RequestPath.RECOMPUTED,
+            path=self._path(dispatch),
             attempts=self.attempts,
             timeline=self.timeline,
             candidate=dispatch.candidate,
             first_token_s=self.first_token_at - self.arrived_at,
             predicted_first_token_s=self.predicted_first_token_s,
             prefill=dispatch.prefill,
-            decode=dispatch.decode,
+            decode=decode,
             promise=self.promise,
             kv_block_seconds=self.kv_block_seconds,
             slo_itl_s=slo_itl_s,
+            num_moves=self.num_moves,
+            recomputed_tokens=self.num_recomputed_tokens,
         )
+
+    def _path(self, dispatch: Dispatch) -> RequestPath:
+        if self.attempts > 1:
+            return RequestPath.RECOMPUTED
+        return RequestPath.MIGRATED if self.num_moves else dispatch.candidate.path
+
+    def note_lost(self) -> None:
+        """The current attempt has failed. Count the tokens that it may have computed."""
+        dispatch = dispatch_of(self)
+        has_computed = self.delivered or dispatch.prefill is not None or dispatch.decode is not None
+        self.num_lost_tokens = len(self.request.token_ids) + len(self.delivered) if has_computed else 0
+        self.earlier.clear()
+
+    def note_recomputed(self, cached_tokens: int) -> None:
+        """A worker has computed prompt and delivered tokens, but for `cached_tokens`."""
+        self.num_recomputed_tokens += max(0, self.num_lost_tokens - cached_tokens)
+        self.num_lost_tokens = 0
 
     def unreported_block_seconds(self, block_size: int) -> float:
         """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
@@ -188,6 +226,20 @@ class RoutedRequest:
         if self.needs_logprobs and dispatch.prefill_open:
             num_arrived += 1  # the first token, which only the prefill worker sends with its log-probabilities
         return num_arrived < dispatch.decode.num_tokens
+
+
+_SUMMED = (
+    "queue_s", "prefill_s", "transfer_s", "transfer_exposed_s", "transferred_bytes", "num_moved_blocks",
+    "num_skipped_blocks", "drafted_tokens", "accepted_drafts",
+)  # fmt: skip
+
+
+def joined(results: Items[DecodeResult]) -> DecodeResult:
+    """Of the workers that a request has moved through, as if one worker had computed all of it."""
+    if len(results) == 1:
+        return results[0]
+    sums = {name: sum(getattr(result, name) for result in results) for name in _SUMMED}
+    return replace(results[-1], cached_tokens=results[0].cached_tokens, **sums)
 
 
 def dispatch_of(routed: RoutedRequest) -> Dispatch:

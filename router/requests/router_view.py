@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sized
 from core.errors import ErrorCode
 from core.lifecycle import ServiceRole
 from core.request import Request
+from router.requests.moves import MoveOutcome
 from router.routing.policy import Candidate
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import WorkerTable, hashes_of
@@ -15,12 +16,18 @@ from router.routing.workers import WorkerTable, hashes_of
 
 class RouterView:
     def __init__(
-        self, requests: Collection[str], dispatches: Sized, workers: WorkerTable, num_retries: Mapping[ErrorCode, int]
+        self,
+        requests: Collection[str],
+        dispatches: Sized,
+        workers: WorkerTable,
+        num_retries: Mapping[ErrorCode, int],
+        moves: Mapping[MoveOutcome, int],
     ) -> None:
         self._requests = requests
         self._dispatches = dispatches
         self._workers = workers
         self._num_retries = num_retries
+        self._moves = moves
 
     @property
     def num_queued(self) -> int:
@@ -34,6 +41,10 @@ class RouterView:
     def num_retries(self) -> dict[ErrorCode, int]:
         """By the error of the attempt that failed."""
         return dict(self._num_retries)
+
+    def num_moves(self) -> dict[MoveOutcome, int]:
+        """Moves that have ended or found no room, by reason and outcome."""
+        return dict(self._moves)
 
     def worker(self, worker_id: str) -> WorkerRecord | None:
         """None if the worker has not joined, or was lost."""

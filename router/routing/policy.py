@@ -228,6 +228,9 @@ class PromptTimes(NamedTuple):
         return self.queue_s + self.prefill_s
 
 
+_COMPUTED = PromptTimes(0.0, 0.0, 0.0)
+
+
 def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:
     """A step computes all streams, and then prompts, those with the least work first, up to its limit.
 
@@ -281,6 +284,21 @@ def pair(
         _room_wait_s(decode, missing, times.total_s), _stream_s(question, decode), decode.num_sequences,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
+
+
+def move_target(question: RoutingQuestion, source: WorkerView, max_total_tokens: int) -> Candidate | None:
+    """The cheapest decode worker with free blocks for a running sequence up to its end. Its blocks come from `source`.
+
+    `transfer_blocks` of the candidate are those that the sequence takes up to its end.
+    """
+    found = []
+    for worker, cached in question.decode:
+        # The last token is sampled but never computed, so it needs no slot.
+        num_blocks = -(-(max_total_tokens - 1) // question.block_size) - cached // question.block_size
+        if num_blocks <= worker.num_free_blocks:
+            candidate = pair(question, _COMPUTED, source, question.num_tokens, worker, cached)
+            found.append(candidate._replace(transfer_blocks=num_blocks))
+    return _spread(found) if found else None
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:

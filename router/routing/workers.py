@@ -15,7 +15,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
-from router.routing.policy import Candidate, Option, Policy, RoutingQuestion, alone
+from router.routing.policy import Candidate, Option, Policy, RoutingQuestion, alone, move_target
 from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
@@ -218,6 +218,21 @@ class WorkerTable:
             chosen = self._policy.choose(question)
             self.compared = self._policy.compared
             return chosen
+
+    def choose_target(
+        self, sequence: PromptHashes, max_total_tokens: int, source: str, avoid: frozenset[str], now: float
+    ) -> Candidate | None:
+        """The decode worker to which a running sequence should move from `source`; None if none has room for it."""
+        owner = self._records.get(source)
+        usable = self._with_room(ServiceRole.DECODE, avoid | {source}, now)
+        records = [r for r in usable if r is not owner and r.load.takes_moves and not r.suspect]
+        if owner is None or not owner.load.takes_moves or not records:
+            return None
+        block_size = self._block_sizes[ServiceRole.DECODE]
+        matched = self.index.match(sequence.chain(block_size))
+        options = _options(records, matched, block_size)
+        question = RoutingQuestion(sequence.num_tokens, (), options, False, block_size, now)
+        return move_target(question, owner.view, max_total_tokens)
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""

@@ -160,6 +160,8 @@ class ChoiceStream:
             stop_match=self._stop_match(outcome.finish_reason),
             promise=None if outcome.promise is None else encode_promise(outcome.promise),
             receipt=receipt_of(outcome),
+            num_moves=outcome.num_moves,
+            recomputed_tokens=outcome.recomputed_tokens,
         )
 
     def _stop_match(self, reason: FinishReason) -> str:

@@ -53,6 +53,7 @@ class Metric(Enum):
     SLO_REQUESTS = "tandem_slo_requests_total"
     REFUSALS = "tandem_refusals_total"
     RETRIES = "tandem_retries_total"
+    MOVES = "tandem_moves_total"
     TENANT_REQUESTS = "tandem_tenant_requests_total"
     TENANT_TOKENS = "tandem_tenant_tokens_total"
     TENANT_SECONDS = "tandem_tenant_seconds_total"
@@ -193,6 +194,10 @@ METRICS: dict[Metric, Description] = {
         "invalid_request", ("reason",),
     ),
     Metric.RETRIES: Description(Kind.TOTAL, "Attempts that failed and were tried again, by error code", ("reason",)),
+    Metric.MOVES: Description(
+        Kind.TOTAL, "Moves of running requests between decode workers, by reason (drain) and outcome: moved, failed "
+        "(the request stays where it is), or no_room (no worker has room)", ("reason", "outcome"),
+    ),
     Metric.TENANT_REQUESTS: Description(
         Kind.COUNTER, f"Ended choices of a tenant. Of all tenant series: at most {MAX_TENANTS} tenants, then "
         f"{OTHER_TENANTS}; empty = no tenant", ("tenant", "end"),
