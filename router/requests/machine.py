@@ -88,7 +88,7 @@ class RouterMachine:
             events.PrefillReturned: self._on_prefill,
             events.StepTokens: self._on_step_tokens,
             events.TokenStreamLost: self._on_stream_lost,
-            events.MoveRefused: self._on_move_refused,
+            events.MoveRefused: self._moves.on_refused,
             events.DecodeReturned: self._on_decode,
             Tick: self._on_tick,
         }
@@ -199,28 +199,12 @@ class RouterMachine:
                     self._start_held_choices(routed, now)
         actions: list[RouterAction] = []
         for notice in event.moves:
-            actions += self._on_notice(notice, now)
+            actions += self._moves.on_notice(notice, now)
         for routed in accepting.values():
             self._deliver_new(routed, actions, now)
             if dispatch_of(routed).decode is not None:
                 actions += self._finish_if_complete(routed, now)
         return actions
-
-    def _on_notice(self, notice: events.MoveNotice, now: float) -> list[RouterAction]:
-        routed = self._dispatches.by_call.get(notice.call)
-        if notice.first_index is None:
-            return [] if routed is None else self._moves.start(routed, notice.reason, now)
-        routed = routed or self._moves.by_call.get(notice.call)
-        if routed is not None:
-            self._moves.note_handed_over(routed, notice.call, notice.first_index)
-        return []
-
-    def _on_move_refused(self, event: events.MoveRefused, _: float) -> list[RouterAction]:
-        """The target waits in vain, unless the source has ended meanwhile, and with it the move."""
-        routed = self._moves.by_id.get(event.dispatch_id)
-        if routed is None or routed.move is None or routed.move.target.dispatch_id != event.dispatch_id:
-            return []
-        return self._moves.fail_target(routed, event.error)
 
     def _on_stream_lost(self, event: events.TokenStreamLost, now: float) -> list[RouterAction]:
         """Retry every request with tokens to come. The worker ends the calls of a broken stream."""
@@ -232,40 +216,24 @@ class RouterMachine:
         return self._retry_dispatches(record, lost, now)
 
     def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
-        routed, result = self._dispatches.by_id.get(event.dispatch_id), event.result
-        if routed is None and (routed := self._moves.by_id.get(event.dispatch_id)) is not None:
-            move = routed.move
-            if move is None or move.target.dispatch_id != event.dispatch_id:
-                self._moves.source_returned(routed, event.dispatch_id, result)
-                return []
-            move.target.decode_open = False
-            if isinstance(result, TandemError):
-                return self._moves.fail_target(routed, result)
-            self._moves.take_over(routed)
+        result = event.result
+        moved = self._moves.on_returned(event)
+        routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
-            return []
+            return moved
         dispatch = dispatch_of(routed)
         dispatch.decode_open = False
         if isinstance(result, TandemError):
             return self._retry(routed, result, dispatch.candidate.decode_worker, now)
         if result.finish_reason is FinishReason.HANDOFF:
-            return self._on_moved(routed, result, now)
+            lost = TransferFailed("the sequence has moved to a call that the router has ended")
+            return self._retry(routed, lost, dispatch.candidate.decode_worker, now)
         dispatch.decode = result
         routed.kv_block_seconds += result.kv_block_seconds
         routed.num_recomputed_tokens += result.recomputed_tokens
         if dispatch.transfer_id is None:
             routed.note_recomputed(result.cached_tokens)
         return self._finish_if_complete(routed, now)
-
-    def _on_moved(self, routed: RoutedRequest, result: events.DecodeResult, now: float) -> list[RouterAction]:
-        """The target has everything, and nothing of its tokens has arrived yet."""
-        worker_id = dispatch_of(routed).candidate.decode_worker
-        if routed.move is None:
-            lost = TransferFailed("the sequence has moved to a call that the router has ended")
-            return self._retry(routed, lost, worker_id, now)
-        source = self._moves.take_over(routed)
-        self._moves.source_returned(routed, source.dispatch_id, result)
-        return []
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
         """Append a `Deliver` with the tokens that were accepted since the last call."""
@@ -331,9 +299,7 @@ class RouterMachine:
         """
         if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
             self.workers.suspect(worker_id)
-        if routed.move is not None and routed.move.first_index is not None:
-            source = self._moves.take_over(routed)
-            self._moves.source_returned(routed, source.dispatch_id, error)
+        if self._moves.survives(routed, error):
             return []
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
@@ -448,8 +414,7 @@ class RouterMachine:
         for dispatch_id in list(record.dispatched):
             routed = self._dispatches.by_id.get(dispatch_id)
             if routed is None:
-                returned = events.DecodeReturned(dispatch_id, error)
-                actions += self._on_decode(returned, now) if dispatch_id in self._moves.by_id else []
+                actions += self._moves.on_lost(dispatch_id, error)
                 continue
             if record.worker_id == dispatch_of(routed).candidate.prefill_worker:
                 actions += self._on_prefill_failed(routed, error, now)

@@ -4,8 +4,8 @@
         the target sends tokens, or the source ends after it has handed over --> the target's call is the current one
         the target's call fails before the router takes a token of it        --> ResumeSequence: the source samples on
 
-The current dispatch is that of the source until `take_over`. Afterwards the source only repeats what the target says
-too, and its call ends when the target has released the blocks. Laws:
+The current dispatch is that of the source until the target takes over. Afterwards the source only repeats what the
+target says too, and its call ends when the target has released the blocks. Laws:
 
   1. A token of the target ends the part of the source: the router never sends ResumeSequence after it.
   2. A source that fails after it has handed over fails nothing: the target goes on, or its own call fails.
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from core.errors import QueueFull, TandemError, WorkerUnavailable
-from core.lifecycle import MoveReason, Stage
+from core.lifecycle import FinishReason, MoveReason, Stage
 from router.requests import events
 from router.requests.events import DecodeResult, RouterAction
 from router.requests.open_dispatches import OpenDispatches
@@ -43,7 +43,87 @@ class OpenMoves:
         self.by_call: dict[int, RoutedRequest] = {}
         self.outcomes: Counter[MoveOutcome] = Counter()
 
-    def start(self, routed: RoutedRequest, reason: MoveReason, now: float) -> list[RouterAction]:
+    # ---- events
+
+    def on_notice(self, notice: events.MoveNotice, now: float) -> list[RouterAction]:
+        """A worker asks for a move, or says where the part of the target begins."""
+        routed = self._dispatches.by_call.get(notice.call)
+        if notice.first_index is None:
+            return [] if routed is None else self._start(routed, notice.reason, now)
+        routed = routed or self.by_call.get(notice.call)
+        if routed is not None and routed.move is not None:
+            routed.move.first_index = notice.first_index
+            if notice.call == routed.move.target.call:
+                self._take_over(routed)
+        elif routed is not None and routed.left and notice.call not in self.by_call:
+            routed.left[-1].end_index = notice.first_index
+        return []
+
+    def on_refused(self, event: events.MoveRefused, _: float) -> list[RouterAction]:
+        """The target waits in vain, unless the source has ended meanwhile, and with it the move."""
+        routed = self.by_id.get(event.dispatch_id)
+        if routed is None or not self._is_target(routed, event.dispatch_id):
+            return []
+        return self._fail_target(routed, event.error)
+
+    def on_returned(self, event: events.DecodeReturned) -> list[RouterAction]:
+        """Call it for each answer of a Decode call, before the current dispatch is looked up: it may become another."""
+        result, dispatch_id = event.result, event.dispatch_id
+        has_moved = isinstance(result, DecodeResult) and result.finish_reason is FinishReason.HANDOFF
+        source = self._dispatches.by_id.get(dispatch_id)
+        if has_moved and source is not None and source.move is not None:
+            self._take_over(source)
+        routed = self.by_id.get(dispatch_id)
+        if routed is None:
+            return []
+        if not self._is_target(routed, dispatch_id):
+            self._source_returned(routed, dispatch_id, result)
+            return []
+        assert routed.move is not None
+        routed.move.target.decode_open = False
+        if isinstance(result, TandemError):
+            return self._fail_target(routed, result)
+        self._take_over(routed)
+        return []
+
+    def on_lost(self, dispatch_id: str, error: TandemError) -> list[RouterAction]:
+        """The router has lost the worker of a call. Does nothing for a call of no move."""
+        routed = self.by_id.get(dispatch_id)
+        if routed is not None and self._is_target(routed, dispatch_id):
+            return self._fail_target(routed, error)
+        return []  # a source has handed over, and no answer of it is needed
+
+    def survives(self, routed: RoutedRequest, error: TandemError) -> bool:
+        """The current dispatch has failed. Whether it had handed over: then the target goes on."""
+        if routed.move is None or routed.move.first_index is None:
+            return False
+        source = self._take_over(routed)
+        self._source_returned(routed, source.dispatch_id, error)
+        return True
+
+    def accept(self, routed: RoutedRequest, call: int, index: int) -> bool:
+        """Whether a token of a call of `by_call` counts. The first token of a target makes the target take over."""
+        if routed.move is not None and routed.move.target.call == call:
+            self._take_over(routed)
+            return True
+        source = next(dispatch for dispatch in routed.left if dispatch.call == call)
+        return source.end_index is None or index < source.end_index
+
+    def end(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """The current attempt ends: so do the move, and the calls of earlier sources."""
+        actions = [] if routed.move is None else self._drop_target(routed)
+        left, routed.left = routed.left, []
+        for source in left:
+            routed.record_dispatch(source, None, now)
+            del self.by_id[source.dispatch_id], self.by_call[source.call]
+            self._workers.remove_dispatch(source.candidate.decode_worker, source.dispatch_id)
+            if source.decode_open:
+                actions.append(events.CancelDispatch(source.dispatch_id))
+        return actions
+
+    # ---- inside
+
+    def _start(self, routed: RoutedRequest, reason: MoveReason, now: float) -> list[RouterAction]:
         """The worker of the current dispatch asks for a move. Does nothing without a worker that has room."""
         source = routed.dispatch
         if source is None or not self._can_move(routed, source):
@@ -71,6 +151,9 @@ class OpenMoves:
             ),
         ]  # fmt: skip
 
+    def _is_target(self, routed: RoutedRequest, dispatch_id: str) -> bool:
+        return routed.move is not None and routed.move.target.dispatch_id == dispatch_id
+
     def _can_move(self, routed: RoutedRequest, source: Dispatch) -> bool:
         """It decodes, has a while to go, and does not move already."""
         num_left = routed.request.sampling.max_tokens - len(routed.delivered)
@@ -78,7 +161,7 @@ class OpenMoves:
         knows_worker = self._workers.get(source.candidate.decode_worker) is not None
         return is_decoding and routed.move is None and num_left >= MIN_TOKENS_LEFT and knows_worker
 
-    def take_over(self, routed: RoutedRequest) -> Dispatch:
+    def _take_over(self, routed: RoutedRequest) -> Dispatch:
         """The target's call becomes the current dispatch. Returns that of the source."""
         source, move = routed.dispatch, routed.move
         assert source is not None
@@ -93,24 +176,7 @@ class OpenMoves:
         self.outcomes[MoveOutcome(move.reason, "moved")] += 1
         return source
 
-    def accept(self, routed: RoutedRequest, call: int, index: int) -> bool:
-        """Whether a token of a call of `by_call` counts. The first token of a target makes the target take over."""
-        if routed.move is not None and routed.move.target.call == call:
-            self.take_over(routed)
-            return True
-        source = next(dispatch for dispatch in routed.left if dispatch.call == call)
-        return source.end_index is None or index < source.end_index
-
-    def note_handed_over(self, routed: RoutedRequest, call: int, first_index: int) -> None:
-        """The source, or the target, says where the part of the target begins."""
-        if routed.move is not None:
-            routed.move.first_index = first_index
-            if call == routed.move.target.call:
-                self.take_over(routed)
-        elif routed.left and routed.dispatch is not None and routed.dispatch.call == call:
-            routed.left[-1].end_index = first_index
-
-    def fail_target(self, routed: RoutedRequest, error: TandemError) -> list[RouterAction]:
+    def _fail_target(self, routed: RoutedRequest, error: TandemError) -> list[RouterAction]:
         """The target's call has ended, or is given up, before the router has taken a token of it."""
         move, source = routed.move, routed.dispatch
         assert move is not None
@@ -125,7 +191,7 @@ class OpenMoves:
         resume = events.ResumeSequence(source.dispatch_id, source.candidate.decode_worker, move.target.transfer_id)
         return [*actions, resume]
 
-    def source_returned(self, routed: RoutedRequest, dispatch_id: str, result: DecodeResult | TandemError) -> None:
+    def _source_returned(self, routed: RoutedRequest, dispatch_id: str, result: DecodeResult | TandemError) -> None:
         """The call of a source has ended after the target has taken over."""
         source = next(dispatch for dispatch in routed.left if dispatch.dispatch_id == dispatch_id)
         self._workers.remove_dispatch(source.candidate.decode_worker, dispatch_id)
@@ -135,18 +201,6 @@ class OpenMoves:
             routed.earlier.append(result)
             routed.kv_block_seconds += result.kv_block_seconds
             routed.num_recomputed_tokens += result.recomputed_tokens
-
-    def end(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """The current attempt ends: so do the move, and the calls of earlier sources."""
-        actions = [] if routed.move is None else self._drop_target(routed)
-        left, routed.left = routed.left, []
-        for source in left:
-            routed.record_dispatch(source, None, now)
-            del self.by_id[source.dispatch_id], self.by_call[source.call]
-            self._workers.remove_dispatch(source.candidate.decode_worker, source.dispatch_id)
-            if source.decode_open:
-                actions.append(events.CancelDispatch(source.dispatch_id))
-        return actions
 
     def _drop_target(self, routed: RoutedRequest) -> list[RouterAction]:
         move, routed.move = routed.move, None

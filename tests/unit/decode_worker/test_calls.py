@@ -147,7 +147,7 @@ def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:
     worker.arrive(request("a", 6, max_tokens=2))
     worker.post(DrainRequested())
     assert worker.machine.load().state is WorkerState.DRAINING
-    with pytest.raises(WorkerUnavailable, match="draining"):
+    with pytest.raises(WorkerUnavailable, match="drains"):
         worker.arrive_alone(request("b", 4))
     worker.pull()
     worker.run_until_idle()

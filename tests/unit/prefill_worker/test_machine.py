@@ -202,7 +202,7 @@ def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:
     worker.arrive(request("a", 6))
     worker.post(DrainRequested())
     assert worker.machine.load().state is WorkerState.DRAINING
-    with pytest.raises(WorkerUnavailable, match="draining"):
+    with pytest.raises(WorkerUnavailable, match="drains"):
         worker.arrive(request("b", 6), ticket=2)
     worker.want(0, 1)
     assert not worker.machine.idle, "a call is open"
