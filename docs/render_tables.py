@@ -34,6 +34,9 @@ STAGE_CAUSES = {
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
     (Stage.PREFILL, Stage.FINISHED): "router: cancelled, past its deadline, or an error that no retry can cure",
     (Stage.TRANSFER, Stage.DECODE): "decode worker: the pull is complete and has brought the first token",
+    (Stage.DECODE, Stage.MOVE): "decode worker: the target of a move has caught up, and no step plans the sequence",
+    (Stage.MOVE, Stage.DECODE): "decode worker: the move has failed, and the sequence runs on here",
+    (Stage.MOVE, Stage.FINISHED): "decode worker: the target has everything, or the call has ended",
     (Stage.DECODE, Stage.FINISHED): "stop, length, cancelled, past its deadline, or an error",
     (Stage.DECODE, Stage.QUEUE): "router: a worker was lost; another worker continues after the delivered tokens",
 }

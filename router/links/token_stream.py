@@ -105,8 +105,8 @@ def decode_step_tokens(wire: worker_pb2.StepTokens) -> events.StepTokens:
             raise InvalidRequest("logprob_places", "must have one place in the columns for each entry of logprobs")
         for place, found in zip(wire.logprob_places, wire.logprobs, strict=True):
             logprobs[place] = codec.decode_logprobs(token_ids[place], found)
-    moves = [
+    moves = tuple(
         events.MoveNotice(notice.call, notice.first_index if notice.HasField("first_index") else None)
         for notice in wire.moves
-    ]
+    )
     return events.StepTokens(calls, list(wire.indexes), token_ids, logprobs, moves)

@@ -304,11 +304,12 @@ class RouterMachine:
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
-        if isinstance(error, WorkerDrains):  # the worker has not begun
+        has_begun = not isinstance(error, WorkerDrains)
+        if not has_begun:
             routed.attempts -= 1
             routed.attempts_without_token -= 1
         # A request that has streamed tokens waits for room until its deadline.
-        waits = isinstance(error, QueueFull) and routed.has_streamed
+        waits = not has_begun or (isinstance(error, QueueFull) and routed.has_streamed)
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         routed.note_lost()

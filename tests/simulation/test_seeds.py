@@ -24,14 +24,15 @@ FAULTS_THAT_MUST_HAPPEN = (
     "lost notification", "doubled notification", "slow read", "broken read", "corrupted block",
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
     "loses its token stream", "router dies", "read of pieces", "step planned ahead", "dropped step",
-    "sequence without memory",
+    "sequence without memory", "drains",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "half-pulled together", "half-pulled while another is blocked", "hand-off gives way",
-    "finished disaggregated", "finished local", "finished recomputed",
+    "finished disaggregated", "finished local", "finished recomputed", "finished migrated",
+    "move copying", "move pausing", "move handed_over", "resumed by the router", "refused move",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
     "failed with its router",

@@ -16,19 +16,24 @@ from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
-from kv_transfer.protocol.events import Actions, PullFailed
+from decode_worker.moves import Move, MoveEnded, Moves
+from kv_transfer.protocol.events import Actions, OfferEnded, PullFailed
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
 from kv_transfer.protocol.puller import Puller
 from router.requests import events
 from router.requests.machine import RouterMachine
-from router.requests.routed_request import RoutedRequest
+from router.requests.moves import OpenMoves
+from router.requests.routed_request import Dispatch, RoutedRequest
 from simulator.agent import ReadFaults
+from simulator.authorship import Authorship
 from simulator.network import Call, NetworkFaults
 from simulator.scenario import Fault, Scenario, make_scenario, other_choices
 from simulator.simulation import run_scenario
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
+from tests.support.draining_worlds import draining
+from worker.core import WorkerCore
 
 MAX_SEEDS = 30
 
@@ -270,3 +275,118 @@ def test_a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step_is_
     monkeypatch.setattr(Scheduler, "_finish", finish_and_free)
     monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
     assert "is not its own" in first_failure()
+
+
+# ---- moves
+
+
+def lossy_drains(scenario: Scenario) -> Scenario:
+    return replace(draining(scenario), calm=False, network=NetworkFaults(delay_s=0.001, loss=0.3))
+
+
+@pytest.mark.parametrize("change", [draining, lossy_drains])
+def test_the_worlds_that_drain_hold_for_the_unbroken_machines(change: Callable[[Scenario], Scenario]) -> None:
+    for seed in range(1, 4):
+        assert run_scenario(change(make_scenario(seed))).counts["moved"] > 0
+
+
+def test_a_worker_that_samples_on_after_it_has_handed_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the release of a complete pull for a failure."""
+
+    def run_on(self: Moves, ended: OfferEnded, now: float) -> list[MoveEnded]:
+        return on_offer_ended(self, replace(ended, reason=AbortReason.CANCELLED), now)
+
+    on_offer_ended = Moves.on_offer_ended
+    monkeypatch.setattr(Moves, "on_offer_ended", run_on)
+    assert "are in steps at the same time" in first_failure(draining)
+
+
+def test_a_second_author_is_caught_where_no_two_steps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_offer_ended = Moves.on_offer_ended
+    monkeypatch.setattr(
+        Moves, "on_offer_ended", lambda s, e, now: on_offer_ended(s, replace(e, reason=AbortReason.CANCELLED), now)
+    )
+    monkeypatch.setattr(Authorship, "step_begins", lambda *_: None)
+    monkeypatch.setattr(Authorship, "step_ended", lambda *_: None)
+    assert "are both authors of index" in first_failure(draining)
+
+
+def test_a_worker_that_writes_the_block_it_has_handed_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It samples on at once in the block that the reader reads."""
+    hand_over = Moves._hand_over_if_still
+
+    def and_run_on(self: Moves, move: Move, now: float) -> list[Any]:
+        actions = hand_over(self, move, now)
+        move.sequence.plan_end = move.sequence.max_num_tokens
+        return actions
+
+    monkeypatch.setattr(Moves, "_hand_over_if_still", and_run_on)
+    monkeypatch.setattr(Moves, "check", lambda _: None)
+    for check in ("step_begins", "step_ended", "emitted"):
+        monkeypatch.setattr(Authorship, check, lambda *_: None)
+    assert "is not its own" in first_failure(draining)
+
+
+def test_a_worker_that_waits_for_ever_for_the_reader_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_offer_ended = Moves.on_offer_ended
+    monkeypatch.setattr(Moves, "_lease_s", 1e6)
+    monkeypatch.setattr(
+        Moves, "on_offer_ended", lambda s, ended, now: on_offer_ended(s, ended, now) if ended.is_released else []
+    )
+    assert "is paused for more than a lease" in first_failure(lossy_drains)
+
+
+def test_a_target_that_loses_the_tokens_it_was_given_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_growth = Pull.end_growth
+
+    def forget_one(self: Pull, token_ids: tuple[int, ...]) -> bool:
+        fits = end_growth(self, token_ids)
+        self.token_ids = (*token_ids[:-1], (token_ids[-1] + 1) % 64) if token_ids else ()
+        return fits
+
+    monkeypatch.setattr(Pull, "end_growth", forget_one)
+    assert any(sign in first_failure(draining) for sign in ("are both authors of index", "is right"))
+
+
+def test_requests_that_move_without_a_drain_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that begins to run asks for moves at once."""
+    handle = DecodeMachine.handle
+
+    def and_ask(self: DecodeMachine, event: Any, now: float) -> list[Any]:
+        actions = handle(self, event, now)
+        return actions if self.core.draining else [*actions, *self.moves.ask(now)]
+
+    monkeypatch.setattr(DecodeMachine, "handle", and_ask)
+    assert "times, with" in first_failure(lambda scenario: draining(scenario, num_drains=1))
+
+
+def test_a_drain_that_ends_running_sequences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerCore, "unbegun", lambda self: [*self.scheduler.waiting, *self.scheduler.running])
+    assert "tokens were computed again without a cause" in first_failure(draining)
+
+
+def test_a_router_that_resumes_the_source_of_a_target_with_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A RELEASE that is lost leaves the source paused, and the router tells it to sample on."""
+    take_over = OpenMoves._take_over
+    resumed: list[events.RouterAction] = []
+
+    def and_resume(self: OpenMoves, routed: RoutedRequest) -> Dispatch:
+        assert routed.move is not None
+        ticket = routed.move.target.transfer_id
+        source = take_over(self, routed)
+        assert ticket is not None
+        resumed.append(events.ResumeSequence(source.dispatch_id, source.candidate.decode_worker, ticket))
+        return source
+
+    handle = RouterMachine.handle
+
+    def and_send(self: RouterMachine, event: events.RouterEvent, now: float) -> list[events.RouterAction]:
+        actions = handle(self, event, now)
+        while resumed:
+            actions = [*actions, resumed.pop()]
+        return actions
+
+    monkeypatch.setattr(OpenMoves, "_take_over", and_resume)
+    monkeypatch.setattr(RouterMachine, "handle", and_send)
+    failure = first_failure(lossy_drains)
+    assert any(sign in failure for sign in ("are in steps at the same time", "are both authors of index"))

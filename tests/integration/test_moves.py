@@ -1,0 +1,148 @@
+"""Running requests go on at a neighbour when their decode worker drains, over real gRPC and nixl: with their KV, with
+nothing computed again, and with the tokens of one engine that nothing disturbs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+
+from core.lifecycle import WorkerState
+from core.request import Request, SamplingParams
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import OutputFormat
+from tests.support.deployment import Answer, Deployment, deploy, machine_of, make_request, tiny_config
+from tests.support.reference import CoLocatedEngine
+from tests.support.steps import slow_down
+from tests.support.waiting import until
+from worker.service import WorkerService
+
+DRAIN_TIMEOUT_S = 20.0
+NUM_OUTPUT = 90
+STEP_S = 0.02  # a stream lasts for two seconds
+PROMPTS = [tuple(range(1 + number, 40 + 3 * number)) for number in range(6)]
+SCHEMA = {
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 20}},
+    "required": ["items"],
+}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.875, "presence_penalty": 0.5, "seed": 7}
+
+
+@pytest_asyncio.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config(transport="nixl"), num_decode=2) as running:
+        for worker in running.decode:
+            slow_down(worker, STEP_S)
+        yield running
+
+
+def expected(deployment: Deployment, prompt: tuple[int, ...], **sampling: Any) -> list[int]:
+    params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True, **sampling)
+    engine = CoLocatedEngine(deployment.config.engine)
+    return engine.generate(Request("reference", prompt, len(prompt), params))
+
+
+class Streams:
+    """Requests that are answered in the background."""
+
+    def __init__(self, deployment: Deployment, requests: list[inference_pb2.GenerateRequest]) -> None:
+        self._deployment = deployment
+        self.answers = [Answer() for _ in requests]
+        self._tasks = [asyncio.create_task(self._read(*pair)) for pair in zip(requests, self.answers, strict=True)]
+
+    async def _read(self, request: inference_pb2.GenerateRequest, answer: Answer) -> None:
+        async for response in self._deployment.inference.Generate(request, timeout=60.0):
+            if response.HasField("finished"):
+                answer.finished = response.finished
+            else:
+                answer.token_ids += response.tokens.token_ids
+
+    async def reach(self, num_tokens: int) -> None:
+        def enough() -> bool:
+            return all(len(answer.token_ids) >= num_tokens for answer in self.answers)
+
+        await until(enough, f"every stream has {num_tokens} tokens")
+
+    async def finished(self) -> list[inference_pb2.Finished]:
+        await asyncio.gather(*self._tasks)
+        ends = [answer.finished for answer in self.answers]
+        return [end for end in ends if end is not None]
+
+
+def id_of(deployment: Deployment, worker: WorkerService) -> str:
+    return deployment.endpoints[id(worker)].service_id
+
+
+def by_load(deployment: Deployment) -> list[WorkerService]:
+    """The decode workers, the one with most sequences first."""
+    return sorted(deployment.decode, key=lambda worker: -len(machine_of(worker).core.scheduler.running))
+
+
+async def drain(deployment: Deployment, worker: WorkerService) -> None:
+    """The worker is idle long before its streams would have ended there."""
+    began_at = asyncio.get_running_loop().time()
+    await worker.drain(DRAIN_TIMEOUT_S)
+    assert asyncio.get_running_loop().time() - began_at < DRAIN_TIMEOUT_S - 1.0, "it had work left"
+    shell = deployment.router._shell
+    assert shell is not None
+    record = shell.view.worker(id_of(deployment, worker))
+    assert record is not None
+    assert record.load.state is WorkerState.DRAINING
+
+
+async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_computed_again(
+    deployment: Deployment,
+) -> None:
+    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in PROMPTS]
+    streams = Streams(deployment, requests)
+    await streams.reach(3)
+    leaving, staying = by_load(deployment)
+    await drain(deployment, leaving)
+    finished = await streams.finished()
+    moved = [end for end in finished if end.num_moves]
+    assert moved, "no stream was on the drained worker"
+    assert len(finished) == len(PROMPTS)
+    for end in moved:
+        assert end.path == inference_pb2.REQUEST_PATH_MIGRATED
+        assert end.decode_worker == id_of(deployment, staying)
+        assert end.transferred_bytes > 0
+    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
+    for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
+        assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
+    await deployment.settle()
+
+
+async def test_a_request_with_an_output_format_moves_in_the_middle_of_it(deployment: Deployment) -> None:
+    form = OutputFormat(json_schema=json.dumps(SCHEMA))
+    request = make_request(
+        token_ids=PROMPTS[0], max_tokens=NUM_OUTPUT, ignore_eos=False, output_format=form, temperature=1.0, seed=3
+    )
+    (undisturbed,) = await deployment.generate_all(request)
+    streams = Streams(deployment, [request] * 4)
+    await streams.reach(3)
+    leaving, _ = by_load(deployment)
+    await drain(deployment, leaving)
+    finished = await streams.finished()
+    assert any(end.num_moves for end in finished)
+    assert all(answer.token_ids == undisturbed.token_ids for answer in streams.answers)
+    await deployment.settle()
+
+
+async def test_a_drain_without_room_anywhere_waits(deployment: Deployment) -> None:
+    streams = Streams(deployment, [make_request(token_ids=PROMPTS[0], max_tokens=NUM_OUTPUT)])
+    await streams.reach(3)
+    leaving, staying = by_load(deployment)
+    pool = machine_of(staying).core.pool
+    filled = pool.allocate(pool.num_available)
+    assert filled is not None
+    staying._feed.mark_changed()
+    await asyncio.sleep(0.2)  # for its report
+    await leaving.drain(DRAIN_TIMEOUT_S)
+    (end,) = await streams.finished()
+    assert (end.num_moves, end.attempts, end.recomputed_tokens) == (0, 1, 0)
+    pool.release(filled)
+    await deployment.settle()

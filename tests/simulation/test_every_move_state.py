@@ -1,0 +1,177 @@
+"""Something goes wrong while a request moves, in each state of the move: a death, a stop for longer than the lease, or
+a cut link, at the source or at the target, or the death of the router; and something else later. Every check of the
+simulator holds: each index has one author, each request ends once with the right tokens, and no block is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from core.handoff import HandoffMessage, PullerState
+from decode_worker.machine import DecodeMachine
+from decode_worker.moves import Move, MoveState
+from decode_worker.pull_queue import PullQueue
+from router.requests.events import ClientCancelled
+from router.requests.routed_request import request_id_of
+from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario
+from simulator.simulation import Simulation
+from simulator.worker_shell import WorkerShell
+from tests.support.draining_worlds import draining
+
+SEED = 3
+LONG_S = 1.3  # more than any lease of a scenario
+LATER_S = (0.002, 0.03, 0.4)
+
+# A state of the move, as the source and the target see it. Before the WANT, the target waits for room.
+STATES: dict[str, Callable[[Move, PullerState | None], bool]] = {
+    "asked for blocks": lambda move, pull: move.state is MoveState.COPYING and pull is None,
+    "waits for room": lambda move, pull: move.state is MoveState.COPYING and pull is PullerState.RESERVED,
+    "copies": lambda move, pull: move.state is MoveState.COPYING and pull is PullerState.READING,
+    "pauses": lambda move, _: move.state is MoveState.PAUSING,
+    "is handed over": lambda move, pull: move.state is MoveState.HANDED_OVER and pull is not None,
+    "is read": lambda move, pull: move.state is MoveState.HANDED_OVER and pull is PullerState.READING,
+    "runs at the target": lambda move, pull: move.state is MoveState.HANDED_OVER and pull is None,
+}
+KINDS = ("dies", "vanishes", "stops", "loses its token stream", "cut link")
+SIDES = ("source", "target")
+
+
+def _small_world() -> Scenario:
+    """Ten requests within a second, and two drains."""
+    scenario = draining(make_scenario(SEED), num_requests=10, num_drains=2)
+    requests = tuple(replace(client, arrives_at=0.3 + 0.03 * n) for n, client in enumerate(scenario.requests))
+    return replace(scenario, calm=False, requests=requests)
+
+
+class Ambush:
+    """Lets things go wrong as soon as a move is in a state."""
+
+    def __init__(self, state: str, *what: Callable[[Ambush, WorkerShell, Move], None]) -> None:
+        self.simulation = Simulation(_small_world())
+        self.is_in_state, self._what, self._needs_room = STATES[state], what, state == "waits for room"
+        self.took_effect = False
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        post = WorkerShell.post
+
+        def watched(shell: WorkerShell, event: Any) -> None:
+            post(shell, event)
+            self._look()
+
+        monkeypatch.setattr(WorkerShell, "post", watched)
+        if self._needs_room:
+            admit = PullQueue._admit
+            has_room = lambda pull: self.took_effect or not pull.is_growing  # noqa: E731
+            monkeypatch.setattr(PullQueue, "_admit", lambda queue, pull: has_room(pull) and admit(queue, pull))
+        self.simulation.run()
+        assert self.took_effect, "no move was in this state"
+
+    def _look(self) -> None:
+        for source in self.simulation.fleet.values():
+            if self.took_effect or not source.alive or not isinstance(source.machine, DecodeMachine):
+                continue
+            for move in source.machine.moves.by_id.values():
+                target = self.target_of(source, move)
+                if target is None or not self.is_in_state(move, self._pull_state(target, move)):
+                    continue
+                self.took_effect = True
+                for act in self._what:
+                    self.simulation.world.after(0.0, partial(act, self, source, move))
+                return
+
+    def target_of(self, source: WorkerShell, move: Move) -> WorkerShell | None:
+        offer = source.machine.transfers.owner.offers.get(move.transfer_id)
+        return None if offer is None else self.simulation.fleet[offer.peer.name.partition("@")[0]]
+
+    def _pull_state(self, target: WorkerShell, move: Move) -> PullerState | None:
+        pull = target.machine.transfers.puller.pulls.get(move.transfer_id)
+        return None if pull is None else pull.state
+
+    # ---- what goes wrong
+
+    def break_side(self, kind: str, side: str, source: WorkerShell, move: Move) -> None:
+        target = self.target_of(source, move)
+        if target is None:
+            return
+        victim = source if side == "source" else target
+        if kind == "cut link":
+            self._cut(source.agent.name, target.agent.name)
+        elif victim.alive:
+            now = self.simulation.world.now
+            self.simulation._inject(Fault(kind, victim.spec.worker_id, now, LONG_S))
+
+    def _cut(self, one: str, other: str) -> None:
+        network, world = self.simulation.network, self.simulation.world
+        notify, until = network.notify, world.now + LONG_S
+        world.trouble(one, other, until=until)
+
+        def lossy(source: str, target: str, message: HandoffMessage, deliver: Callable[[], None]) -> None:
+            if {source, target} != {one, other} or world.now >= until:
+                notify(source, target, message, deliver)
+
+        network.notify = lossy  # type: ignore[method-assign]
+
+
+def broken(kind: str, side: str) -> Callable[[Ambush, WorkerShell, Move], None]:
+    return lambda ambush, source, move: ambush.break_side(kind, side, source, move)
+
+
+def later(delay_s: float, kind: str, side: str) -> Callable[[Ambush, WorkerShell, Move], None]:
+    def act(ambush: Ambush, source: WorkerShell, move: Move) -> None:
+        target = ambush.target_of(source, move)
+        victim = source if side == "source" else target
+        if victim is not None:
+            fault = Fault(kind, victim.spec.worker_id, ambush.simulation.world.now + delay_s, LONG_S)
+            ambush.simulation.world.after(delay_s, partial(ambush.simulation._inject, fault))
+
+    return act
+
+
+def router_death(ambush: Ambush, _: WorkerShell, __: Move) -> None:
+    ambush.simulation._kill_router(RouterDeath(ambush.simulation.world.now, 0.1))
+
+
+def cancel(ambush: Ambush, _: WorkerShell, move: Move) -> None:
+    request_id = request_id_of(move.sequence.sequence_id)
+    if ambush.simulation.oracle.cancelled(request_id):
+        ambush.simulation.router.post(ClientCancelled(request_id))
+
+
+def deadline(ambush: Ambush, source: WorkerShell, move: Move) -> None:
+    """The deadline of the source's call passes first: its clock runs ahead of the router's."""
+    source.machine.core.open_calls.deadlines.set(move.sequence.sequence_id, source.clock + 0.001)
+    ambush.simulation.world.trouble(source.spec.worker_id)
+    source._timer.update()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", STATES)
+def test_one_side_of_a_move_fails_in_each_state(
+    monkeypatch: pytest.MonkeyPatch, state: str, kind: str, side: str
+) -> None:
+    Ambush(state, broken(kind, side)).run(monkeypatch)
+
+
+@pytest.mark.parametrize("what", [router_death, cancel, deadline], ids=lambda what: what.__name__)
+@pytest.mark.parametrize("state", STATES)
+def test_the_request_ends_in_each_state_of_its_move(
+    monkeypatch: pytest.MonkeyPatch, state: str, what: Callable[[Ambush, WorkerShell, Move], None]
+) -> None:
+    Ambush(state, what).run(monkeypatch)
+
+
+@pytest.mark.parametrize("delay_s", LATER_S)
+@pytest.mark.parametrize("second", ["dies", "stops"])
+@pytest.mark.parametrize("first", ["dies", "stops", "cut link"])
+@pytest.mark.parametrize("state", ["copies", "pauses", "is handed over", "runs at the target"])
+def test_the_other_side_fails_too(
+    monkeypatch: pytest.MonkeyPatch, state: str, first: str, second: str, delay_s: float
+) -> None:
+    for one, other in (SIDES, SIDES[::-1]):
+        with monkeypatch.context() as patch:
+            Ambush(state, broken(first, one), later(delay_s, second, other)).run(patch)
