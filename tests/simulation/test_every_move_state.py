@@ -142,9 +142,14 @@ def cancel(ambush: Ambush, _: WorkerShell, move: Move) -> None:
 
 
 def deadline(ambush: Ambush, source: WorkerShell, move: Move) -> None:
-    """The deadline of the source's call passes first: its clock runs ahead of the router's."""
-    source.machine.core.open_calls.deadlines.set(move.sequence.sequence_id, source.clock + 0.001)
-    ambush.simulation.world.trouble(source.spec.worker_id)
+    """The deadline of the request passes at the router and at the source, in any order."""
+    simulation, dispatch_id = ambush.simulation, move.sequence.sequence_id
+    request_id, due = request_id_of(dispatch_id), simulation.world.now + 0.001
+    expected = simulation.oracle._requests[request_id]
+    expected.deadline, expected.call.client = due, replace(expected.call.client, timeout_s=1.0)
+    simulation.router.machine._deadlines.set(("request", request_id), due)
+    simulation.router._timer.update()
+    source.machine.core.open_calls.deadlines.set(dispatch_id, source.clock + 0.001)
     source._timer.update()
 
 
