@@ -97,7 +97,7 @@ class DecodeDone:
     num_drafts: int = 0  # guessed tokens that steps have computed
     num_right_drafts: int = 0  # ... and that were right
     num_recomputed_tokens: int = 0
-    num_moved_blocks: int = 0  # that the reader of a move lacked
+    moved_bytes: int = 0  # that the reader of a move lacked
     record: CallRecord = field(default_factory=CallRecord)
 
 

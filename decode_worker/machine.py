@@ -324,7 +324,7 @@ class DecodeMachine:
             num_drafts=sequence.num_drafts,
             num_right_drafts=sequence.num_right_drafts,
             num_recomputed_tokens=sequence.num_recomputed_tokens,
-            num_moved_blocks=0 if move is None else move.num_announced,
+            moved_bytes=0 if move is None else move.num_announced * self.transfers.address.layout.block_bytes,
             record=record,
         )
         return [done, *self._apply_results(self.moves.forget(request_id), now)]

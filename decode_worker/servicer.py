@@ -209,8 +209,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                 Attribute.TOKENS: done.num_prompt_tokens - done.cached_tokens,
             },
         }
-        if done.num_moved_blocks:
-            attributes[Stage.MOVE] = {Attribute.TRANSFER_BLOCKS: done.num_moved_blocks}
+        if done.finish_reason is FinishReason.HANDOFF:
+            attributes[Stage.MOVE] = {Attribute.TRANSFERRED_BYTES: done.moved_bytes}
         if done.pull is not None:
             attributes[Stage.TRANSFER] = _describe_pull(done.pull, done.num_skipped_blocks)
         common = {Attribute.WORKER: self._worker_id}

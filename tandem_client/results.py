@@ -8,7 +8,7 @@ from typing import Literal
 from tandem_client.stubs import inference_pb2
 
 FinishReasonName = Literal["stop", "length"]
-PathName = Literal["disaggregated", "local", "recomputed", "unknown"]
+PathName = Literal["disaggregated", "local", "recomputed", "migrated", "unknown"]
 
 FINISH_REASONS: dict[int, FinishReasonName] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -19,6 +19,7 @@ PATHS: dict[int, PathName] = {
     inference_pb2.REQUEST_PATH_DISAGGREGATED: "disaggregated",
     inference_pb2.REQUEST_PATH_LOCAL: "local",
     inference_pb2.REQUEST_PATH_RECOMPUTED: "recomputed",
+    inference_pb2.REQUEST_PATH_MIGRATED: "migrated",
 }
 
 
@@ -112,6 +113,8 @@ class Completion:
     prefill_worker: str
     decode_worker: str
     num_attempts: int  # of the router
+    num_moves: int  # between decode workers, with the KV
+    recomputed_tokens: int  # of prompt and output
 
 
 class Collector:
@@ -159,4 +162,6 @@ def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
         prefill_worker=end.prefill_worker,
         decode_worker=end.decode_worker,
         num_attempts=end.attempts,
+        num_moves=end.num_moves,
+        recomputed_tokens=end.recomputed_tokens,
     )

@@ -23,6 +23,7 @@ from core.errors import (
     RequestCancelled,
     TandemError,
     TransferFailed,
+    WorkerDrains,
     WorkerUnavailable,
 )
 from core.handoff import TransferId
@@ -33,7 +34,16 @@ from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerLoad
 from core.step import SampledToken, TokenEvent
-from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens, HandoffArrived
+from decode_worker.events import (
+    DecodeArrived,
+    DecodeCancelled,
+    DecodeDone,
+    DecodeFailed,
+    EmitTokens,
+    HandoffArrived,
+    MoveArrived,
+    ResumeArrived,
+)
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
 from vllm_worker.load import EngineLoad
@@ -72,6 +82,8 @@ VllmEvent = (
     | DecodeArrived
     | DecodeCancelled
     | HandoffArrived
+    | MoveArrived
+    | ResumeArrived
     | EngineReport
     | DrainRequested
     | PeerJoined
@@ -140,6 +152,8 @@ class VllmMachine:
                 return self._on_arrived(event, _Call(request, is_prefill=False, transfer_id=transfer_id), now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
+            case MoveArrived() | ResumeArrived():
+                raise InvalidRequest("request_id", "the engine of this worker moves no running sequence")
             case HandoffArrived(transfer_id, handoff):
                 return self._on_handoff(transfer_id, handoff, now)
             case DrainRequested():
@@ -167,8 +181,10 @@ class VllmMachine:
 
     def _on_arrived(self, event: PrefillArrived | DecodeArrived, call: _Call, now: float) -> list[VllmAction]:
         request = call.request
-        if self.draining or self._failed:
-            raise WorkerUnavailable("this worker is draining" if self.draining else "the engine of this worker is dead")
+        if self.draining:
+            raise WorkerDrains("this worker drains")
+        if self._failed:
+            raise WorkerUnavailable("the engine of this worker is dead")
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         if call.transfer_id in self._waiting:

@@ -29,7 +29,6 @@ from core.errors import (
     RequestCancelled,
     TandemError,
     TransferFailed,
-    WorkerDrains,
     WorkerUnavailable,
 )
 from core.handoff import TransferId
@@ -41,7 +40,7 @@ from router.requests.dispatch_queue import DispatchQueue
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.moves import OpenMoves
 from router.requests.open_dispatches import OpenDispatches
-from router.requests.routed_request import RoutedRequest, dispatch_of, failed_workers
+from router.requests.routed_request import RoutedRequest, dispatch_of
 from router.requests.router_view import RouterView
 from router.requests.worker_liveness import WorkerLiveness
 from router.routing.policy import Candidate, Policy, SecondsPolicy
@@ -228,11 +227,7 @@ class RouterMachine:
         if result.finish_reason is FinishReason.HANDOFF:
             lost = TransferFailed("the sequence has moved to a call that the router has ended")
             return self._retry(routed, lost, dispatch.candidate.decode_worker, now)
-        dispatch.decode = result
-        routed.kv_block_seconds += result.kv_block_seconds
-        routed.num_recomputed_tokens += result.recomputed_tokens
-        if dispatch.transfer_id is None:
-            routed.note_recomputed(result.cached_tokens)
+        routed.note_decoded(dispatch, result)
         return self._finish_if_complete(routed, now)
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
@@ -304,20 +299,11 @@ class RouterMachine:
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
-        has_begun = not isinstance(error, WorkerDrains)
-        if not has_begun:
-            routed.attempts -= 1
-            routed.attempts_without_token -= 1
-        # A request that has streamed tokens waits for room until its deadline.
-        waits = not has_begun or (isinstance(error, QueueFull) and routed.has_streamed)
-        if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
+        if not routed.may_retry(error, self._config.max_attempts):
             return self._fail(routed, error, now)
-        routed.note_lost()
         actions = self._end_dispatch(routed, error, now)
+        routed.note_failed(error, worker_id)
         self._num_retries[error.code] += 1
-        routed.failed_workers |= failed_workers(error, worker_id, dispatch_of(routed).candidate)
-        routed.last_error = str(error)
-        routed.early_tokens.clear()
         routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
         self._deadlines.set(("retry", routed.request_id), routed.not_before)
         routed.timeline.enter(Stage.QUEUE, now)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
-from core.errors import QueueFull, TandemError, TransferFailed
+from core.errors import QueueFull, TandemError, TransferFailed, WorkerDrains
 from core.handoff import TransferId
 from core.lifecycle import FinishReason, MoveReason, RequestPath, Stage, Timeline
 from core.request import Request
@@ -163,12 +163,34 @@ class RoutedRequest:
             return RequestPath.RECOMPUTED
         return RequestPath.MIGRATED if self.num_moves else dispatch.candidate.path
 
-    def note_lost(self) -> None:
-        """The current attempt has failed. Count the tokens that it may have computed."""
+    def may_retry(self, error: TandemError, max_attempts: int) -> bool:
+        """Whether another attempt may follow the current one, which failed with `error`.
+
+        A request that has streamed tokens waits for room until its deadline, and so does one that no worker has begun.
+        """
+        waits = isinstance(error, WorkerDrains) or (isinstance(error, QueueFull) and self.has_streamed)
+        return error.retryable and (waits or self.attempts_without_token < max_attempts)
+
+    def note_failed(self, error: TandemError, worker_id: str) -> None:
+        """The current attempt has failed at this worker. Count the tokens that it may have computed."""
         dispatch = dispatch_of(self)
+        if isinstance(error, WorkerDrains):  # the worker has not begun
+            self.attempts -= 1
+            self.attempts_without_token -= 1
+        self.failed_workers |= failed_workers(error, worker_id, dispatch.candidate)
+        self.last_error = str(error)
+        self.early_tokens.clear()
         has_computed = self.delivered or dispatch.prefill is not None or dispatch.decode is not None
         self.num_lost_tokens = len(self.request.token_ids) + len(self.delivered) if has_computed else 0
         self.earlier.clear()
+
+    def note_decoded(self, dispatch: Dispatch, result: DecodeResult) -> None:
+        """The decode call of the current attempt has returned."""
+        dispatch.decode = result
+        self.kv_block_seconds += result.kv_block_seconds
+        self.num_recomputed_tokens += result.recomputed_tokens
+        if dispatch.transfer_id is None:
+            self.note_recomputed(result.cached_tokens)
 
     def note_recomputed(self, cached_tokens: int) -> None:
         """A worker has computed prompt and delivered tokens, but for `cached_tokens`."""

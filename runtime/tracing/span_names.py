@@ -158,7 +158,7 @@ ATTRIBUTE_MEANINGS: dict[str, str] = {
     Attribute.STEPS: "Steps of the worker during the stage; of a prefill, about its chunks",
     Attribute.BATCH_SIZE: "Mean number of sequences in these steps",
     Attribute.PREEMPTIONS: "How often the sequence lost its blocks to another one",
-    Attribute.TRANSFERRED_BYTES: "KV bytes pulled",
+    Attribute.TRANSFERRED_BYTES: "KV bytes pulled; of a move, offered",
     Attribute.TRANSFER_EXPOSED_MS: "Part of the transfer after the prompt was computed",
     Attribute.TRANSFER_BLOCKS: "KV blocks pulled",
     Attribute.TRANSFER_SKIPPED_BLOCKS: "KV blocks of the prompt that the decode worker had already",

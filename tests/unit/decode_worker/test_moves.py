@@ -100,7 +100,7 @@ def test_a_sequence_whose_reader_has_caught_up_pauses_and_goes_with_its_last_blo
     source.release()
     done = source.only(DecodeDone)
     assert done.finish_reason is FinishReason.HANDOFF
-    assert done.num_moved_blocks == 4
+    assert done.moved_bytes == 4 * LAYOUT.block_bytes
     assert [stage for stage, _, _ in done.timeline.history][-1] is Stage.MOVE
     assert source.ledger == {}
     assert source.machine.idle
