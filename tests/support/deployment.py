@@ -170,7 +170,7 @@ def make_request(
 ) -> inference_pb2.GenerateRequest:
     """A greedy request that runs to max_tokens, unless the arguments say otherwise."""
     stop = {name: fields.pop(name) for name in ("stop_strings", "stop_token_ids", "min_tokens") if name in fields}
-    names = ("n", "logprobs", "cache_salt", "priority", "model", "user", "request_id", "output_format")
+    names = ("n", "logprobs", "cache_salt", "priority", "model", "user", "request_id", "output_format", "speculation")
     own = {name: fields.pop(name) for name in names if name in fields}
     request = inference_pb2.GenerateRequest(
         sampling=inference_pb2.SamplingParams(temperature=temperature, **fields),  # type: ignore[arg-type]
