@@ -157,19 +157,19 @@ def test_a_small_gain_is_not_worth_the_wait_for_the_step_before() -> None:
     assert choose_drafts([[0.2]], 1, 0.001, 0.00001, 1.0) == [0]
 
 
-def of_luck(right: bool, times: int) -> list[float]:
+def after(right: bool, times: int) -> list[float]:
     chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
     for _ in range(times):
         guessed = 50 if right else 51
         chances.learn(sequence, (), Proposal((guessed,), match=3))
         sequence.token_ids.append(50)
         chances.learn(sequence, (50,), Proposal((50, 50), match=3))
-    return chances.of(sequence, 2)
+    return chances.cumulative(sequence, 2)
 
 
 def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less() -> None:
     prior = FIRST_CHANCES[2]
-    right, wrong = of_luck(True, 40), of_luck(False, 40)
+    right, wrong = after(True, 40), after(False, 40)
     assert right[0] > prior > wrong[0]
     assert right[1] <= right[0]
     assert wrong[1] <= wrong[0]
@@ -183,17 +183,17 @@ def test_the_luck_of_one_sequence_is_not_that_of_another() -> None:
             chances.learn(sequence, (), Proposal((guess,), match=3))
             sequence.token_ids.append(50)
             chances.learn(sequence, (50,), Proposal((guess,), match=3))
-    assert chances.of(lucky, 1)[0] > 0.85
-    assert chances.of(unlucky, 1)[0] < 0.25
+    assert chances.cumulative(lucky, 1)[0] > 0.85
+    assert chances.cumulative(unlucky, 1)[0] < 0.25
 
 
 def test_one_slow_step_does_not_end_all_drafts() -> None:
     costs, sequence_s = RowCosts(), 0.001
     before = costs.row_s(4, sequence_s)
-    costs.record(4, 4, seconds=30.0, sequence_s=sequence_s)
+    costs.record(4, 4, extra_s=30.0, sequence_s=sequence_s)
     assert costs.row_s(4, sequence_s) <= 1.25 * before
     for _ in range(60):
-        costs.record(4, 4, seconds=4 * 0.0007, sequence_s=sequence_s)
+        costs.record(4, 4, extra_s=4 * 0.0007, sequence_s=sequence_s)
     assert costs.row_s(4, sequence_s) == pytest.approx(0.0007, rel=0.05)
     assert costs.row_s(64, sequence_s) == 2 * sequence_s, "of steps with many more decodes nothing is known"
 

@@ -106,3 +106,9 @@ def test_a_long_text_is_searched_for_its_last_copies_only() -> None:
     found = Lookup().propose(view_of(text), len(text), ())
     assert found.match >= MIN_MATCH
     assert len(found.token_ids) == MAX_DRAFTS
+
+
+def test_a_copy_is_found_however_long_ago_it_was() -> None:
+    text = [1, 2, 3, *range(100, 9_000), 1, 2]
+    found = Lookup().propose(view_of(text), len(text), ())
+    assert (found.token_ids[0], found.match) == (3, 2)
