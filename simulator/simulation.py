@@ -176,7 +176,10 @@ class Simulation:
             counts["cancelled pull"] += transfers.pulls["cancelled"]
             counts["digest mismatch"] += transfers.num_digest_mismatches
             counts["READY repeated"] += transfers.num_ready_repeated
-            counts["preemption"] += node.machine.core.scheduler.num_preemptions
+            scheduler = node.machine.core.scheduler
+            counts["preemption"] += scheduler.num_preemptions
+            counts["right guess"] += scheduler.num_right_drafts
+            counts["wrong guess"] += scheduler.num_drafts - scheduler.num_right_drafts
             for why, count in transfers.dropped.items():
                 counts[f"dropped: {why.value}"] += count
 

@@ -28,6 +28,7 @@ FAULTS_THAT_MUST_HAPPEN = (
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
+    "right guess", "wrong guess",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "half-pulled together", "half-pulled while another is blocked", "hand-off gives way",

@@ -12,9 +12,9 @@ from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailabl
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
 from core.scheduling.block_pool import BlockPool
-from core.scheduling.scheduler import Scheduler
+from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
-from core.step import SampledToken
+from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
 from kv_transfer.protocol.events import Actions, PullFailed
 from kv_transfer.protocol.owner import Owner
@@ -24,6 +24,7 @@ from router.requests import events
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
+from simulator.memory import Memory
 from simulator.network import Call, NetworkFaults
 from simulator.scenario import Fault, Scenario, make_scenario, other_choices
 from simulator.simulation import run_scenario
@@ -270,3 +271,20 @@ def test_a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step_is_
     monkeypatch.setattr(Scheduler, "_finish", finish_and_free)
     monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
     assert "is not its own" in first_failure()
+
+
+def test_a_runner_that_takes_wrong_guesses_for_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Memory._sample
+
+    def take_all(self: Memory, chunk: ScheduledChunk) -> tuple[SampledToken, ...]:
+        return (*map(SampledToken, chunk.drafts), *sample(self, chunk)[-1:])
+
+    monkeypatch.setattr(Memory, "_sample", take_all)
+    assert "is right" in first_failure()
+
+
+def test_a_scheduler_that_plans_ahead_of_guesses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ahead starts where the chunk without drafts would have ended."""
+    monkeypatch.setattr(_StepInFlight, "has_drafts", False)
+    monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
+    assert first_failure() != ""
