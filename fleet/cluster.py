@@ -207,7 +207,7 @@ def _about_token() -> str:
     """A hint: without the right token, Ray reports only that the cluster is out of reach."""
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return "; is its token the one that is here? (deploy/README.md)"
-    return "; if it was started by deploy/head.sh, set RAY_AUTH_MODE=token and have its token here (deploy/README.md)"
+    return "; if it requires a token, set RAY_AUTH_MODE=token and have its token here (deploy/README.md)"
 
 
 @contextlib.contextmanager
@@ -249,5 +249,5 @@ def _require_reachable(address: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(
-            f"no Ray cluster at {address} ({why}); start one with deploy/head.sh, or leave the address out"
+            f"no Ray cluster at {address} ({why}); start its head (deploy/README.md), or leave the address out"
         ) from error

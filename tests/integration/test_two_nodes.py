@@ -1,4 +1,4 @@
-"""The deploy scripts make one cluster of three machines (loopback addresses here); each pool lands on its own kind."""
+"""The systemd units make one cluster of three machines (loopback addresses here); each pool lands on its own kind."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import pytest_asyncio
 from tests.integration.fake_services import Journal
 from tests.support.command import line_with, running
 from tests.support.ports import kept_port
+from tests.support.units import Unit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
 
 
-def machine(script: str, *arguments: str, environment: dict[str, str]) -> AbstractAsyncContextManager[str]:
-    """Run a script until its machine has joined."""
-    command = ("bash", str(ROOT / "deploy" / script), *arguments)
-    return running(*command, wanted="will now block", environment=environment, cwd=ROOT)
+def machine(unit: Unit, environment: dict[str, str], ip: str, **machine: str) -> AbstractAsyncContextManager[str]:
+    """Run the command of a unit until its machine has joined."""
+    command = unit.command(RAY_OPTIONS=f"--node-ip-address {ip}", **machine)
+    return running(*command, wanted="will now block", environment=unit.environment | environment, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ray
         head = f"{HEAD_IP}:{port}"
         # One after the other: on one real machine two starts at the same time fight for socket names.
         async with (
-            machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(port)}),
-            machine("prefill.sh", head, environment=environment | {"NODE_IP": PREFILL_IP}),
-            machine("decode.sh", head, "2", environment=environment | {"NODE_IP": DECODE_IP}),
+            machine(Unit.read("tandem-head.service"), environment, HEAD_IP, PORT=str(port)),
+            machine(Unit.read("tandem-worker@.service", "prefill"), environment, PREFILL_IP, HEAD=head, PLACES="1"),
+            machine(Unit.read("tandem-worker@.service", "decode"), environment, DECODE_IP, HEAD=head, PLACES="2"),
         ):
             yield RayCluster(head, environment)
 
