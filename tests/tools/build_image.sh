@@ -23,7 +23,8 @@ fi
 
 # The pip of the image takes what the pip of this machine takes: certificates, options, folders of wheels.
 mounts=(--volume /etc/ssl/certs:/etc/ssl/certs:ro)
-python3 -m pip config list | sed -n "s/^\(global\|:env:\.\)\.*\(cert\|find-links\)='\(.*\)'$/\2 = \3/p" | sort -u >"$folder/pip.list"
+python3 -m pip config list |
+    sed -n "s/^\(global\|:env:\.\)\.*\(cert\|find-links\)='\(.*\)'$/\2 = \3/p" | sort -u >"$folder/pip.list"
 { echo '[global]' && cat "$folder/pip.list"; } >"$folder/pip.conf"
 mounts+=(--volume "$folder/pip.conf:/etc/pip.conf:ro")
 while read -r wheels; do
@@ -31,6 +32,7 @@ while read -r wheels; do
 done < <(sed -n 's/^find-links = //p' "$folder/pip.list")
 
 "${store[@]}" bud --network host "${mounts[@]}" --build-arg "BASE=$base" --tag tandem --file deploy/Dockerfile .
+"${store[@]}" rmi --prune >/dev/null # the image of the run before
 
 container=$("${store[@]}" from tandem)
 trap '"${store[@]}" rm "$container" >/dev/null' EXIT
