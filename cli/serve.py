@@ -25,7 +25,7 @@ from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
 from cli.vllm_environment import python_of, torch_version, variables
-from core.config import ClusterConfig, EngineConfig, TandemConfig
+from core.config import EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.service import Service
 from fleet.claims import GpuUse
@@ -78,35 +78,21 @@ def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
 async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> list[str]:
     """Start every service and wait until all serve. Returns the addresses of the routers, one for each machine.
 
-    Raises `TandemError` with the reason.
+    The supervisor bounds each start. A service may wait for a machine without a limit, and a line says so. Raises
+    `TandemError` with the reason.
     """
     await cluster.start(spec)
-    try:
-        async with asyncio.timeout(spec.config.start_timeout_s):
-            while True:
-                for update in await cluster.updates():
-                    match update:
-                        case FleetMessage():
-                            print_line(update.text)
-                        case FleetFailed():
-                            raise TandemError(update.reason)
-                        case FleetReady():
-                            return list(dict.fromkeys(router.address for router in await cluster.routers()))
-    except TimeoutError:
-        raise WorkerUnavailable(
-            f"some services do not serve after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-            + slow_start_hint(spec.config, cluster.log_dir, spec.gpu_use)
-        ) from None
-
-
-def slow_start_hint(config: ClusterConfig, log_dir: str, gpu_use: GpuUse = GpuUse.NEVER) -> str:
-    """Where to look after a slow start. A Ray started here has room for every worker, but no `ray status`."""
-    if not config.address:
-        return f"a large model on this machine may need longer; the logs are in {log_dir}"
-    names = filter(None, dict.fromkeys((config.prefill_resource, config.decode_resource, config.router_resource)))
-    command = f"RAY_AUTH_MODE=token ray status --address {config.address}"
-    gpu = ", and each worker its GPU" if gpu_use is not GpuUse.NEVER else ""
-    return f"each service needs a machine with a free {' or '.join(map(repr, names))}{gpu}; `{command}` shows them"
+    while True:
+        for update in await cluster.updates():
+            match update:
+                case FleetMessage():
+                    print_line(update.text)
+                case FleetFailed():
+                    if not spec.config.address:
+                        print_line(f"the logs are in {cluster.log_dir}")
+                    raise TandemError(update.reason)
+                case FleetReady():
+                    return list(dict.fromkeys(router.address for router in await cluster.routers()))
 
 
 async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:

@@ -91,15 +91,13 @@ class Claims:
             use = GpuUse.ALWAYS if wanted or machine.get(GPU, 0) > 0 else GpuUse.NEVER
         return replace(self, gpu_use=use)
 
-    def wait_hint(self, role: ServiceRole) -> str:
-        """The reason why Ray may not have placed a member. A Ray of our own has room for every service but for GPUs."""
+    def wait_reason(self, role: ServiceRole) -> str:
+        """The reason why Ray may not have placed a member. A Ray of our own has room for all services but for GPUs."""
         claim = self.of(role, ())
-        if not self.config.address:
-            return " (no free GPU?)" if claim.gpus else ""
-        if not claim.resource:
-            return ""
+        if not self.config.address or not claim.resource:
+            return "no GPU is free" if claim.gpus else "Ray has not placed it yet"
         may = role is not ServiceRole.ROUTER and self.gpu_use is GpuUse.IF_PRESENT and self._on_gpu(role).gpus
-        return f" (no machine with a free {claim}{', and a free GPU if it has any' if may and not claim.gpus else ''}?)"
+        return f"no machine has a free {claim}{', and a free GPU if it has any' if may and not claim.gpus else ''}"
 
 
 def check_accelerators(claims: Claims, known: Collection[str], machines: Collection[Resources]) -> None:

@@ -10,16 +10,42 @@ from core.service import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One start of one slot. `start` numbers all starts of the fleet."""
+class MachineId:
+    """A machine of the fleet."""
 
+    name: str  # unique
+    host: str  # its address, as in `fleet.service_host.Placement`
+
+    def __str__(self) -> str:
+        return self.host or "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotId:
+    """A numbered place of the fleet. Its name stays if the role of its service changes."""
+
+    pool: ServiceRole  # for which the slot was added
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.pool.value}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One start of one slot, with the role of this start. `start` numbers all starts of the fleet; 0 = none yet."""
+
+    slot: SlotId
     role: ServiceRole
-    ordinal: int
     start: int
 
     @property
     def name(self) -> str:
-        return f"{self.role.value}-{self.ordinal}"
+        return str(self.slot)
+
+    @property
+    def ordinal(self) -> int:
+        return self.slot.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +66,19 @@ class ScaleTo:
 
 
 @dataclass(frozen=True, slots=True)
+class ServicePlaced:
+    """The process of the service runs on this machine. `ServiceStarted` or `StartFailed` follows, or `ServiceDied`."""
+
+    member: Member
+    machine: MachineId
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStarted:
     member: Member
     service_id: str
     address: str
+    version: str = ""  # of its software
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +104,13 @@ class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
-FleetEvent = ScaleTo | ServiceStarted | StartFailed | ServiceDied | Drained | Shutdown | Tick
+FleetEvent = ScaleTo | ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class StartService:
+    """Place the service on a machine, then start it. `ServicePlaced` or `ServiceDied` follows."""
+
     member: Member
 
 
@@ -101,9 +138,16 @@ class PublishFleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetMessage:
-    """One line for the operator."""
+    """A note for the operator: one of `tandem events`, and if `printed` also a line of `tandem serve`."""
 
-    text: str
+    subject: str  # a slot, a machine or "fleet"
+    what: str
+    reason: str = ""
+    printed: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.subject} {self.what}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True, slots=True)

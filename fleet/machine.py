@@ -1,26 +1,26 @@
 """The law of the fleet: how many services run, which of them restart, and in which order they stop.
 
-A slot is one place in the fleet (`router-0`, `decode-1`); a member is one start of a slot. The machine drops every
-event of a member that is not the newest start of its slot.
+A slot is a numbered place of the fleet with a role (`router-0`, `decode-1`); a member is one start of a slot. The
+machine drops every event of a member that is not the newest start of its slot.
 
-    WAITING --StartService--> STARTING --ServiceStarted--> SERVING --no longer wanted--> DRAINING --> gone
-       ^                          |                           |
-       +--- StartFailed, too slow +------- ServiceDied -------+     (after a pause that doubles, up to 30 s)
+    WAITING --StartService--> PLACING --ServicePlaced--> STARTING --ServiceStarted--> SERVING --> DRAINING --> gone
+       ^                         |                          |                            |
+       +------ ServiceDied ------+-- StartFailed, too slow -+-------- ServiceDied -------+    (a pause that doubles)
 
-Rule 1: the number of slots of a pool that do not drain equals the wanted size.
+Rule 1: the number of slots of a role that do not drain equals the wanted size.
 Rule 2: every router learns of a change in the step in which the machine learns of it.
 Rule 3: removed slots drain, newest first. A drain past its time limit is killed.
 Rule 4: at shutdown all routers drain before any worker, so that dispatched requests can finish.
 Rule 5: at least one router is wanted.
+Rule 6: a slot waits for a machine without a time limit, until it is not wanted any more: a killed actor would take
+back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
+from core.fleet_status import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
@@ -39,36 +39,22 @@ from fleet.events import (
     PublishFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
-    Serving,
     Shutdown,
     StartFailed,
     StartService,
 )
+from fleet.slots import Slot, Slots
 
 BACKOFF_MAX_S = 30.0
 STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
 DRAIN_GRACE_S = 2.0  # after the time limit of a drain; then the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
+PLACING_NOTICE_S = 10.0  # without a machine for so long; then the operator reads the reason
 
-
-class _State(Enum):
-    WAITING = "waiting"  # starts at `deadline`
-    STARTING = "starting"  # fails at `deadline`
-    SERVING = "serving"
-    DRAINING = "draining"  # killed at `deadline`
-
-
-@dataclass(slots=True)
-class _Slot:
-    member: Member
-    state: _State
-    since: float
-    deadline: float | None
-    failures: int = 0  # since the slot was last stable
-    service_id: str = ""
-    address: str = ""
+NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
 
 
 class FleetMachine:
@@ -93,7 +79,7 @@ class FleetMachine:
             ServiceRole.DECODE: config.num_decode,
             ServiceRole.ROUTER: config.num_routers,
         }
-        self._slots: dict[tuple[ServiceRole, int], _Slot] = {}
+        self._slots = Slots()
         self._num_starts = 0
         self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
         self._was_ready = self._has_failed = self._ending = self._stopped = False
@@ -103,6 +89,9 @@ class FleetMachine:
     def wanted(self) -> PoolSizes:
         """The wanted number of services of every role."""
         return dict(self._wanted)
+
+    def status(self, now: float) -> FleetStatus:
+        return FleetStatus(self.wanted, self._slots.status(now))
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
         """Raises `InvalidRequest` for a `ScaleTo` with a size out of range, and then changes nothing."""
@@ -114,8 +103,8 @@ class FleetMachine:
             case Tick():
                 pass
             case _:
-                slot = self._slots.get((event.member.role, event.member.ordinal))
-                if slot is not None and slot.member == event.member:
+                slot = self._slots.newest(event.member)
+                if slot is not None:
                     self._record(slot, event, now)
         self._expire(now)
         self._balance(now)
@@ -124,25 +113,19 @@ class FleetMachine:
         return actions
 
     def next_deadline(self) -> float | None:
-        return min((slot.deadline for slot in self._slots.values() if slot.deadline is not None), default=None)
+        return min((slot.deadline for slot in self._slots if slot.deadline is not None), default=None)
 
     def check(self) -> None:
-        for key, slot in self._slots.items():
-            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} is in slot {key}"
-            assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong deadline"
-            if slot.state in (_State.SERVING, _State.DRAINING):
-                assert slot.service_id, f"{slot.member.name} serves without a name"
-                assert slot.address, f"{slot.member.name} serves without an address"
+        self._slots.check()
         for role, wanted in self._wanted.items():
-            staying = self._staying(role)
-            if not self._ending:
-                assert len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
+            staying = self._slots.staying(role)
+            assert self._ending or len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
-        starts = [slot.member.start for slot in self._slots.values()]
-        assert len(set(starts)) == len(starts), "two members share a start"
-        publication = {publication.router: publication for publication in self._publications()}
-        assert self._published == publication, "a router has not been told of a change"
+        assert self._published == self._slots.publications(), "a router has not been told of a change"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
+
+    def _say(self, subject: object, what: str, reason: str = "", printed: bool = True) -> None:
+        self._actions.append(FleetMessage(str(subject), what, reason, printed))
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._config.max_workers
@@ -151,144 +134,127 @@ class FleetMachine:
             if not least <= size <= limit:
                 message = f"must be in [{least}, {limit}] (cluster.max_workers), is {size}"
                 raise InvalidRequest(SIZE_FIELDS[role], message)
-        self._wanted |= event.sizes
+        changed = {role: size for role, size in event.sizes.items() if size != self._wanted[role]}
+        if changed:
+            sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
+            self._say("fleet", "is scaled", sizes, printed=False)
+        self._wanted |= changed
 
-    def _record(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
+    def _record(
+        self, slot: Slot, event: ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained, now: float
+    ) -> None:
+        name = slot.member.name
         match event:
-            case ServiceStarted() if slot.state is _State.STARTING:
-                slot.state, slot.since, slot.deadline = _State.SERVING, now, None
-                slot.service_id, slot.address = event.service_id, event.address
-                if self._was_ready and not self._ending:
-                    self._actions.append(FleetMessage(f"{slot.member.name} serves"))
-            case StartFailed() if slot.state is _State.STARTING:
+            case ServicePlaced() if slot.state is SlotState.PLACING:
+                slot.enter(SlotState.STARTING, now, now + self._config.start_timeout_s)
+                slot.machine = event.machine
+                self._say(name, f"starts on {event.machine}", printed=False)
+            case ServiceStarted() if slot.state is SlotState.STARTING:
+                slot.enter(SlotState.SERVING, now, None)
+                slot.service_id, slot.address, slot.version = event.service_id, event.address, event.version
+                self._say(name, "serves", printed=self._was_ready and not self._ending)
+            case StartFailed() if slot.state is SlotState.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
-            case ServiceDied() if slot.state in (_State.STARTING, _State.SERVING):
+            case ServiceDied() if slot.state in (SlotState.PLACING, SlotState.STARTING, SlotState.SERVING):
                 self._fail(slot, "died", event.reason, now)
-            case Drained() | ServiceDied() if slot.state is _State.DRAINING:
-                if not self._ending:
-                    self._actions.append(FleetMessage(f"{slot.member.name} has drained"))
-                self._forget(slot)
+            case Drained() | ServiceDied() if slot.state is SlotState.DRAINING:
+                self._say(name, "has drained", printed=not self._ending)
+                self._slots.remove(slot)
 
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
-        for slot in list(self._slots.values()):
+        for slot in self._slots:
             if slot.deadline is None or now < slot.deadline:
                 continue
-            if slot.state is _State.WAITING and not self._ending:
+            if slot.state is SlotState.WAITING and not self._ending:
                 self._start(slot, now)
-            elif slot.state is _State.STARTING:
+            elif slot.state is SlotState.PLACING:
+                slot.deadline = None
+                self._say(slot.member.name, "waits for a machine", slot.reason, printed=not self._ending)
+            elif slot.state is SlotState.STARTING:
                 self._actions.append(KillService(slot.member))
-                hint = self._claims.wait_hint(slot.member.role)
-                reason = f"no answer within {self._config.start_timeout_s:g} s{hint}"
-                self._fail(slot, "did not start", reason, now)
-            elif slot.state is _State.DRAINING:
+                reason = f"no answer within {self._config.start_timeout_s:g} s (cluster.start_timeout_s)"
+                self._fail(slot, "did not start", reason, now, permanent=True)
+            elif slot.state is SlotState.DRAINING:
                 self._actions.append(KillService(slot.member))
-                self._actions.append(FleetMessage(f"{slot.member.name} did not drain in time and was killed"))
-                self._forget(slot)
+                self._say(slot.member.name, "did not drain in time and was killed")
+                self._slots.remove(slot)
 
-    def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
-        if slot.state is _State.SERVING and now - slot.since >= STABLE_S:
+    def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+        if slot.state is SlotState.SERVING and now - slot.since >= STABLE_S:
             slot.failures = 0
         pause_s = float(min(BACKOFF_MAX_S, self._config.restart_backoff_s * 2 ** min(slot.failures, 16)))
         slot.failures += 1
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
+        name, says = slot.member.name, f"{reason}; starting it again in {pause_s:g} s"
         if not self._was_ready and hopeless and not self._has_failed and not self._ending:
             self._has_failed = True
-            self._actions.append(FleetFailed(f"{slot.member.name}: {reason}"))
+            self._actions.append(FleetFailed(f"{name}: {reason}"))
         elif not self._ending:
-            self._actions.append(
-                FleetMessage(f"{slot.member.name} {what}: {reason}; starting it again in {pause_s:g} s")
-            )
-        slot.state, slot.since, slot.deadline = _State.WAITING, now, now + pause_s
+            self._say(name, what, says)
+        slot.service_id = slot.address = slot.version = ""
+        slot.machine = None
+        slot.enter(SlotState.WAITING, now, now + pause_s, f"{what}: {reason}")
 
-    def _start(self, slot: _Slot, now: float) -> None:
+    def _start(self, slot: Slot, now: float) -> None:
         self._num_starts += 1
-        slot.member = Member(slot.member.role, slot.member.ordinal, self._num_starts)
-        slot.state, slot.since, slot.deadline = _State.STARTING, now, now + self._config.start_timeout_s
+        slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
+        reason = self._claims.wait_reason(slot.member.role)
+        slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
         self._actions.append(StartService(slot.member))
-
-    def _forget(self, slot: _Slot) -> None:
-        del self._slots[(slot.member.role, slot.member.ordinal)]
 
     def _balance(self, now: float) -> None:
         """Rules 1, 3 and 4."""
         if self._ending:
             self._end(now)
             return
-        added: list[_Slot] = []
+        added: list[Slot] = []
         for role, wanted in self._wanted.items():
-            staying = self._staying(role)
+            staying = self._slots.staying(role)
             for slot in staying[wanted:]:
-                self._leave(slot, self._drain_timeout_s[role], now)
-            for _ in range(wanted - len(staying)):
-                ordinal = next(n for n in range(len(self._slots) + 1) if (role, n) not in self._slots)
-                slot = self._slots[(role, ordinal)] = _Slot(Member(role, ordinal, 0), _State.WAITING, now, now)
-                added.append(slot)
-        # By ordinal: where workers share GPUs, each GPU then gets a prefill and a decode worker.
+                self._leave(slot, self._drain_timeout_s[role], "not wanted any more", now)
+            added += [self._slots.add(role, now) for _ in range(wanted - len(staying))]
+        # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):
             self._start(slot, now)
 
     def _end(self, now: float) -> None:
         """Rule 4. A slot that does not serve leaves at once."""
-        for slot in list(self._slots.values()):
-            if slot.member.role is ServiceRole.ROUTER and slot.state is not _State.DRAINING:
-                self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], now)
-            elif slot.state in (_State.WAITING, _State.STARTING):
-                self._leave(slot, LAST_DRAIN_S, now)
-        if not self._live(ServiceRole.ROUTER):
-            for slot in list(self._slots.values()):
-                if slot.state is _State.DRAINING:
+        reason = "the fleet stops"
+        for slot in self._slots:
+            if slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING:
+                self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], reason, now)
+            elif slot.state in NOT_SERVING:
+                self._leave(slot, LAST_DRAIN_S, reason, now)
+        if not self._slots.live(ServiceRole.ROUTER):
+            for slot in self._slots:
+                if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
                 else:
-                    self._leave(slot, LAST_DRAIN_S, now)
+                    self._leave(slot, LAST_DRAIN_S, reason, now)
 
-    def _leave(self, slot: _Slot, timeout_s: float, now: float) -> None:
-        if slot.state is _State.SERVING:
-            slot.state, slot.since, slot.deadline = _State.DRAINING, now, now + timeout_s + DRAIN_GRACE_S
+    def _leave(self, slot: Slot, timeout_s: float, reason: str, now: float) -> None:
+        if slot.state is SlotState.SERVING:
+            slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
             self._actions.append(DrainService(slot.member, timeout_s))
+            self._say(slot.member.name, "drains", reason, printed=False)
             return
-        if slot.state is _State.STARTING:
+        if slot.state in (SlotState.PLACING, SlotState.STARTING):
             self._actions.append(KillService(slot.member))
-        self._forget(slot)
+        self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
+        self._slots.remove(slot)
 
     def _announce(self) -> None:
         """Rule 2, and the message that the supervisor waits for."""
-        published, self._published = (
-            self._published,
-            {publication.router: publication for publication in self._publications()},
-        )
+        published, self._published = self._published, self._slots.publications()
         changed = [
             publication for router, publication in self._published.items() if published.get(router) != publication
         ]
         self._actions[:0] = changed
-        serving = [slot.state is _State.SERVING for slot in self._slots.values()]
+        serving = [slot.state is SlotState.SERVING for slot in self._slots]
         if not self._was_ready and not self._ending and all(serving):
             self._was_ready = True
             self._actions.append(FleetReady())
         if self._ending and not self._slots and not self._stopped:
             self._stopped = True
             self._actions.append(FleetStopped())
-
-    def _staying(self, role: ServiceRole) -> list[_Slot]:
-        """Slots of a role that do not drain: serving ones first, and the oldest first among equals."""
-        slots = [s for s in self._slots.values() if s.member.role is role and s.state is not _State.DRAINING]
-        order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
-        return sorted(slots, key=lambda s: (order[s.state], s.member.start))
-
-    def _publications(self) -> list[PublishFleet]:
-        """The lists that every live router must have."""
-        routers, workers = self._live(ServiceRole.ROUTER), self._live(ServiceRole.PREFILL, ServiceRole.DECODE)
-        return [PublishFleet(router.member, workers, routers) for router in routers]
-
-    def _live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
-        """The serving and the draining members of these roles, by their start."""
-        live = [
-            Serving(slot.member, slot.service_id, slot.address, _drains_as_router(slot))
-            for slot in self._slots.values()
-            if slot.member.role in roles and slot.state in (_State.SERVING, _State.DRAINING)
-        ]
-        return tuple(sorted(live, key=lambda serving: serving.member.start))
-
-
-def _drains_as_router(slot: _Slot) -> bool:
-    return slot.member.role is ServiceRole.ROUTER and slot.state is _State.DRAINING

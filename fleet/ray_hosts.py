@@ -19,9 +19,9 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, PoolSizes
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import Member
+from fleet.events import MachineId, Member
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, HostDied, LocalRank, Refusal, Supervisor, SupervisorMachine
+from fleet.supervisor import FleetSpec, HostDied, LocalRank, Refusal, Supervisor
 
 SCALE_TIMEOUT_S = 5.0
 
@@ -34,10 +34,8 @@ class HostActor(ServiceHost):
         super().__init__()
         self._claims, self._claim = claims, claim
 
-    async def machine(self) -> str:
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+    async def machine(self) -> MachineId:
+        return _machine_here(self._claims.config)
 
     async def start_placed(
         self, factory: bytes, member: Member, address: str, local_rank: LocalRank, supervisor: Any
@@ -45,7 +43,7 @@ class HostActor(ServiceHost):
         """`supervisor` is the actor handle of the caller."""
         import ray
 
-        config, node = self._claims.config, _node(await self.machine())
+        config, node = self._claims.config, _node_here()
         if self._claims.of(member.role, [node["Resources"]]).gpus > self._claim.gpus:
             return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
         show_only_own_gpu(ray.get_runtime_context().get_accelerator_ids()[GPU], os.environ)
@@ -102,8 +100,8 @@ class RayHost:
         self._spec = spec
         self._actor: Any = ray.remote(ACTORS[member.role]).options(**options).remote(claims, claim)
 
-    async def machine(self) -> str:
-        machine: str = await self._finish(self._actor.machine.remote())
+    async def machine(self) -> MachineId:
+        machine: MachineId = await self._finish(self._actor.machine.remote())
         return machine
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
@@ -147,17 +145,19 @@ class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        import ray
-
-        node_id = str(ray.get_runtime_context().get_node_id())
-        here = SupervisorMachine(node_id, _host_of(_node(node_id), spec.config))
-        super().__init__(spec, lambda member: RayHost(member, spec), here)
+        super().__init__(spec, lambda member: RayHost(member, spec), _machine_here(spec.config))
 
 
-def _node(node_id: str) -> dict[str, Any]:
+def _node_here() -> dict[str, Any]:
     import ray
 
+    node_id = ray.get_runtime_context().get_node_id()
     return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+
+
+def _machine_here(config: ClusterConfig) -> MachineId:
+    node = _node_here()
+    return MachineId(str(node["NodeID"]), _host_of(node, config))
 
 
 def live_nodes() -> list[dict[str, Any]]:

@@ -34,10 +34,12 @@ from fleet.events import (
     FleetReady,
     FleetStopped,
     KillService,
+    MachineId,
     Member,
     PublishFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
     Shutdown,
     StartFailed,
@@ -99,14 +101,6 @@ class HostDied(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisorMachine:
-    """The machine of the supervisor."""
-
-    name: str  # as `Host.machine` names it
-    host: str  # as in `Placement`
-
-
-@dataclass(frozen=True, slots=True)
 class LocalRank:
     """The place of a service among the services of its machine."""
 
@@ -117,8 +111,8 @@ class LocalRank:
 class Host(Protocol):
     """One process that hosts one service. Every method but `kill` raises `HostDied`."""
 
-    async def machine(self) -> str:
-        """Wait for the placement, and return the name of the machine."""
+    async def machine(self) -> MachineId:
+        """Wait for the placement."""
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         """`address` as in `Placement`."""
@@ -144,7 +138,7 @@ class Refusal:
 class Supervisor:
     """Runs on one asyncio loop. Call `start` once, before anything else."""
 
-    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: SupervisorMachine) -> None:
+    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: MachineId) -> None:
         self._spec = spec
         self._create_host = create_host
         self._here = here
@@ -223,7 +217,10 @@ class Supervisor:
                 self._unpublished[action.router] = action
                 if idle:
                     self._spawn(self._publish(action.router))
-            case FleetMessage() | FleetReady() | FleetFailed() | FleetStopped():
+            case FleetMessage():
+                if action.printed:
+                    self._report(action)
+            case FleetReady() | FleetFailed() | FleetStopped():
                 self._report(action)
             case _:
                 assert_never(action)
@@ -245,8 +242,9 @@ class Supervisor:
         is_router = member.role is ServiceRole.ROUTER
         try:
             machine = await host.machine()
-            claim = self._claim if is_router and machine == self._here.name else None
-            number = 0 if is_router else self._local_ranks.take(machine, member)
+            self._post(ServicePlaced(member, machine))
+            claim = self._claim if is_router and machine == self._here else None
+            number = 0 if is_router else self._local_ranks.take(machine.name, member)
             local_rank = LocalRank(number, self._num_wanted_workers())
             result = await host.start("" if claim is None else claim.address, local_rank)
             if isinstance(result, StartFault):
@@ -283,7 +281,7 @@ class Supervisor:
         try:
             host.kill()
         except Exception as error:  # noqa: BLE001 (Ray may be away for a moment; the fleet goes on)
-            self._report(FleetMessage(f"{member.name} could not be killed: {type(error).__name__}: {error}"))
+            self._perform(FleetMessage(member.name, "could not be killed", f"{type(error).__name__}: {error}"))
 
     async def _publish(self, router: Member) -> None:
         """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""

@@ -26,7 +26,7 @@ class ClusterConfig:
     prefill_accelerator: str = ""  # Ray's name of the GPUs of prefill workers, such as H100; empty = any
     decode_accelerator: str = ""  # ... of decode workers, such as H200
     max_workers: int = 256  # of each role, and of routers
-    start_timeout_s: float = 120.0  # a start that takes longer has failed
+    start_timeout_s: float = 120.0  # a start that takes longer on its machine has failed
     restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:

@@ -24,8 +24,8 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, Member
-from fleet.supervisor import Host, Supervisor, SupervisorMachine
+from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
+from fleet.supervisor import Host, Supervisor
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -240,7 +240,7 @@ async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, t
     other = Supervisor(
         replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port),
         create_no_host,
-        SupervisorMachine("this machine", ""),
+        MachineId("this machine", ""),
     )
     await other.start()
     assert await other.updates() == [

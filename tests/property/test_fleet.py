@@ -14,16 +14,20 @@ from fleet.events import (
     DrainService,
     FleetStopped,
     KillService,
+    MachineId,
     Member,
     PublishFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
     Shutdown,
     StartFailed,
     StartService,
 )
 from fleet.machine import FleetMachine
+
+LIVE = ("serving", "draining")
 
 
 class FleetUnderRandomEvents(RuleBasedStateMachine):
@@ -34,7 +38,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         config = ClusterConfig(max_workers=3, num_routers=2)
         self.fleet = FleetMachine(config, drain_timeout_s=5.0, router_drain_timeout_s=2.0)
         self.now = 0.0
-        self.alive: dict[Member, str] = {}  # -> starting | serving | draining
+        self.alive: dict[Member, str] = {}  # -> placing | starting | serving | draining
         self.dead: list[Member] = []
         self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
         self.ended = False
@@ -46,7 +50,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                 case StartService(member):
                     assert member.name not in [other.name for other in self.alive]
                     assert not self.ended
-                    self.alive[member] = "starting"
+                    self.alive[member] = "placing"
                 case DrainService(member):
                     assert self.alive[member] == "serving"
                     if self.ended and member.role is not ServiceRole.ROUTER:
@@ -55,8 +59,8 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                 case KillService(member):
                     self.mark_dead(member)
                 case PublishFleet(router, workers, routers):
-                    assert self.alive[router] != "starting"
-                    assert all(self.alive[serving.member] != "starting" for serving in (*workers, *routers))
+                    assert self.alive[router] in LIVE
+                    assert all(self.alive[serving.member] in LIVE for serving in (*workers, *routers))
                     self.published[router] = action
                 case FleetStopped():
                     assert not self.alive
@@ -74,6 +78,12 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def scale(self, sizes: dict[ServiceRole, int], empty: bool) -> None:
         self.send(ScaleTo(sizes | ({ServiceRole.DECODE: 0} if empty else {})))
 
+    @rule(data=st.data(), machine=st.sampled_from("abc"))
+    def a_place_is_found(self, data: st.DataObject, machine: str) -> None:
+        if member := self.member_in(data, "placing"):
+            self.alive[member] = "starting"
+            self.send(ServicePlaced(member, MachineId(machine, "")))
+
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "starting"):
@@ -88,7 +98,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        if member := self.member_in(data, "starting", "serving", "draining"):
+        if member := self.member_in(data, "placing", "starting", "serving", "draining"):
             self.mark_dead(member)
             self.send(ServiceDied(member, "killed"))
 
@@ -114,7 +124,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @invariant()
     def all_routers_have_the_same_lists_of_everything_that_serves(self) -> None:
-        live = {member for member, state in self.alive.items() if state != "starting"}
+        live = {member for member, state in self.alive.items() if state in LIVE}
         routers = {member for member in live if member.role is ServiceRole.ROUTER}
         assert self.published.keys() == routers
         for publication in self.published.values():

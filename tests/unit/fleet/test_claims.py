@@ -122,28 +122,30 @@ def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
     check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
 
 
-HINTS = [
-    (GpuUse.NEVER, {}, ""),
-    (GpuUse.ALWAYS, {}, " (no free GPU?)"),
-    (GpuUse.NEVER, {"address": "head:6379"}, " (no machine with a free 'decode'?)"),
-    (GpuUse.ALWAYS, {"address": "head:6379"}, " (no machine with a free 'decode' and GPU?)"),
+REASONS = [
+    (GpuUse.NEVER, {}, "Ray has not placed it yet"),
+    (GpuUse.ALWAYS, {}, "no GPU is free"),
+    (GpuUse.NEVER, {"address": "head:6379"}, "no machine has a free 'decode'"),
+    (GpuUse.ALWAYS, {"address": "head:6379"}, "no machine has a free 'decode' and GPU"),
     (
         GpuUse.ALWAYS,
         {"address": "head:6379", "decode_gpus": 0.5, "decode_accelerator": "H200"},
-        " (no machine with a free 'decode' and 0.5 of one H200?)",
+        "no machine has a free 'decode' and 0.5 of one H200",
     ),
     (
         GpuUse.IF_PRESENT,
         {"address": "head:6379"},
-        " (no machine with a free 'decode', and a free GPU if it has any?)",
+        "no machine has a free 'decode', and a free GPU if it has any",
     ),
-    (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, " (no machine with a free 'decode'?)"),
+    (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, "no machine has a free 'decode'"),
 ]
 
 
-@pytest.mark.parametrize(("use", "options", "hint"), HINTS)
-def test_the_hint_for_a_slow_start_names_what_may_be_missing(use: GpuUse, options: dict[str, str], hint: str) -> None:
-    assert Claims(ClusterConfig(**options), use).wait_hint(D) == hint  # type: ignore[arg-type]
+@pytest.mark.parametrize(("use", "options", "reason"), REASONS)
+def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing(
+    use: GpuUse, options: dict[str, str], reason: str
+) -> None:
+    assert Claims(ClusterConfig(**options), use).wait_reason(D) == reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("given", "visible"), [(["3"], "3"), (["GPU-8f2e"], "GPU-8f2e"), ([], "")])

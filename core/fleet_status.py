@@ -1,0 +1,46 @@
+"""The fleet as its supervisor describes it to operators: each slot with its state, and the newest notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
+
+
+class SlotState(Enum):
+    WAITING = "waiting"  # pauses after a failure
+    PLACING = "placing"  # waits for a machine with room
+    STARTING = "starting"  # has a machine
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes its requests
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    name: str  # such as decode-1
+    role: ServiceRole  # of the service that runs, or starts next
+    state: SlotState
+    in_state_s: float
+    reason: str = ""  # of the state, if it is not SERVING
+    service_id: str = ""  # of a service that serves or drains
+    machine: str = ""  # name of its machine, once it has one
+    version: str = ""  # of the software of a service that serves or drains
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    wanted: PoolSizes
+    slots: tuple[SlotStatus, ...]  # by role and number
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNote:
+    """Something that happened to the fleet, with its reason."""
+
+    number: int  # counts all notes of the supervisor from 1
+    at_unix_s: float
+    subject: str  # a slot, a machine or "fleet"
+    what: str
+    reason: str = ""
