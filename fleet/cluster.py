@@ -22,11 +22,13 @@ from typing import Any
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, PoolSizes
+from core.service import Endpoint
 from fleet.claims import GpuUse, check_accelerators, check_room
+from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, await_actor, live_nodes, log_dir, on_this_machine, scale_fleet
+from fleet.ray_hosts import SupervisorActor, live_nodes, on_this_machine
 from fleet.supervisor import FleetSpec, FleetUpdate, HostDied
+from fleet.supervisor_control import SupervisorControl
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
@@ -127,9 +129,10 @@ class Cluster:
         assert self._head is not None
         return f"Ray cannot go on: {await self._head.died()} has ended; the logs are in {log_dir()}"
 
-    async def scale(self, sizes: PoolSizes) -> PoolSizes:
-        """As `scale_fleet`."""
-        return await scale_fleet(self._supervisor, sizes)
+    @property
+    def control(self) -> SupervisorControl:
+        """Call `start` first."""
+        return SupervisorControl(self._supervisor)
 
     async def shutdown(self) -> None:
         """Begin to drain every service; `FleetStopped` is the last update.

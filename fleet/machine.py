@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet_status import FleetStatus, SlotState
+from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes

@@ -7,23 +7,20 @@ blocks never pass through Ray.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
-from functools import partial
 from typing import Any
 
 from core.config import ClusterConfig
-from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, PoolSizes
+from core.service import Endpoint, FleetRouter
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import MachineId, Member
+from fleet.ray_calls import await_actor, log_dir
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, HostDied, LocalRank, Refusal, Supervisor
-
-SCALE_TIMEOUT_S = 5.0
+from fleet.supervisor import FleetSpec, HostDied, LocalRank, Supervisor
+from fleet.supervisor_control import SupervisorControl
 
 
 class HostActor(ServiceHost):
@@ -56,7 +53,7 @@ class HostActor(ServiceHost):
             host=_host_of(node, config),
             address=address,
             num_threads=max(1, len(cores)),
-            scale=partial(scale_fleet, supervisor) if is_router else None,
+            control=SupervisorControl(supervisor) if is_router else None,
             cores=cores,
             gpus=self._claim.gpus,
         )
@@ -172,44 +169,8 @@ def _host_of(node: dict[str, Any], config: ClusterConfig) -> str:
     return str(node["NodeManagerAddress"]) if config.address else ""
 
 
-async def await_actor(call: Any) -> Any:
-    """The result of an actor call. Raises `HostDied` if the actor is dead or dies."""
-    import ray
-
-    try:
-        return await call
-    except ray.exceptions.RayActorError as error:
-        raise HostDied(f"its process ended; its log is in {log_dir()}") from error
-
-
-async def scale_fleet(supervisor: Any, sizes: PoolSizes) -> PoolSizes:
-    """A `core.service.Scale`, once bound to a supervisor handle. Looking up the actor by name would block the loop.
-
-    Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` if the supervisor is dead or silent.
-    """
-    import ray
-
-    try:
-        async with asyncio.timeout(SCALE_TIMEOUT_S):
-            answer: PoolSizes | Refusal = await supervisor.scale.remote(sizes)
-    except ray.exceptions.RayActorError as error:
-        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
-    except TimeoutError as error:
-        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {SCALE_TIMEOUT_S:g} s") from error
-    if isinstance(answer, Refusal):
-        raise InvalidRequest(answer.field, answer.message)
-    return answer
-
-
 def on_this_machine() -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
-def log_dir() -> str:
-    import ray
-
-    node: Any = ray._private.worker._global_node
-    return os.path.join(node.get_session_dir_path(), "logs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.fleet_status import SlotState, SlotStatus
+from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from fleet.events import MachineId, Member, PublishFleet, Serving, SlotId
 

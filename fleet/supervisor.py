@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, Protocol, assert_never
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
+from core.fleet_control import FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
@@ -46,6 +48,7 @@ from fleet.events import (
     StartService,
 )
 from fleet.machine import FleetMachine
+from fleet.notes import NoteRing
 from fleet.service_host import ServiceFactory, StartFault
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
@@ -152,6 +155,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
+        self._notes = NoteRing()
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
@@ -180,6 +184,14 @@ class Supervisor:
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
+
+    async def status(self) -> FleetStatus:
+        assert self._driver is not None, "start it first"
+        return self._machine.status(self._driver.now())
+
+    async def notes(self, limit: int, after: int) -> list[FleetNote]:
+        """As `FleetControl.notes`."""
+        return self._notes.newest(limit, after)
 
     async def routers(self) -> list[Endpoint]:
         """The endpoints of the routers that serve, by their numbers."""
@@ -218,6 +230,7 @@ class Supervisor:
                 if idle:
                     self._spawn(self._publish(action.router))
             case FleetMessage():
+                self._notes.add(action, time.time())
                 if action.printed:
                     self._report(action)
             case FleetReady() | FleetFailed() | FleetStopped():
@@ -253,7 +266,7 @@ class Supervisor:
                 return
             if is_router:
                 self._routers[member] = result
-            self._post(ServiceStarted(member, result.service_id, result.address))
+            self._post(ServiceStarted(member, result.service_id, result.address, result.version))
             await host.wait()
         except HostDied as death:
             self._hosts.pop(member, None)

@@ -141,6 +141,11 @@ class AsyncClient:
     async def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return await self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())
 
+    async def events(self, limit: int = 0, after: int = 0, metadata: Metadata = ()) -> cluster_pb2.ListEventsResponse:
+        """The newest notes about the fleet, oldest first: at most `limit` (0 = 100), numbered above `after`."""
+        request = cluster_pb2.ListEventsRequest(limit=limit, after=after)
+        return await self._operate(self._cluster.ListEvents, request, metadata)
+
     async def scale(
         self, prefill: int | None = None, decode: int | None = None, routers: int | None = None
     ) -> cluster_pb2.ScaleResponse:
@@ -225,6 +230,7 @@ class Client:
     get_trace = _blocking(AsyncClient.get_trace)
     metrics = _blocking(AsyncClient.metrics)
     ledger = _blocking(AsyncClient.ledger)
+    events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
 
 

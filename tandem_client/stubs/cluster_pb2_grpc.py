@@ -66,6 +66,11 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
                 _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/tandem.v1.Cluster/ListEvents',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/tandem.v1.Cluster/GetMetrics',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
@@ -121,6 +126,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListEvents(self, request, context):
+        """List what happened to the fleet, with reasons: starts, deaths, drains, changes of size. The supervisor keeps the last
+        1,000 notes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMetrics(self, request, context):
         """The metrics page of this router, in the text format of Prometheus.
         """
@@ -160,6 +173,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
@@ -330,6 +348,33 @@ class Cluster:
             '/tandem.v1.Cluster/GetTrace',
             tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
             tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListEvents',
+            tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,10 +44,10 @@ class FakeService:
             self._break, host or "127.0.0.1", int(port or 0), reuse_port=bool(port)
         )
         address = f"{host or '127.0.0.1'}:{self._server.sockets[0].getsockname()[1]}"
-        scale = self._placement.scale
+        control = self._placement.control
         self._report(
             "started",
-            wanted=None if scale is None else {role.value: size for role, size in (await scale({})).items()},
+            wanted=None if control is None else {role.value: size for role, size in (await control.scale({})).items()},
             address=address,
             host=self._placement.host,
             shared=self._placement.address,

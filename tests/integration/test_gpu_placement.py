@@ -113,11 +113,11 @@ async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
 ) -> None:
     async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
         await gpus_of(journal, "prefill-0", "decode-0")
-        await ray_here.scale({ServiceRole.DECODE: 2})
+        await ray_here.control.scale({ServiceRole.DECODE: 2})
         notice = await wait_for_update(ray_here, FleetMessage)
         assert isinstance(notice, FleetMessage)
         assert notice.text == "decode-1 waits for a machine: no GPU is free"
-        await ray_here.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
+        await ray_here.control.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
         started = await journal.wait_for(name="decode-1", event="started")
         assert (started["gpus"], started["visible_gpus"]) == (1.0, journal.started["prefill-0"]["visible_gpus"])
 

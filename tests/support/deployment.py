@@ -250,7 +250,7 @@ async def wait_until_met(deployment: Deployment) -> None:
 
 
 def place(ordinal: int) -> Placement:
-    return Placement(ordinal=ordinal, host="", address="", num_threads=1, scale=None)
+    return Placement(ordinal=ordinal, host="", address="", num_threads=1, control=None)
 
 
 def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str]:

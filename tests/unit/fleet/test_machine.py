@@ -6,7 +6,7 @@ import pytest
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet_status import SlotState, SlotStatus
+from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.events import (

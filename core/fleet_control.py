@@ -1,9 +1,10 @@
-"""The fleet as its supervisor describes it to operators: each slot with its state, and the newest notes."""
+"""The supervisor of the fleet as operators see and steer it, through a router."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
@@ -44,3 +45,15 @@ class FleetNote:
     subject: str  # a slot, a machine or "fleet"
     what: str
     reason: str = ""
+
+
+class FleetControl(Protocol):
+    """Every method raises `WorkerUnavailable` if the supervisor is dead or silent."""
+
+    async def scale(self, sizes: PoolSizes) -> PoolSizes:
+        """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`."""
+
+    async def status(self) -> FleetStatus: ...
+
+    async def notes(self, limit: int, after: int) -> list[FleetNote]:
+        """The newest notes with a higher number than `after`, at most `limit`, oldest first."""
