@@ -24,7 +24,7 @@ class SlotStatus:
     role: ServiceRole  # of the service that runs, or starts next
     state: SlotState
     in_state_s: float
-    reason: str = ""  # of the state, if it is not SERVING
+    reason: str = ""  # of the state, or of leaving it; empty if the service serves and stays
     service_id: str = ""  # of a service that serves or drains
     machine: str = ""  # name of its machine, once it has one
     version: str = ""  # of the software of a service that serves or drains

@@ -26,7 +26,8 @@ from core.service import Endpoint
 from fleet.claims import GpuUse, check_accelerators, check_room
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, live_nodes, on_this_machine
+from fleet.ray_hosts import SupervisorActor, on_this_machine
+from fleet.ray_machines import live_nodes
 from fleet.supervisor import FleetSpec, FleetUpdate, HostDied
 from fleet.supervisor_control import SupervisorControl
 

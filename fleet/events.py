@@ -100,11 +100,20 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineLeaving:
+    """The machine takes no new service and ends in `in_s` seconds; None = when its services have left."""
+
+    machine: MachineId
+    in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
-FleetEvent = ScaleTo | ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained | Shutdown | Tick
+MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained
+FleetEvent = MemberEvent | ScaleTo | MachineLeaving | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,13 @@ Rule 4: at shutdown all routers drain before any worker, so that dispatched requ
 Rule 5: at least one router is wanted.
 Rule 6: a slot waits for a machine without a time limit, until it is not wanted any more: a killed actor would take
 back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
+Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, at the latest so long
+before the end of the machine as a drain may take.
 """
 
 from __future__ import annotations
+
+import math
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
@@ -35,7 +39,9 @@ from fleet.events import (
     FleetReady,
     FleetStopped,
     KillService,
+    MachineLeaving,
     Member,
+    MemberEvent,
     PublishFleet,
     ScaleTo,
     ServiceDied,
@@ -98,6 +104,9 @@ class FleetMachine:
         match event:
             case ScaleTo():
                 self._scale(event)
+            case MachineLeaving():
+                if not self._ending:
+                    self._leave_machine(event, now)
             case Shutdown():
                 self._ending = True
             case Tick():
@@ -113,7 +122,8 @@ class FleetMachine:
         return actions
 
     def next_deadline(self) -> float | None:
-        return min((slot.deadline for slot in self._slots if slot.deadline is not None), default=None)
+        deadlines = [time for slot in self._slots for time in (slot.deadline, slot.leave_at) if time is not None]
+        return min(deadlines, default=None)
 
     def check(self) -> None:
         self._slots.check()
@@ -140,9 +150,32 @@ class FleetMachine:
             self._say("fleet", "is scaled", sizes, printed=False)
         self._wanted |= changed
 
-    def _record(
-        self, slot: Slot, event: ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained, now: float
-    ) -> None:
+    def _leave_machine(self, event: MachineLeaving, now: float) -> None:
+        """Rule 7. A service that starts there starts again elsewhere."""
+        for slot in self._slots:
+            if slot.machine != event.machine or slot.machine_ends_at is not None:
+                continue
+            if slot.state is SlotState.STARTING:
+                self._actions.append(KillService(slot.member))
+                self._say(slot.member.name, "starts again elsewhere", f"{event.machine} leaves", printed=False)
+                self._start(slot, now)
+            elif slot.state is SlotState.SERVING:
+                last_s = self._drain_timeout_s[slot.member.role] + DRAIN_GRACE_S
+                in_s = self._config.start_timeout_s + last_s if event.in_s is None else event.in_s
+                slot.machine_ends_at = now + in_s
+                self._replace(slot, now + max(0.0, in_s - last_s), f"{event.machine} leaves", now)
+
+    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> None:
+        """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
+        slot.leave_at, slot.reason = leave_at, reason
+        replacement = self._slots.replacement_of(slot)
+        if replacement is None:
+            replacement = self._slots.add(slot.member.role, now)
+            replacement.replaces = slot.member.slot
+            self._start(replacement, now)
+        self._say(slot.member.name, f"is replaced by {replacement.member.name}", reason)
+
+    def _record(self, slot: Slot, event: MemberEvent, now: float) -> None:
         name = slot.member.name
         match event:
             case ServicePlaced() if slot.state is SlotState.PLACING:
@@ -153,6 +186,9 @@ class FleetMachine:
                 slot.enter(SlotState.SERVING, now, None)
                 slot.service_id, slot.address, slot.version = event.service_id, event.address, event.version
                 self._say(name, "serves", printed=self._was_ready and not self._ending)
+                replaced, slot.replaces = self._slots.replaced_by(slot), None
+                if replaced is not None:
+                    self._leave(replaced, replaced.reason, now)
             case StartFailed() if slot.state is SlotState.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
             case ServiceDied() if slot.state in (SlotState.PLACING, SlotState.STARTING, SlotState.SERVING):
@@ -164,6 +200,12 @@ class FleetMachine:
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
         for slot in self._slots:
+            if slot.leave_at is not None and now >= slot.leave_at:
+                replacement = self._slots.replacement_of(slot)
+                assert replacement is not None, "check() says so"
+                replacement.replaces = None
+                self._leave(slot, slot.reason, now)
+                continue
             if slot.deadline is None or now < slot.deadline:
                 continue
             if slot.state is SlotState.WAITING and not self._ending:
@@ -181,6 +223,12 @@ class FleetMachine:
                 self._slots.remove(slot)
 
     def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+        replacement = self._slots.replacement_of(slot)
+        if replacement is not None:
+            replacement.replaces = None
+            self._say(slot.member.name, what, f"{reason}; {replacement.member.name} takes its place")
+            self._slots.remove(slot)
+            return
         if slot.state is SlotState.SERVING and now - slot.since >= STABLE_S:
             slot.failures = 0
         pause_s = float(min(BACKOFF_MAX_S, self._config.restart_backoff_s * 2 ** min(slot.failures, 16)))
@@ -193,7 +241,7 @@ class FleetMachine:
         elif not self._ending:
             self._say(name, what, says)
         slot.service_id = slot.address = slot.version = ""
-        slot.machine = None
+        slot.machine = slot.machine_ends_at = None
         slot.enter(SlotState.WAITING, now, now + pause_s, f"{what}: {reason}")
 
     def _start(self, slot: Slot, now: float) -> None:
@@ -201,6 +249,7 @@ class FleetMachine:
         slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
         reason = self._claims.wait_reason(slot.member.role)
         slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
+        slot.machine = slot.machine_ends_at = None
         self._actions.append(StartService(slot.member))
 
     def _balance(self, now: float) -> None:
@@ -212,7 +261,7 @@ class FleetMachine:
         for role, wanted in self._wanted.items():
             staying = self._slots.staying(role)
             for slot in staying[wanted:]:
-                self._leave(slot, self._drain_timeout_s[role], "not wanted any more", now)
+                self._leave(slot, "not wanted any more", now)
             added += [self._slots.add(role, now) for _ in range(wanted - len(staying))]
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):
@@ -222,19 +271,26 @@ class FleetMachine:
         """Rule 4. A slot that does not serve leaves at once."""
         reason = "the fleet stops"
         for slot in self._slots:
-            if slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING:
-                self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], reason, now)
-            elif slot.state in NOT_SERVING:
-                self._leave(slot, LAST_DRAIN_S, reason, now)
+            slot.replaces = slot.leave_at = None
+        for slot in self._slots:
+            is_router = slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING
+            if is_router or slot.state in NOT_SERVING:
+                self._leave(slot, reason, now)
         if not self._slots.live(ServiceRole.ROUTER):
             for slot in self._slots:
                 if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
                 else:
-                    self._leave(slot, LAST_DRAIN_S, reason, now)
+                    self._leave(slot, reason, now, LAST_DRAIN_S)
 
-    def _leave(self, slot: Slot, timeout_s: float, reason: str, now: float) -> None:
+    def _leave(self, slot: Slot, reason: str, now: float, limit_s: float = math.inf) -> None:
+        """Drain for at most `limit_s`, the limit of the role, and the rest of the time of its machine."""
+        replacement = self._slots.replacement_of(slot)
+        if replacement is not None:
+            self._leave(replacement, reason, now)
         if slot.state is SlotState.SERVING:
+            left_s = math.inf if slot.machine_ends_at is None else slot.machine_ends_at - now - DRAIN_GRACE_S
+            timeout_s = max(0.0, min(limit_s, left_s, self._drain_timeout_s[slot.member.role]))
             slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
             self._actions.append(DrainService(slot.member, timeout_s))
             self._say(slot.member.name, "drains", reason, printed=False)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from typing import Any
 
-from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import MachineId, Member
 from fleet.ray_calls import await_actor, log_dir
+from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
 from fleet.service_host import Placement, ServiceHost, StartFault
 from fleet.supervisor import FleetSpec, HostDied, LocalRank, Supervisor
 from fleet.supervisor_control import SupervisorControl
@@ -32,7 +33,7 @@ class HostActor(ServiceHost):
         self._claims, self._claim = claims, claim
 
     async def machine(self) -> MachineId:
-        return _machine_here(self._claims.config)
+        return machine_here(self._claims.config)
 
     async def start_placed(
         self, factory: bytes, member: Member, address: str, local_rank: LocalRank, supervisor: Any
@@ -40,7 +41,7 @@ class HostActor(ServiceHost):
         """`supervisor` is the actor handle of the caller."""
         import ray
 
-        config, node = self._claims.config, _node_here()
+        config, node = self._claims.config, node_here()
         if self._claims.of(member.role, [node["Resources"]]).gpus > self._claim.gpus:
             return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
         show_only_own_gpu(ray.get_runtime_context().get_accelerator_ids()[GPU], os.environ)
@@ -50,7 +51,7 @@ class HostActor(ServiceHost):
         cores = () if is_router else share_of_cores(usable_cores(), local_rank.rank, num_sharers)
         placement = Placement(
             ordinal=member.ordinal,
-            host=_host_of(node, config),
+            host=host_of(node, config),
             address=address,
             num_threads=max(1, len(cores)),
             control=SupervisorControl(supervisor) if is_router else None,
@@ -142,31 +143,8 @@ class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        super().__init__(spec, lambda member: RayHost(member, spec), _machine_here(spec.config))
-
-
-def _node_here() -> dict[str, Any]:
-    import ray
-
-    node_id = ray.get_runtime_context().get_node_id()
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
-
-
-def _machine_here(config: ClusterConfig) -> MachineId:
-    node = _node_here()
-    return MachineId(str(node["NodeID"]), _host_of(node, config))
-
-
-def live_nodes() -> list[dict[str, Any]]:
-    """The machines of the cluster."""
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _host_of(node: dict[str, Any], config: ClusterConfig) -> str:
-    """The `host` of a `Placement` on this node."""
-    return str(node["NodeManagerAddress"]) if config.address else ""
+        leaving = partial(leaving_machines, spec.config) if spec.config.address else None
+        super().__init__(spec, lambda member: RayHost(member, spec), machine_here(spec.config), leaving)
 
 
 def on_this_machine() -> Any:

@@ -22,21 +22,26 @@ class Slot:
     state: SlotState
     since: float
     deadline: float | None  # WAITING: starts then; PLACING: says so then; STARTING: fails then; DRAINING: killed then
-    reason: str = ""  # of the state
+    reason: str = ""  # of the state, or of leaving it
     failures: int = 0  # since the slot was last stable
     service_id: str = ""
     address: str = ""
     machine: MachineId | None = None
     version: str = ""
+    replaces: SlotId | None = None  # the slot drains when this one serves; until then this one is not counted
+    leave_at: float | None = None  # a serving slot drains then, also if its replacement does not serve
+    machine_ends_at: float | None = None
 
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
+        self.leave_at = None
 
     def check(self) -> None:
         name, state = self.member.name, self.state
         assert state is not SlotState.SERVING or self.deadline is None, f"{name} serves until a deadline"
         assert state in (SlotState.SERVING, SlotState.PLACING) or self.deadline is not None, f"{name} has no deadline"
         assert (state in LIVE) == bool(self.service_id and self.address), f"{name}: wrong name or address"
+        assert state is SlotState.SERVING or self.leave_at is None, f"{name} does not serve and will leave"
         assert (state in PLACED) == (self.machine is not None), f"{name}: wrong machine"
 
 
@@ -69,9 +74,17 @@ class Slots:
         return slot if slot is not None and slot.member == member else None
 
     def staying(self, role: ServiceRole) -> list[Slot]:
-        """Slots of a role that do not drain, those to keep first; the oldest first among equals."""
-        slots = [s for s in self if s.member.role is role and s.state is not SlotState.DRAINING]
-        return sorted(slots, key=lambda s: (KEPT_FIRST.index(s.state), s.member.start))
+        """Slots of a role that do not drain, those to keep first; the oldest first among equals. A slot and its
+        replacement are one."""
+        slots = [s for s in self if s.member.role is role and s.state is not SlotState.DRAINING and not s.replaces]
+        return sorted(slots, key=lambda s: (KEPT_FIRST.index(s.state), s.leave_at is not None, s.member.start))
+
+    def replaced_by(self, slot: Slot) -> Slot | None:
+        """The serving slot that this one replaces."""
+        return self._slots[slot.replaces] if slot.replaces is not None else None
+
+    def replacement_of(self, slot: Slot) -> Slot | None:
+        return next((other for other in self._slots.values() if other.replaces == slot.member.slot), None)
 
     def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
         """The serving and the draining members of these roles, by their start."""
@@ -108,6 +121,12 @@ class Slots:
         for slot_id, slot in self._slots.items():
             assert slot_id == slot.member.slot, f"{slot.member.name} is in slot {slot_id}"
             slot.check()
+            replaced = self.replaced_by(slot)
+            assert replaced is None or replaced.state is SlotState.SERVING, f"{slot.member.name} replaces no service"
+            assert replaced is None or slot.state not in LIVE, f"{slot.member.name} serves beside what it replaces"
+            assert slot.leave_at is None or self.replacement_of(slot), f"{slot.member.name} is not replaced"
+        replaced_ids = [slot.replaces for slot in self if slot.replaces]
+        assert len(set(replaced_ids)) == len(replaced_ids), "a slot has two replacements"
         starts = [slot.member.start for slot in self if slot.member.start]
         assert len(set(starts)) == len(starts), "two members share a start"
 

@@ -14,12 +14,12 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
 from core.config import ClusterConfig
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
@@ -37,6 +37,7 @@ from fleet.events import (
     FleetStopped,
     KillService,
     MachineId,
+    MachineLeaving,
     Member,
     PublishFleet,
     ScaleTo,
@@ -55,6 +56,10 @@ from runtime.shared_port import PortClaim
 
 MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
+MACHINES_INTERVAL_S = 1.0
+
+# The machines that leave, with the seconds until they end; None = without a time limit.
+LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
 FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
 
 
@@ -141,7 +146,14 @@ class Refusal:
 class Supervisor:
     """Runs on one asyncio loop. Call `start` once, before anything else."""
 
-    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: MachineId) -> None:
+    def __init__(
+        self,
+        spec: FleetSpec,
+        create_host: Callable[[Member], Host],
+        here: MachineId,
+        leaving_machines: LeavingMachines | None = None,
+    ) -> None:
+        """`leaving_machines` is None if no machine can leave without the supervisor."""
         self._spec = spec
         self._create_host = create_host
         self._here = here
@@ -156,6 +168,8 @@ class Supervisor:
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
         self._notes = NoteRing()
+        self._leaving_machines = leaving_machines
+        self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
@@ -168,6 +182,8 @@ class Supervisor:
             self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
             return
         self._post(Tick())
+        if self._leaving_machines is not None:
+            self._spawn(self._watch_machines(self._leaving_machines))
 
     async def shutdown(self) -> None:
         """Drain every service; `FleetStopped` is the last update."""
@@ -249,6 +265,18 @@ class Supervisor:
         if error is not None:
             self._fail(error)
 
+    async def _watch_machines(self, leaving_machines: LeavingMachines) -> None:
+        """Report each machine that begins to leave. Ray does not push this news, so the supervisor asks for it."""
+        while True:
+            await asyncio.sleep(MACHINES_INTERVAL_S)
+            try:
+                found = await leaving_machines()
+            except WorkerUnavailable:
+                continue  # Ray is away for a moment; the fleet goes on
+            new, self._leaving = found.keys() - self._leaving.keys(), found
+            for machine in new - {self._here}:
+                self._post(MachineLeaving(machine, found[machine]))
+
     async def _live(self, member: Member) -> None:
         """Follow one member from its start to its death."""
         host = self._hosts[member] = self._create_host(member)
@@ -256,6 +284,8 @@ class Supervisor:
         try:
             machine = await host.machine()
             self._post(ServicePlaced(member, machine))
+            if machine in self._leaving and machine != self._here:  # it was placed in the same moment
+                self._post(MachineLeaving(machine, self._leaving[machine]))
             claim = self._claim if is_router and machine == self._here else None
             number = 0 if is_router else self._local_ranks.take(machine.name, member)
             local_rank = LocalRank(number, self._num_wanted_workers())

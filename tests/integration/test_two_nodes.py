@@ -1,4 +1,4 @@
-"""The systemd units make one cluster of three machines (loopback addresses here); each pool lands on its own kind."""
+"""The systemd units make one cluster of machines (loopback addresses here); each pool lands on its own kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.units import Unit
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[2]
-HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
+HEAD_IP, PREFILL_IP, DECODE_IP, OTHER_DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.1.4"
 
 
 def machine(unit: Unit, environment: dict[str, str], ip: str, **machine: str) -> AbstractAsyncContextManager[str]:
@@ -100,3 +100,35 @@ async def test_routers_with_a_resource_run_where_it_is_and_listen_there_alone(
         started = await journal.start_of("router-0")
         assert (started["host"], started["shared"]) == (DECODE_IP, "")
         await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+
+
+async def test_a_machine_that_gets_sigterm_ends_after_its_worker_is_replaced_and_has_drained(
+    tmp_path: Path, cluster: RayCluster
+) -> None:
+    """Stands last: one of the machines of the fixture may end."""
+    async with (
+        machine(
+            Unit.read("tandem-worker@.service", "decode"), cluster.environment, OTHER_DECODE_IP,
+            HEAD=cluster.head, PLACES="2",
+        ),
+        Journal.open(tmp_path / "journal") as journal,
+        driver(cluster, tmp_path / "journal"),
+    ):
+        leaving = (await journal.start_of("decode-0"))["host"]
+        await journal.wait_for(event="workers", workers=["decode-0", "prefill-0"])
+        ray_start = ray_start_on(str(leaving))
+        ray_start.send_signal(signal.SIGTERM)
+        replacement = await journal.start_of("decode-1")
+        assert {leaving, replacement["host"]} == {DECODE_IP, OTHER_DECODE_IP}
+        await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
+        await journal.wait_for(event="drained", name="decode-0")
+        await journal.wait_for(event="workers", workers=["decode-1", "prefill-0"])
+        gone, _ = await asyncio.to_thread(psutil.wait_procs, [ray_start], 15)
+        assert gone, "Ray ends an empty machine long before its time limit of 30 s"
+
+
+def ray_start_on(ip: str) -> psutil.Process:
+    """The process of `ray start` on this machine."""
+    return next(
+        process for process in psutil.Process().children() if {"start", "--block", ip} <= set(process.cmdline())
+    )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import ClusterConfig
+from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.events import (
@@ -15,6 +16,7 @@ from fleet.events import (
     FleetStopped,
     KillService,
     MachineId,
+    MachineLeaving,
     Member,
     PublishFleet,
     ScaleTo,
@@ -84,6 +86,10 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
             self.alive[member] = "starting"
             self.send(ServicePlaced(member, MachineId(machine, "")))
 
+    @rule(machine=st.sampled_from("abc"), in_s=st.none() | st.floats(0.0, 100.0))
+    def a_machine_leaves(self, machine: str, in_s: float | None) -> None:
+        self.send(MachineLeaving(MachineId(machine, ""), in_s))
+
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "starting"):
@@ -121,6 +127,14 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     @invariant()
     def every_rule_holds(self) -> None:
         self.fleet.check()
+
+    @invariant()
+    def as_many_services_are_wanted_as_do_not_drain_or_replace_another(self) -> None:
+        for role, wanted in self.fleet.wanted.items():
+            present = [slot for slot in self.fleet.status(self.now).slots if slot.role is role]
+            staying = [slot for slot in present if slot.state is not SlotState.DRAINING]
+            leaving = [slot for slot in staying if slot.state is SlotState.SERVING and slot.reason]
+            assert len(staying) - len(leaving) <= wanted <= len(staying)
 
     @invariant()
     def all_routers_have_the_same_lists_of_everything_that_serves(self) -> None:

@@ -18,7 +18,7 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
-    monkeypatch.setattr(ray_hosts, "_node_here", lambda: node)
+    monkeypatch.setattr(ray_hosts, "node_here", lambda: node)
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
     member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
