@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,6 +71,28 @@ def scale(
     asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
 
 
+def roll(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="TOML file of the new options, as of `tandem serve`; none: they stay."),
+    ] = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Stop the present roll, and restore the options before.")
+    ] = False,
+    router: Router = DEFAULT_ROUTER,
+) -> None:
+    """Start every service again, one at a time, new before old where there is room; a failure restores the options."""
+    from cli.config_file import load_config
+    from cli.credentials import client_of, find_credentials
+    from cli.roll import roll as start_again
+    from cli.roll_config import as_json
+
+    if stop and config is not None:
+        raise typer.BadParameter("cannot be combined with --stop", param_hint="--config")
+    text = "" if config is None else as_json(load_config(config, {}))
+    asyncio.run(start_again(client_of(router, find_credentials(config, router)), text, stop, console))
+
+
 def add_fleet_commands(app: typer.Typer) -> None:
-    for command in (status, events, scale):
+    for command in (status, events, scale, roll):
         app.command()(command)

@@ -78,13 +78,16 @@ def health_of(fleet: cluster_pb2.GetFleetResponse) -> Health:
 
 
 def slot_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
-    """A line for each slot that does not serve, and one if services of several versions serve."""
+    """A line for each slot that does not serve, one about a roll, and one if several versions serve."""
     lines = [
         f"{slot.name} {state_name(slot)} for {slot.in_state_ms / 1e3:.0f} s"
         + (f": {slot.reason}" if slot.reason else "")
         for slot in fleet.slots
         if slot.state != cluster_pb2.SLOT_STATE_SERVING
     ]
+    if fleet.rolling:
+        num_rolled = sum(slot.config_revision == fleet.config_revision for slot in fleet.slots)
+        lines.append(f"rolling to config {fleet.config_revision}: {num_rolled} of {len(fleet.slots)} services have it")
     versions = Counter(slot.version or "unknown" for slot in fleet.slots if slot.service_id)
     if len(versions) > 1:
         lines.append("versions: " + ", ".join(f"{version} ({count})" for version, count in sorted(versions.items())))
@@ -108,7 +111,16 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
             "id": slot.service_id,
             "machine": slot.machine,
             "version": slot.version,
+            "config": slot.config_revision,
         }
         for slot in fleet.slots
     ]
-    return json.dumps({"health": health_of(fleet).name.lower(), "pools": pools, "slots": slots})
+    return json.dumps(
+        {
+            "health": health_of(fleet).name.lower(),
+            "config": fleet.config_revision,
+            "rolling": fleet.rolling,
+            "pools": pools,
+            "slots": slots,
+        }
+    )

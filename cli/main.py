@@ -99,7 +99,7 @@ def serve(
     try:
         from cli.serve import serve as serve_fleet  # a slow import, while Ray starts
 
-        serve_fleet(loaded, cluster, console)
+        serve_fleet(loaded, flags, cluster, console)
     finally:
         cluster.close()
 

@@ -19,11 +19,13 @@ from typing import Any
 from rich.console import Console
 
 from cli import compose, vllm
+from cli.config_file import Flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
+from cli.roll_config import read_again
 from cli.vllm_environment import python_of, torch_version, variables
 from core.config import EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -32,7 +34,7 @@ from fleet.claims import GpuUse
 from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
-from fleet.supervisor import FleetSpec, Interpreter
+from fleet.spec import FleetSpec, Interpreter
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
@@ -43,7 +45,8 @@ POLL_INTERVAL_S = 0.05
 PrintLine = Callable[[str], None]
 
 
-def fleet_spec(config: TandemConfig) -> FleetSpec:
+def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
+    """`flags` of the command line, which win again when the config is read again."""
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
@@ -63,7 +66,13 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
         gpu_use=gpu_use(config.engine, torch, joined=bool(config.cluster.address)),
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
+        reread=functools.partial(_spec_of, config, flags or {}),
     )
+
+
+def _spec_of(started: TandemConfig, flags: Flags, text: str) -> FleetSpec:
+    """A `fleet.spec.Reread` of a fleet that started with `started`."""
+    return fleet_spec(read_again(started, flags, text), flags)
 
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
@@ -217,7 +226,7 @@ def run_interruptible(main: Callable[[], Coroutine[Any, Any, None]], print_line:
     return asyncio.run(supervised())
 
 
-def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
+def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console) -> None:
     """Serve until interrupted. `cluster` is starting already. Raises `TandemError` if the start or Ray fails."""
     secured = with_cluster_token(config)
     credentials = load_credentials(secured.security)
@@ -243,4 +252,4 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
     with claimed_port(config.gateway) if config.gateway.port else contextlib.nullcontext():
-        run_interruptible(functools.partial(main, fleet_spec(secured)), print_line)
+        run_interruptible(functools.partial(main, fleet_spec(secured, flags)), print_line)

@@ -28,12 +28,15 @@ class SlotStatus:
     service_id: str = ""  # of a service that serves or drains
     machine: str = ""  # name of its machine, once it has one
     version: str = ""  # of the software of a service that serves or drains
+    revision: int = 0  # of the config with which it has started, from 1; 0 = not started yet
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
     wanted: PoolSizes
     slots: tuple[SlotStatus, ...]  # by role and number
+    revision: int = 0  # of the config of new starts
+    rolling: bool = False  # services of other revisions are being replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,15 @@ class FleetControl(Protocol):
         """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`."""
 
     async def status(self) -> FleetStatus: ...
+
+    async def roll(self, config: str) -> int:
+        """Begin to start every service again. Returns the revision that they get. Raises `InvalidRequest`.
+
+        `config` is the new one as JSON, one object for each table; empty = the config stays.
+        """
+
+    async def stop_roll(self) -> int:
+        """Begin to restore the revision before the present roll, and return it. Raises `InvalidRequest`."""
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         """The newest notes with a higher number than `after`, at most `limit`, oldest first."""

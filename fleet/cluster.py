@@ -24,11 +24,13 @@ from core.errors import ConfigError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.claims import GpuUse, check_accelerators, check_room
+from fleet.host import HostDied
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
 from fleet.ray_hosts import SupervisorActor, on_this_machine
 from fleet.ray_machines import live_nodes
-from fleet.supervisor import FleetSpec, FleetUpdate, HostDied
+from fleet.spec import FleetSpec
+from fleet.supervisor import FleetUpdate
 from fleet.supervisor_control import SupervisorControl
 
 NAMESPACE = "tandem"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import PoolSizes
+from fleet.claims import Claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,40 @@ class MachineLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetRules:
+    """What one revision of the config says about all services."""
+
+    claims: Claims
+    drain_timeout_s: float  # of a worker
+    router_drain_timeout_s: float
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self.claims.config
+
+    def drain_limit_s(self, role: ServiceRole) -> float:
+        return self.router_drain_timeout_s if role is ServiceRole.ROUTER else self.drain_timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class RollFleet:
+    """Start every service again, with the next revision of the config."""
+
+    rules: FleetRules
+
+
+@dataclass(frozen=True, slots=True)
+class StopRoll:
+    """Restore the revision before the roll."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
 MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained
-FleetEvent = MemberEvent | ScaleTo | MachineLeaving | Shutdown | Tick
+FleetEvent = MemberEvent | ScaleTo | MachineLeaving | RollFleet | StopRoll | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +151,8 @@ class StartService:
     """Place the service on a machine, then start it. `ServicePlaced` or `ServiceDied` follows."""
 
     member: Member
+    revision: int  # of the config, from 1
+    replaces: Member | None = None  # serves until this service does
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,18 @@ Rule 6: a slot waits for a machine without a time limit, until it is not wanted 
 back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
 Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, at the latest so long
 before the end of the machine as a drain may take.
+Rule 8: a roll replaces one service at a time (fleet/roll.py).
 """
 
 from __future__ import annotations
 
 import math
 
-from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
-from fleet.claims import Claims, GpuUse
 from fleet.events import (
     Drained,
     DrainService,
@@ -37,12 +36,14 @@ from fleet.events import (
     FleetFailed,
     FleetMessage,
     FleetReady,
+    FleetRules,
     FleetStopped,
     KillService,
     MachineLeaving,
     Member,
     MemberEvent,
     PublishFleet,
+    RollFleet,
     ScaleTo,
     ServiceDied,
     ServicePlaced,
@@ -50,7 +51,9 @@ from fleet.events import (
     Shutdown,
     StartFailed,
     StartService,
+    StopRoll,
 )
+from fleet.roll import Roll
 from fleet.slots import Slot, Slots
 
 BACKOFF_MAX_S = 30.0
@@ -58,6 +61,7 @@ STABLE_S = 60.0  # after this long in service, the failures of a slot count from
 DRAIN_GRACE_S = 2.0  # after the time limit of a drain; then the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
+ROLL_PLACE_S = 10.0  # without a machine for the new service so long, the old one drains first
 PLACING_NOTICE_S = 10.0  # without a machine for so long; then the operator reads the reason
 
 NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
@@ -66,20 +70,11 @@ NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
 class FleetMachine:
     """A `core.machine.Machine` over `FleetEvent` and `FleetAction`. The first `Tick` starts everything."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        drain_timeout_s: float,
-        router_drain_timeout_s: float,
-        gpu_use: GpuUse = GpuUse.NEVER,
-    ) -> None:
-        self._config = config
-        self._claims = Claims(config, gpu_use)
-        self._drain_timeout_s = {
-            ServiceRole.PREFILL: drain_timeout_s,
-            ServiceRole.DECODE: drain_timeout_s,
-            ServiceRole.ROUTER: router_drain_timeout_s,
-        }
+    def __init__(self, rules: FleetRules) -> None:
+        config = rules.config
+        self._rules = {1: rules}  # by revision
+        self._revision = 1  # of new starts
+        self._roll: Roll | None = None
         self._wanted: dict[ServiceRole, int] = {
             ServiceRole.PREFILL: config.num_prefill,
             ServiceRole.DECODE: config.num_decode,
@@ -97,13 +92,17 @@ class FleetMachine:
         return dict(self._wanted)
 
     def status(self, now: float) -> FleetStatus:
-        return FleetStatus(self.wanted, self._slots.status(now))
+        return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a `ScaleTo` with a size out of range, and then changes nothing."""
+        """Raises `InvalidRequest` for a size out of range and for a roll out of place, and then changes nothing."""
         match event:
             case ScaleTo():
                 self._scale(event)
+            case RollFleet():
+                self._begin_roll(event)
+            case StopRoll():
+                self._stop_roll(now)
             case MachineLeaving():
                 if not self._ending:
                     self._leave_machine(event, now)
@@ -117,6 +116,7 @@ class FleetMachine:
                     self._record(slot, event, now)
         self._expire(now)
         self._balance(now)
+        self._advance_roll(now)
         self._announce()
         actions, self._actions = self._actions, []
         return actions
@@ -134,11 +134,15 @@ class FleetMachine:
         assert self._published == self._slots.publications(), "a router has not been told of a change"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
+    @property
+    def _newest_rules(self) -> FleetRules:
+        return self._rules[self._revision]
+
     def _say(self, subject: object, what: str, reason: str = "", printed: bool = True) -> None:
         self._actions.append(FleetMessage(str(subject), what, reason, printed))
 
     def _scale(self, event: ScaleTo) -> None:
-        limit = self._config.max_workers
+        limit = self._newest_rules.config.max_workers
         for role, size in event.sizes.items():
             least = 1 if role is ServiceRole.ROUTER else 0
             if not least <= size <= limit:
@@ -160,12 +164,12 @@ class FleetMachine:
                 self._say(slot.member.name, "starts again elsewhere", f"{event.machine} leaves", printed=False)
                 self._start(slot, now)
             elif slot.state is SlotState.SERVING:
-                last_s = self._drain_timeout_s[slot.member.role] + DRAIN_GRACE_S
-                in_s = self._config.start_timeout_s + last_s if event.in_s is None else event.in_s
+                last_s = self._rules[slot.revision].drain_limit_s(slot.member.role) + DRAIN_GRACE_S
+                in_s = self._newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
                 slot.machine_ends_at = now + in_s
                 self._replace(slot, now + max(0.0, in_s - last_s), f"{event.machine} leaves", now)
 
-    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> None:
+    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> Slot:
         """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
         slot.leave_at, slot.reason = leave_at, reason
         replacement = self._slots.replacement_of(slot)
@@ -174,13 +178,17 @@ class FleetMachine:
             replacement.replaces = slot.member.slot
             self._start(replacement, now)
         self._say(slot.member.name, f"is replaced by {replacement.member.name}", reason)
+        return replacement
 
     def _record(self, slot: Slot, event: MemberEvent, now: float) -> None:
         name = slot.member.name
         match event:
             case ServicePlaced() if slot.state is SlotState.PLACING:
-                slot.enter(SlotState.STARTING, now, now + self._config.start_timeout_s)
+                slot.enter(SlotState.STARTING, now, now + self._rules[slot.revision].config.start_timeout_s)
                 slot.machine = event.machine
+                replaced = self._slots.replaced_by(slot)
+                if replaced is not None and replaced.machine_ends_at is None:
+                    replaced.leave_at = None  # there is room for both
                 self._say(name, f"starts on {event.machine}", printed=False)
             case ServiceStarted() if slot.state is SlotState.STARTING:
                 slot.enter(SlotState.SERVING, now, None)
@@ -215,7 +223,8 @@ class FleetMachine:
                 self._say(slot.member.name, "waits for a machine", slot.reason, printed=not self._ending)
             elif slot.state is SlotState.STARTING:
                 self._actions.append(KillService(slot.member))
-                reason = f"no answer within {self._config.start_timeout_s:g} s (cluster.start_timeout_s)"
+                limit_s = self._rules[slot.revision].config.start_timeout_s
+                reason = f"no answer within {limit_s:g} s (cluster.start_timeout_s)"
                 self._fail(slot, "did not start", reason, now, permanent=True)
             elif slot.state is SlotState.DRAINING:
                 self._actions.append(KillService(slot.member))
@@ -223,6 +232,12 @@ class FleetMachine:
                 self._slots.remove(slot)
 
     def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+        if self._roll is not None and self._roll.is_failed_by(slot) and not self._ending:
+            self._restore(self._roll, f"{slot.member.name} {what}: {reason}", now, failed=slot)
+            replaced = self._slots.replaced_by(slot)
+            if replaced is not None and replaced.machine_ends_at is None:
+                self._slots.remove(slot)
+                return
         replacement = self._slots.replacement_of(slot)
         if replacement is not None:
             replacement.replaces = None
@@ -231,7 +246,8 @@ class FleetMachine:
             return
         if slot.state is SlotState.SERVING and now - slot.since >= STABLE_S:
             slot.failures = 0
-        pause_s = float(min(BACKOFF_MAX_S, self._config.restart_backoff_s * 2 ** min(slot.failures, 16)))
+        backoff_s = self._newest_rules.config.restart_backoff_s
+        pause_s = float(min(BACKOFF_MAX_S, backoff_s * 2 ** min(slot.failures, 16)))
         slot.failures += 1
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
         name, says = slot.member.name, f"{reason}; starting it again in {pause_s:g} s"
@@ -247,10 +263,12 @@ class FleetMachine:
     def _start(self, slot: Slot, now: float) -> None:
         self._num_starts += 1
         slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
-        reason = self._claims.wait_reason(slot.member.role)
+        reason = self._newest_rules.claims.wait_reason(slot.member.role)
         slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
         slot.machine = slot.machine_ends_at = None
-        self._actions.append(StartService(slot.member))
+        slot.revision = self._revision
+        replaced = self._slots.replaced_by(slot)
+        self._actions.append(StartService(slot.member, slot.revision, None if replaced is None else replaced.member))
 
     def _balance(self, now: float) -> None:
         """Rules 1, 3 and 4."""
@@ -269,7 +287,7 @@ class FleetMachine:
 
     def _end(self, now: float) -> None:
         """Rule 4. A slot that does not serve leaves at once."""
-        reason = "the fleet stops"
+        reason, self._roll = "the fleet stops", None
         for slot in self._slots:
             slot.replaces = slot.leave_at = None
         for slot in self._slots:
@@ -290,7 +308,7 @@ class FleetMachine:
             self._leave(replacement, reason, now)
         if slot.state is SlotState.SERVING:
             left_s = math.inf if slot.machine_ends_at is None else slot.machine_ends_at - now - DRAIN_GRACE_S
-            timeout_s = max(0.0, min(limit_s, left_s, self._drain_timeout_s[slot.member.role]))
+            timeout_s = max(0.0, min(limit_s, left_s, self._rules[slot.revision].drain_limit_s(slot.member.role)))
             slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
             self._actions.append(DrainService(slot.member, timeout_s))
             self._say(slot.member.name, "drains", reason, printed=False)
@@ -299,6 +317,52 @@ class FleetMachine:
             self._actions.append(KillService(slot.member))
         self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
         self._slots.remove(slot)
+
+    def _begin_roll(self, event: RollFleet) -> None:
+        if self._roll is not None or self._ending:
+            raise InvalidRequest("roll", "the fleet stops" if self._ending else "the fleet rolls already")
+        old, self._revision = self._revision, max(self._rules) + 1
+        self._rules = {old: self._rules[old], self._revision: event.rules} | {
+            slot.revision: self._rules[slot.revision] for slot in self._slots if slot.revision
+        }
+        self._roll = Roll(self._revision, restores=old)
+        self._say("fleet", f"rolls to config {self._revision}")
+
+    def _stop_roll(self, now: float) -> None:
+        if self._roll is None or self._roll.restores is None or self._ending:
+            raise InvalidRequest("roll", "no roll that could be stopped")
+        self._restore(self._roll, "an operator has stopped the roll", now)
+
+    def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> None:
+        """Roll back. What is replaced only for the roll is not replaced any more."""
+        assert roll.restores is not None, "a roll that restores has no way back"
+        for slot in self._slots:
+            replaced = self._slots.replaced_by(slot)
+            if replaced is not None and replaced.machine_ends_at is None:
+                replaced.leave_at, replaced.reason = None, ""
+                if slot is not failed:
+                    self._leave(slot, reason, now)
+        self._say("fleet", f"restores config {roll.restores}", reason)
+        self._revision = roll.restores
+        self._roll = Roll(self._revision, restores=None)
+
+    def _advance_roll(self, now: float) -> None:
+        roll = self._roll
+        if roll is None or self._ending or not roll.step_ended(self._slots):
+            return
+        slot = roll.next_slot(self._slots)
+        if slot is None:
+            self._roll = None
+            self._say("fleet", f"has rolled: every service has config {self._revision}")
+        elif slot.state is SlotState.SERVING:
+            leave_at = slot.leave_at if slot.machine_ends_at is not None else now + ROLL_PLACE_S
+            assert leave_at is not None, "a slot on a machine that leaves has a time to leave"
+            replacement = self._replace(slot, leave_at, f"roll to config {roll.revision}", now)
+            roll.begin_step(replacement, slot)
+        else:
+            self._actions.append(KillService(slot.member))
+            self._start(slot, now)
+            roll.begin_step(slot, None)
 
     def _announce(self) -> None:
         """Rule 2, and the message that the supervisor waits for."""

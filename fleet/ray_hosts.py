@@ -17,10 +17,12 @@ from core.service import Endpoint, FleetRouter
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import MachineId, Member
+from fleet.host import HostDied, LocalRank
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, HostDied, LocalRank, Supervisor
+from fleet.spec import FleetSpec
+from fleet.supervisor import Supervisor
 from fleet.supervisor_control import SupervisorControl
 
 
@@ -144,7 +146,7 @@ class SupervisorActor(Supervisor):
 
     def __init__(self, spec: FleetSpec) -> None:
         leaving = partial(leaving_machines, spec.config) if spec.config.address else None
-        super().__init__(spec, lambda member: RayHost(member, spec), machine_here(spec.config), leaving)
+        super().__init__(spec, RayHost, machine_here(spec.config), leaving)
 
 
 def on_this_machine() -> Any:

@@ -31,6 +31,7 @@ class Slot:
     replaces: SlotId | None = None  # the slot drains when this one serves; until then this one is not counted
     leave_at: float | None = None  # a serving slot drains then, also if its replacement does not serve
     machine_ends_at: float | None = None
+    revision: int = 0  # of the config of the newest start
 
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
@@ -67,6 +68,9 @@ class Slots:
 
     def remove(self, slot: Slot) -> None:
         del self._slots[slot.member.slot]
+
+    def get(self, slot_id: SlotId) -> Slot | None:
+        return self._slots.get(slot_id)
 
     def newest(self, member: Member) -> Slot | None:
         """The slot of a member, unless the slot has started again since."""
@@ -113,6 +117,7 @@ class Slots:
                 slot.service_id,
                 "" if slot.machine is None else str(slot.machine),
                 slot.version,
+                slot.revision,
             )
             for slot in slots
         )

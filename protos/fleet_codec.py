@@ -30,6 +30,7 @@ def encode_slot(slot: SlotStatus) -> cluster_pb2.FleetSlot:
         service_id=slot.service_id,
         machine=slot.machine,
         version=slot.version,
+        config_revision=slot.revision,
     )
 
 

@@ -153,6 +153,10 @@ class AsyncClient:
         request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
         return await self._operate(self._cluster.Scale, request)
 
+    async def roll(self, config: str = "", stop: bool = False) -> cluster_pb2.RollResponse:
+        """Start every service again, with the config of the call if there is one, or stop that and restore the old."""
+        return await self._operate(self._cluster.Roll, cluster_pb2.RollRequest(config=config, stop=stop))
+
     async def _ask(self, call: Callable[..., Awaitable[T]], request: Any, metadata: Metadata) -> T:
         headers = self._credentials.headers(metadata)
         return await self._retrying.answer(lambda left_s: self._answer(call, request, headers, left_s), CALL_TIMEOUT_S)
@@ -232,6 +236,7 @@ class Client:
     ledger = _blocking(AsyncClient.ledger)
     events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
+    roll = _blocking(AsyncClient.roll)
 
 
 def _checked(address: str) -> str:

@@ -70,6 +70,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_routers=wanted.get(ServiceRole.ROUTER, 0),
             routers=[self._describe_router(router) for router in sorted(self.routers, key=lambda r: r.router_id)],
             slots=map(encode_slot, status.slots),
+            config_revision=status.revision,
+            rolling=status.rolling,
         )
 
     def _describe_router(self, router: FleetRouter) -> cluster_pb2.FleetRouter:
@@ -141,6 +143,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_decode=wanted[ServiceRole.DECODE],
             wanted_routers=wanted[ServiceRole.ROUTER],
         )
+
+    async def Roll(self, request: cluster_pb2.RollRequest, context: CallContext) -> cluster_pb2.RollResponse:
+        try:
+            if request.stop and request.config:
+                raise InvalidRequest("config", "must be empty with stop")
+            control = self._supervisor()
+            revision = await (control.stop_roll() if request.stop else control.roll(request.config))
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.RollResponse(config_revision=revision)
 
     def _supervisor(self) -> FleetControl:
         if self._control is None:

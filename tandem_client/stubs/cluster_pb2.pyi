@@ -72,7 +72,7 @@ class FleetRouter(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ...) -> None: ...
 
 class FleetSlot(_message.Message):
-    __slots__ = ("name", "role", "state", "in_state_ms", "reason", "service_id", "machine", "version")
+    __slots__ = ("name", "role", "state", "in_state_ms", "reason", "service_id", "machine", "version", "config_revision")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class FleetSlot(_message.Message):
     SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: ServiceRole
     state: SlotState
@@ -89,10 +90,11 @@ class FleetSlot(_message.Message):
     service_id: str
     machine: str
     version: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ServiceRole, str]] = ..., state: _Optional[_Union[SlotState, str]] = ..., in_state_ms: _Optional[float] = ..., reason: _Optional[str] = ..., service_id: _Optional[str] = ..., machine: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    config_revision: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ServiceRole, str]] = ..., state: _Optional[_Union[SlotState, str]] = ..., in_state_ms: _Optional[float] = ..., reason: _Optional[str] = ..., service_id: _Optional[str] = ..., machine: _Optional[str] = ..., version: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
 
 class GetFleetResponse(_message.Message):
-    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers", "slots")
+    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers", "slots", "config_revision", "rolling")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +103,8 @@ class GetFleetResponse(_message.Message):
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     WANTED_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
     num_queued: int
     num_in_flight: int
@@ -109,7 +113,23 @@ class GetFleetResponse(_message.Message):
     routers: _containers.RepeatedCompositeFieldContainer[FleetRouter]
     wanted_routers: int
     slots: _containers.RepeatedCompositeFieldContainer[FleetSlot]
-    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[FleetSlot, _Mapping]]] = ...) -> None: ...
+    config_revision: int
+    rolling: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[FleetSlot, _Mapping]]] = ..., config_revision: _Optional[int] = ..., rolling: _Optional[bool] = ...) -> None: ...
+
+class RollRequest(_message.Message):
+    __slots__ = ("config", "stop")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    stop: bool
+    def __init__(self, config: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
+
+class RollResponse(_message.Message):
+    __slots__ = ("config_revision",)
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    config_revision: int
+    def __init__(self, config_revision: _Optional[int] = ...) -> None: ...
 
 class ListEventsRequest(_message.Message):
     __slots__ = ("limit", "after")

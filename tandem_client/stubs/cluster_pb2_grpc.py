@@ -51,6 +51,11 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Roll = channel.unary_unary(
+                '/tandem.v1.Cluster/Roll',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
+                _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.Cluster/GetLedger',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
@@ -99,6 +104,14 @@ class ClusterServicer:
     def Scale(self, request, context):
         """Set the wanted sizes of the pools. The call returns before services have started or stopped: GetFleet lists them.
         If the cluster has a token, the call needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Roll(self, request, context):
+        """Start every service again, one at a time, and give it another config, or restore the config before. The call returns
+        at once: GetFleet and ListEvents show the progress. If the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +171,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Roll': grpc.unary_unary_rpc_method_handler(
+                    servicer.Roll,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
@@ -267,6 +285,33 @@ class Cluster:
             '/tandem.v1.Cluster/Scale',
             tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
             tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Roll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Roll',
+            tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
             options,
             channel_credentials,
             insecure,

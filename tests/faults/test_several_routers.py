@@ -11,6 +11,7 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from itertools import chain
+from pathlib import Path
 
 import grpc
 import psutil
@@ -276,3 +277,50 @@ async def test_a_second_fleet_cannot_take_the_port_that_routers_share(served: Se
     assert code == 1
     assert err == f"error: cannot listen on {served.address} (Address already in use); choose another with --port\n"
     assert "starting Ray" not in out
+
+
+class Load:
+    """Clients that send short requests one after the other, until they stop."""
+
+    def __init__(self, address: str) -> None:
+        self.num_right = 0
+        self._ending = False
+        self._tasks = [asyncio.create_task(self._send(address, number)) for number in range(NUM_CLIENTS)]
+
+    async def _send(self, address: str, number: int) -> None:
+        async with client_of(address, find_credentials(None, address)) as client:
+            while not self._ending:
+                await Answer(client, prompt_of(600 + number), num_output=200).right()
+                self.num_right += 1
+
+    async def end(self) -> None:
+        self._ending = True
+        await asyncio.gather(*self._tasks)
+
+
+async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes_no_request(
+    served: Served, tmp_path: Path
+) -> None:
+    """Stands last: the services have other names afterwards."""
+    (tmp_path / "new.toml").write_text(CONFIG + "max_queued = 77\n")
+    load = Load(served.address)
+    code, out, err = await tandem("roll", "--config", str(tmp_path / "new.toml"), "--router", served.address)
+    assert code == 0, (out, err)
+    assert "fleet has rolled: every service has config 2" in out
+    num_right = load.num_right
+    assert num_right > 0, "no load: nothing was tested"
+    await load.end()
+    code, out, _ = await tandem("status", "--json", "--router", served.address)
+    told = json.loads(out)
+    assert (code, told["config"], told["rolling"]) == (0, 2, False)
+    assert {slot["config"] for slot in told["slots"]} == {2}
+    assert len(told["slots"]) == 4
+
+
+async def test_a_roll_to_an_option_that_services_share_is_refused_before_anything_stops(
+    served: Served, tmp_path: Path
+) -> None:
+    (tmp_path / "new.toml").write_text(CONFIG.replace("float32", "bfloat16"))
+    code, _, err = await tandem("roll", "--config", str(tmp_path / "new.toml"), "--router", served.address)
+    assert code == 1
+    assert err.startswith("error: config: [engine] dtype must stay as it is in a roll")

@@ -25,7 +25,9 @@ from core.service import Endpoint
 from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
-from fleet.supervisor import Host, Supervisor
+from fleet.host import Host
+from fleet.spec import FleetSpec
+from fleet.supervisor import Supervisor
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -250,7 +252,7 @@ async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, t
     assert await other.updates() == [FleetStopped()]
 
 
-def create_no_host(_: Member) -> Host:
+def create_no_host(_: Member, __: FleetSpec) -> Host:
     raise AssertionError("a service starts although the port is taken")
 
 
@@ -269,6 +271,23 @@ async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: F
     stopped = await journal.wait_for(event="stopped")
     await journal.wait_for(event="workers", workers=[name for name in grown if name != stopped["name"]])
     assert stopped["name"] in ("prefill-1", "prefill-2")
+
+
+async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brings_the_old_config_back(
+    fleet: Fleet,
+) -> None:
+    """The new config is one with which no decode worker starts; the prefill worker goes there and back."""
+    cluster, journal = fleet
+    cores = journal.started["prefill-0"]["cores"]
+    assert await cluster.control.roll("{}") == 2
+    assert (await journal.wait_for(event="started", name="prefill-1"))["cores"] == cores
+    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
+    await journal.wait_for(event="workers", workers=["decode-0", "prefill-1"])
+    await wait_for_message(cluster, "fleet restores config 1: decode-1 did not start: no model of that name")
+    await journal.wait_for(event="started", name="prefill-0")
+    await journal.wait_for(event="workers", workers=SMALLEST)
+    await wait_for_message(cluster, "fleet has rolled: every service has config 1")
+    assert {note.subject for note in await cluster.control.notes(1000, 0)} >= {"fleet", "prefill-1", "decode-1"}
 
 
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import ClusterConfig
+from core.errors import InvalidRequest
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from fleet.claims import Claims
 from fleet.events import (
     Drained,
     DrainService,
+    FleetRules,
     FleetStopped,
     KillService,
     MachineId,
     MachineLeaving,
     Member,
     PublishFleet,
+    RollFleet,
     ScaleTo,
     ServiceDied,
     ServicePlaced,
@@ -26,6 +32,7 @@ from fleet.events import (
     Shutdown,
     StartFailed,
     StartService,
+    StopRoll,
 )
 from fleet.machine import FleetMachine
 
@@ -38,7 +45,8 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         config = ClusterConfig(max_workers=3, num_routers=2)
-        self.fleet = FleetMachine(config, drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        self.fleet_rules = FleetRules(Claims(config), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        self.fleet = FleetMachine(self.fleet_rules)
         self.now = 0.0
         self.alive: dict[Member, str] = {}  # -> placing | starting | serving | draining
         self.dead: list[Member] = []
@@ -49,7 +57,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def send(self, event: object) -> None:
         for action in self.fleet.handle(event, self.now):  # type: ignore[arg-type]
             match action:
-                case StartService(member):
+                case StartService(member=member):
                     assert member.name not in [other.name for other in self.alive]
                     assert not self.ended
                     self.alive[member] = "placing"
@@ -89,6 +97,11 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     @rule(machine=st.sampled_from("abc"), in_s=st.none() | st.floats(0.0, 100.0))
     def a_machine_leaves(self, machine: str, in_s: float | None) -> None:
         self.send(MachineLeaving(MachineId(machine, ""), in_s))
+
+    @rule(event=st.sampled_from(["roll", "stop"]))
+    def an_operator_rolls(self, event: str) -> None:
+        with contextlib.suppress(InvalidRequest):  # there is a roll already, or none to stop
+            self.send(RollFleet(self.fleet_rules) if event == "roll" else StopRoll())
 
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
@@ -148,8 +161,40 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                 serving.draining == (self.alive[serving.member] == "draining") for serving in publication.routers
             )
 
+    def once_everything_succeeds(self) -> None:
+        """Every start finds a machine and serves, every drain ends, and time passes, until nothing changes."""
+        for _ in range(500):
+            for member, state in list(self.alive.items()):
+                if state == "placing":
+                    self.alive[member] = "starting"
+                    self.send(ServicePlaced(member, MachineId("new", "")))
+                elif state == "starting":
+                    self.alive[member] = "serving"
+                    self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+                elif state == "draining":
+                    self.mark_dead(member)
+                    self.send(Drained(member))
+                else:
+                    continue
+                break
+            else:
+                deadline = self.fleet.next_deadline()
+                if deadline is None:
+                    return
+                self.now = max(self.now, deadline)
+                self.send(Tick())
+            self.fleet.check()
+        raise AssertionError("the fleet does not come to rest")
+
     def teardown(self) -> None:
-        """From any state, no member is left after a shutdown and the last deadline."""
+        """From any state, the fleet comes to rest as wanted; and no member is left after a shutdown."""
+        self.once_everything_succeeds()
+        status = self.fleet.status(self.now)
+        assert not status.rolling
+        assert {slot.revision for slot in status.slots} == {status.revision}
+        assert {slot.state for slot in status.slots} == {SlotState.SERVING}
+        for role, wanted in status.wanted.items():
+            assert sum(slot.role is role for slot in status.slots) == wanted
         self.ended = True
         self.send(Shutdown())
         for _ in range(50):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from fleet.claims import Claims
 from fleet.events import (
     FleetAction,
     FleetMessage,
+    FleetRules,
     MachineId,
     MachineLeaving,
     Member,
@@ -27,7 +29,8 @@ class Fleet:
 
     def __init__(self, **options: object) -> None:
         config = ClusterConfig(max_workers=4, start_timeout_s=50.0, restart_backoff_s=1.0, **options)  # type: ignore[arg-type]
-        self.machine = FleetMachine(config, drain_timeout_s=30.0, router_drain_timeout_s=10.0)
+        self.rules = FleetRules(Claims(config), drain_timeout_s=30.0, router_drain_timeout_s=10.0)
+        self.machine = FleetMachine(self.rules)
         self.now = 100.0
         self.members: dict[str, Member] = {}
         self.send(Tick())
@@ -59,6 +62,9 @@ class Fleet:
         for name in list(self.members):
             self.started(name)
         return self
+
+    def revisions(self) -> dict[str, int]:
+        return {slot.name: slot.revision for slot in self.machine.status(self.now).slots}
 
     def state_of(self, name: str) -> tuple[str, str]:
         """State and reason."""

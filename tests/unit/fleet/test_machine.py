@@ -250,7 +250,7 @@ def test_the_status_of_a_fleet_lists_every_slot_with_its_state_and_machine() -> 
     assert status.wanted == {P: 2, D: 1, R: 1}
     assert [slot.name for slot in status.slots] == ["router-0", "prefill-0", "prefill-1", "decode-0"]
     assert status.slots[2] == SlotStatus(
-        "prefill-1", P, SlotState.SERVING, 3.0, "", "prefill-1.ab", "m-7.local", "1.2.3"
+        "prefill-1", P, SlotState.SERVING, 3.0, "", "prefill-1.ab", "m-7.local", "1.2.3", revision=1
     )
 
 

@@ -9,9 +9,9 @@ from core.lifecycle import ServiceRole
 from fleet import ray_hosts
 from fleet.claims import Claim, Claims, GpuUse
 from fleet.events import Member, SlotId
+from fleet.host import LocalRank
 from fleet.ray_hosts import HostActor
 from fleet.service_host import StartFault
-from fleet.supervisor import LocalRank
 
 
 async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(

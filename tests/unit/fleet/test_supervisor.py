@@ -1,160 +1,146 @@
-"""The supervisor goes on when Ray fails a kill or a member dies early. It reports its own failure."""
+"""The supervisor with hosts that start no process: it watches machines, and rolls with the config that it has read."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 import pytest
+import pytest_asyncio
 
 from core.config import ClusterConfig
-from core.errors import TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter
-from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, Member, ScaleTo
-from fleet.machine import FleetMachine
-from fleet.service_host import Placement, StartFault
-from fleet.supervisor import FleetSpec, FleetUpdate, HostDied, LocalRank, Refusal, Supervisor, SupervisorMachine
+from core.service import Endpoint, FleetRouter, Service
+from fleet import supervisor
+from fleet.events import MachineId, Member
+from fleet.host import HostDied, LocalRank
+from fleet.service_host import Placement
+from fleet.spec import FleetSpec
+from fleet.supervisor import Refusal, Supervisor
+from tests.support.waiting import until
 
-START_TIMEOUT_S = 0.05
+HERE, THERE = MachineId("here", "10.0.0.1"), MachineId("there", "10.0.0.2")
 
 
-@dataclass
 class FakeHost:
-    """Serves until `end` has the reason of its death."""
+    """A service that starts at once on the machine where the test wants it, and drains at once."""
 
-    member: Member
-    hangs: bool  # at its start
-    ray_is_away: bool
-    end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    def __init__(self, site: Site, member: Member, spec: FleetSpec) -> None:
+        self._site, self.member, self.spec = site, member, spec
+        self._ended = asyncio.Event()
+        self.local_rank: LocalRank | None = None
+        site.hosts.append(self)
 
-    async def machine(self) -> str:
-        return "here"
+    async def machine(self) -> MachineId:
+        return self._site.machine
 
-    async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
-        del address, local_rank
-        if self.hangs:
-            raise HostDied(await self.end)
-        return Endpoint(f"{self.member.name}.{self.member.start}", "127.0.0.1:1", self.member.role)
+    async def start(self, address: str, local_rank: LocalRank) -> Endpoint:
+        self.local_rank = local_rank
+        return Endpoint(f"{self.member.name}.{self.member.start:x}", address or "127.0.0.1:1", self.member.role, "1.2")
 
     async def wait(self) -> None:
-        raise HostDied(await self.end)
+        await self._ended.wait()
+        raise HostDied("ended")
 
     async def drain(self, timeout_s: float) -> None:
-        del timeout_s
+        self._site.drained.append((self.member.name, timeout_s))
 
-    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
-        del workers, routers
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
 
     def kill(self) -> None:
-        if self.ray_is_away:
-            raise ConnectionError("the GCS does not answer")
-        if not self.end.done():
-            self.end.set_result("killed")
+        self._ended.set()
 
 
-def no_service(placement: Placement) -> Any:
-    raise AssertionError(f"nothing starts a service at {placement}")
+class Site:
+    """A supervisor, and what its hosts and its machines do."""
 
-
-class Fleet:
-    """One router and one decode worker, of fake hosts."""
-
-    def __init__(self) -> None:
+    def __init__(self, spec: FleetSpec) -> None:
+        self.machine = THERE
         self.hosts: list[FakeHost] = []
-        self.hang_next = self.ray_is_away = False
-        self.updates: list[FleetUpdate] = []
-        cluster = ClusterConfig(
-            num_prefill=0, num_decode=1, start_timeout_s=START_TIMEOUT_S, restart_backoff_s=0.01, max_workers=4
-        )
-        spec = FleetSpec(cluster, no_service, no_service, no_service, lambda _: "127.0.0.1", 0, 5.0, 5.0)
-        self.supervisor = Supervisor(spec, self.create_host, SupervisorMachine("here", ""))
+        self.drained: list[tuple[str, float]] = []
+        self.leaving: Mapping[MachineId, float | None] = {}
+        self.supervisor = Supervisor(spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving)
 
-    def create_host(self, member: Member) -> FakeHost:
-        self.hosts.append(FakeHost(member, self.hang_next, self.ray_is_away))
-        self.hang_next = False
-        return self.hosts[-1]
+    async def _leaving(self) -> Mapping[MachineId, float | None]:
+        return self.leaving
 
-    def hosts_of(self, role: ServiceRole) -> list[FakeHost]:
-        return [host for host in self.hosts if host.member.role is role]
+    async def serving(self) -> list[str]:
+        return [slot.name for slot in (await self.supervisor.status()).slots if slot.state.value == "serving"]
 
-    async def until(self, found: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not found():
-                self.updates += await self.supervisor.updates()
+    async def comes_to_serve(self, *names: str) -> None:
+        async with asyncio.timeout(5.0):
+            while sorted(await self.serving()) != sorted(names):
+                await asyncio.sleep(0.005)
 
-    async def until_update(self, update: FleetUpdate) -> None:
-        await self.until(lambda: update in self.updates)
+    def host(self, name: str) -> FakeHost:
+        """The newest one of a slot."""
+        return next(host for host in reversed(self.hosts) if host.member.name == name)
 
 
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[Fleet]:
-    fleet = Fleet()
-    await fleet.supervisor.start()
-    await fleet.until_update(FleetReady())
-    try:
-        yield fleet
-    finally:
-        for task in fleet.supervisor._tasks:
-            task.cancel()
-        await asyncio.gather(*fleet.supervisor._tasks, return_exceptions=True)
-        assert fleet.supervisor._driver is not None
-        fleet.supervisor._driver.stop()
-        assert fleet.supervisor._claim is not None
-        fleet.supervisor._claim.close()
+def build(placement: Placement) -> Service:
+    raise AssertionError(f"no process starts: {placement}")
 
 
-async def test_a_kill_that_ray_fails_is_reported_and_the_fleet_goes_on() -> None:
-    """The new decode worker hangs at its start, so its start is timed out and its host killed."""
-    async with serving() as fleet:
-        fleet.hang_next = fleet.ray_is_away = True
-        await fleet.supervisor.scale({ServiceRole.DECODE: 2})
-        await fleet.until_update(FleetMessage("decode-1 could not be killed: ConnectionError: the GCS does not answer"))
-        await fleet.until_update(FleetMessage("decode-1 serves"))
-        assert len(fleet.hosts_of(ServiceRole.DECODE)) == 3, "the slot has started again"
-        assert not isinstance(await fleet.supervisor.scale({ServiceRole.DECODE: 1}), Refusal)
-        await fleet.until_update(FleetMessage("decode-1 has drained"))
-        assert not [update for update in fleet.updates if isinstance(update, FleetFailed)]
+def router_host(machine: str) -> str:
+    del machine
+    return "127.0.0.1"
 
 
-async def test_a_member_that_dies_before_its_drain_begins_has_drained() -> None:
-    async with serving() as fleet:
-        (dying,) = fleet.hosts_of(ServiceRole.DECODE)
-        dying.end.set_result("out of memory")
-        await fleet.supervisor.scale({ServiceRole.DECODE: 0})  # the supervisor learns of the death first
-        await fleet.until_update(FleetMessage("decode-0 has drained"))
-        await fleet.supervisor.shutdown()
-        await fleet.until_update(FleetStopped())
-        assert not [update for update in fleet.updates if isinstance(update, FleetFailed)]
+def reread(config: str) -> FleetSpec:
+    return replace(SPEC, drain_timeout_s=float(config))
 
 
-async def test_a_task_of_the_supervisor_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving() as fleet:
-
-        def create_host(_: Member) -> FakeHost:
-            raise RuntimeError("no such resource")
-
-        monkeypatch.setattr(fleet.supervisor, "_create_host", create_host)
-        await fleet.supervisor.scale({ServiceRole.DECODE: 2})
-        await fleet.until_update(FleetFailed("the supervisor has a bug: RuntimeError('no such resource')"))
+SPEC = FleetSpec(ClusterConfig(), build, build, build, router_host, 0, 30.0, 10.0, reread=reread)
 
 
-async def test_a_supervisor_that_has_failed_refuses_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would answer the sizes of before, and never start a worker again."""
-    async with serving() as fleet:
-        handle = FleetMachine.handle
+@pytest_asyncio.fixture
+async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(supervisor, "MACHINES_INTERVAL_S", 0.01)
+    site = Site(SPEC)
+    await site.supervisor.start()
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    yield site
+    await site.supervisor.shutdown()
+    await until(lambda: not site.supervisor._hosts, "every host has ended", 5.0)
+    for task in site.supervisor._tasks:
+        task.cancel()
+    claim = site.supervisor._claim
+    assert claim is not None
+    claim.close()
 
-        def fail(machine: FleetMachine, event: Any, now: float) -> Any:
-            if isinstance(event, ScaleTo):
-                raise KeyError("a slot")
-            return handle(machine, event, now)
 
-        monkeypatch.setattr(FleetMachine, "handle", fail)
-        with pytest.raises(TandemError, match="KeyError"):
-            await fleet.supervisor.scale({ServiceRole.DECODE: 2})
-        await fleet.until_update(FleetFailed("the supervisor has a bug: KeyError('a slot')"))
-        with pytest.raises(WorkerUnavailable):
-            await fleet.supervisor.scale({ServiceRole.DECODE: 3})
+async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
+    site.machine = MachineId("elsewhere", "10.0.0.3")
+    site.leaving = {THERE: 100.0, HERE: 100.0}
+    await site.comes_to_serve("router-1", "prefill-1", "decode-1")
+    assert sorted(site.drained) == [("decode-0", 30.0), ("prefill-0", 30.0), ("router-0", 10.0)]
+    notes = [(note.number, note.subject, note.what, note.reason) for note in await site.supervisor.notes(1000, 0)]
+    assert [number for number, *_ in notes] == list(range(1, len(notes) + 1))
+    assert any(note[1:] == ("decode-0", "is replaced by decode-1", "10.0.0.2 leaves") for note in notes)
+
+
+async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(site: Site) -> None:
+    site.machine = MachineId("doomed", "10.0.0.9")
+    site.leaving = {site.machine: 100.0}
+    await until(lambda: site.supervisor._leaving == site.leaving, "the supervisor has seen it", 5.0)
+    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await until(lambda: len([h for h in site.hosts if h.member.name == "decode-1"]) > 1, "it starts again", 5.0)
+    site.machine = THERE
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
+
+
+async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:
+    ranks = {name: site.host(f"{name}-0").local_rank for name in ("prefill", "decode")}
+    assert await site.supervisor.roll("7.5") == 2
+    await site.comes_to_serve("router-1", "prefill-1", "decode-1")
+    assert {host.spec.drain_timeout_s for host in site.hosts[3:]} == {7.5}
+    assert {name: site.host(f"{name}-1").local_rank for name in ranks} == ranks
+    assert not (await site.supervisor.status()).rolling
+    assert await site.supervisor.roll("") == 3
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    assert site.host("decode-0").spec.drain_timeout_s == 7.5, "without a new config, the present one stays"
+
+
+async def test_a_roll_that_cannot_begin_is_refused_as_a_value(site: Site) -> None:
+    assert await site.supervisor.stop_roll() == Refusal("roll", "no roll that could be stopped")
