@@ -101,6 +101,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
         | {state: pool.states.get(state, 0) for state in ("starting", "placing", "waiting", "draining")}
         for role, pool in pools_of(fleet).items()
     }
+    versions = {worker.worker_id: worker.protocol_version for worker in fleet.workers}
     slots = [
         {
             "name": slot.name,
@@ -111,6 +112,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
             "id": slot.service_id,
             "machine": slot.machine,
             "version": slot.version,
+            "protocol": versions.get(slot.service_id, 0),
             "config": slot.config_revision,
         }
         for slot in fleet.slots

@@ -103,6 +103,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             load=load,
             report_age_ms=age_s * 1e3,
             num_dispatched=0 if record is None else len(record.dispatched),
+            protocol_version=0 if record is None else record.agent.protocol_version,
         )
 
     async def Explain(

@@ -40,7 +40,7 @@ class GetFleetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class FleetWorker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "address", "load", "report_age_ms", "num_dispatched")
+    __slots__ = ("worker_id", "role", "state", "address", "load", "report_age_ms", "num_dispatched", "protocol_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class FleetWorker(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISPATCHED_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.WorkerRole
     state: _worker_pb2.WorkerState
@@ -55,7 +56,8 @@ class FleetWorker(_message.Message):
     load: _worker_pb2.LoadReport
     report_age_ms: float
     num_dispatched: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class FleetRouter(_message.Message):
     __slots__ = ("router_id", "address", "state", "num_queued", "num_in_flight")

@@ -242,9 +242,12 @@ async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
 async def wait_until_met(deployment: Deployment) -> None:
     """Wait until the path of each pair of workers is measured, so that no measurement runs during the test."""
 
+    def version(worker: WorkerService) -> int:
+        return machine_of(worker).transfers.address.protocol_version
+
     def met(worker: WorkerService) -> bool:
         measured = [path for path in machine_of(worker).transfers.paths if path.state is not PathState.CONNECTING]
-        return len(measured) == len(deployment.prefill)
+        return len(measured) == sum(version(prefill) == version(worker) for prefill in deployment.prefill)
 
     await until(lambda: all(map(met, deployment.decode)), "the paths of all pairs are measured", SETTLE_TIMEOUT_S)
 

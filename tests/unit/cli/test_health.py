@@ -88,7 +88,7 @@ def test_the_json_counts_the_slots_of_each_pool_by_state_and_lists_them() -> Non
     }  # fmt: skip
     assert told["slots"][2] == {
         "name": "decode-1", "role": "decode", "state": "placing", "in_state_s": 12.3,
-        "reason": "no machine has a free 'decode'", "id": "", "machine": "", "version": "", "config": 0,
+        "reason": "no machine has a free 'decode'", "id": "", "machine": "", "version": "", "protocol": 0, "config": 0,
     }  # fmt: skip
 
 
