@@ -21,9 +21,8 @@ from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
-from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.claims import GpuUse, check_accelerators, check_room
+from fleet.claims import GpuUse, check_accelerators, check_memory, check_room
 from fleet.host import HostDied
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
@@ -75,10 +74,12 @@ class Cluster:
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start the fleet; `updates` reports progress.
 
-        Raises `ConfigError` if a fleet runs there already, or if the GPUs that it asks for cannot exist.
+        Raises `ConfigError` if a fleet runs there already, or if the GPUs or the memory that it asks for cannot exist.
         """
         import ray
 
+        if self._head is not None:
+            check_memory(spec.claims, spec.sizes, live_nodes()[0]["Resources"])
         spec = self._with_settled_gpus(spec)
         actor = ray.remote(SupervisorActor).options(
             name=SUPERVISOR_NAME, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_machine()
@@ -102,8 +103,7 @@ class Cluster:
         if self._head is None:
             return spec
         claims = spec.claims.settled(machines[0])
-        sizes = {ServiceRole.PREFILL: spec.config.num_prefill, ServiceRole.DECODE: spec.config.num_decode}
-        check_room(claims, sizes, machines[0])
+        check_room(claims, spec.sizes, machines[0])
         return replace(spec, gpu_use=claims.gpu_use)
 
     async def updates(self) -> list[FleetUpdate]:

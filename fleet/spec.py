@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
+from core.service import PoolSizes
 from fleet.claims import Claims, GpuUse
 from fleet.events import FleetRules
 from fleet.service_host import ServiceFactory
@@ -51,6 +52,16 @@ class FleetSpec:
             ServiceRole.DECODE: self.decode,
         }
         return factories[role]
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """At the start."""
+        config = self.config
+        return {
+            ServiceRole.PREFILL: config.num_prefill,
+            ServiceRole.DECODE: config.num_decode,
+            ServiceRole.ROUTER: config.num_routers,
+        }
 
     @property
     def claims(self) -> Claims:
