@@ -70,7 +70,8 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
         credentials = _channel_credentials(config)
-        server = _server(config, [RemoteRouter(address, credentials) for address in routers])
+        links = [RemoteRouter(each, credentials, [other for other in routers if other != each]) for each in routers]
+        server = _server(config, links)
         await server.start()
         try:
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]

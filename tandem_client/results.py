@@ -112,6 +112,7 @@ class Completion:
     prefill_worker: str
     decode_worker: str
     num_attempts: int  # of the router
+    recomputed_tokens: int  # because a worker or a router was lost
 
 
 class Collector:
@@ -122,9 +123,11 @@ class Collector:
         self.completion: Completion | None = None
 
     def take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
-        """None for the last message, which makes `completion`."""
+        """None for the first message, and for the last one, which makes `completion`."""
         if response.HasField("finished"):
             self.completion = _completion(self._pieces, response.finished)
+            return None
+        if not response.HasField("tokens"):
             return None
         chunk = response.tokens
         ids = tuple(chunk.token_ids)
@@ -159,4 +162,5 @@ def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
         prefill_worker=end.prefill_worker,
         decode_worker=end.decode_worker,
         num_attempts=end.attempts,
+        recomputed_tokens=end.recomputed_tokens,
     )

@@ -32,6 +32,10 @@ class RequestArrived:
     arrived_at: float  # before tokenizing
     deadline: float
     others: tuple[Request, ...] = ()
+    delivered: tuple[int, ...] = ()  # by another router: the first tokens of the output, which do not end it
+
+    def __post_init__(self) -> None:
+        assert not (self.others and self.delivered), "each choice is resumed by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +252,8 @@ class Outcome:
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on all workers, over all attempts
     slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
+    num_resumed_tokens: int = 0  # of the output, delivered by another router
+    recomputed_tokens: int = 0  # of prompt and output, by the last attempt, if it continued an output
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,12 @@ class RoutedRequest:
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
+    num_resumed: int = field(init=False)  # of `delivered`, by another router
     needs_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_resumed = self.num_taken = len(self.delivered)
+        self.has_streamed = bool(self.delivered)
         self.needs_logprobs = self.request.sampling.num_logprobs is not None
 
     @property
@@ -118,12 +121,14 @@ class RoutedRequest:
         dispatch = self.last_dispatch
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
-        cached = dispatch.prefill or dispatch.decode
+        computed = dispatch.prefill or dispatch.decode
+        cached_tokens = 0 if computed is None else computed.cached_tokens
+        num_prompt_tokens, first_index = self.request.num_prompt_tokens, dispatch.first_index
         return Outcome(
             finish_reason=reason,
-            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=len(self.delivered),
-            cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
+            cached_tokens=min(cached_tokens, num_prompt_tokens),
             path=dispatch.candidate.path if self.attempts == 1 else RequestPath.RECOMPUTED,
             attempts=self.attempts,
             timeline=self.timeline,
@@ -135,6 +140,8 @@ class RoutedRequest:
             promise=self.promise,
             kv_block_seconds=self.kv_block_seconds,
             slo_itl_s=slo_itl_s,
+            num_resumed_tokens=self.num_resumed,
+            recomputed_tokens=num_prompt_tokens + first_index - cached_tokens if first_index and computed else 0,
         )
 
     def unreported_block_seconds(self, block_size: int) -> float:

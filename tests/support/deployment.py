@@ -97,6 +97,8 @@ class Deployment:
         """Generate every choice to its end."""
         answers = [Answer() for _ in range(request.n or 1)]
         async for response in self.inference.Generate(request, timeout=timeout_s):
+            if response.HasField("started"):
+                continue
             event = response.tokens if response.HasField("tokens") else response.finished
             answer = answers[event.choice]
             if response.HasField("finished"):
