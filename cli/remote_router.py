@@ -76,6 +76,11 @@ class RemoteRouter:
         return await answer(self._client.get_trace(id, metadata=tuple(metadata)))
 
 
+def remote_routers(addresses: Sequence[str], credentials: Credentials) -> list[RemoteRouter]:
+    """The routers of one fleet, each of which continues the answers of a lost one."""
+    return [RemoteRouter(each, credentials, [other for other in addresses if other != each]) for each in addresses]
+
+
 async def answer(call: Awaitable[T]) -> T:
     """The answer of `call`. Raises `TandemError`."""
     try:
