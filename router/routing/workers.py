@@ -20,6 +20,7 @@ from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()
+UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
 class WorkerTable:
@@ -207,11 +208,14 @@ class WorkerTable:
         """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
         return self._longest_request
 
-    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "") -> Candidate | None:
+    def choose(
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "", *, goes_on: bool = False
+    ) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
 
         `preferred` is a decode worker that has the KV of the prompt, which its reports may not say yet. It serves the
-        prompt alone if it has room and is not in `avoid`.
+        prompt alone if it has room and is not in `avoid`. With `goes_on`, the prompt ends with the start of its output,
+        and a decode worker that has the KV of all but the newest blocks serves it alone.
         """
         with self._decision_timer:
             questions = self._questions(prompt, avoid, now)
@@ -223,6 +227,11 @@ class WorkerTable:
                         return candidate
             if not questions:
                 return None
+            if goes_on:
+                for question in questions:
+                    if (holder := _holder(question, avoid)) is not None:
+                        self.compared = (holder,)
+                        return holder
             found, compared = [], []
             for question in questions:
                 chosen = self._policy.choose(question)
@@ -322,6 +331,13 @@ class WorkerTable:
         for record in self._records.values():
             record.check()
             assert len(record.dispatched) <= record.max_in_flight
+
+
+def _holder(question: RoutingQuestion, avoid: frozenset[str]) -> Candidate | None:
+    least = max(1, question.num_full_block_tokens - UNREPORTED_BLOCKS * question.block_size)
+    holders = [(worker, cached) for worker, cached in question.decode if cached >= least]
+    found = [alone(question, worker, cached) for worker, cached in holders if worker.worker_id not in avoid]
+    return min(found, key=lambda candidate: (candidate.uncached_tokens, candidate.order), default=None)
 
 
 def hashes_of(request: Request) -> PromptHashes:

@@ -61,17 +61,25 @@ class TwoRouters:
     deployment: Deployment
     others: inference_pb2_grpc.InferenceStub  # of the second router
 
+    @property
+    def has_prefill(self) -> bool:
+        return bool(self.deployment.prefill)
+
     async def undisturbed(self, request: inference_pb2.GenerateRequest) -> Received:
         return await receive(self.deployment.inference, request)
 
-    async def resume(self, request: inference_pb2.GenerateRequest, whole: Received, index: int) -> Received:
+    async def resume(
+        self, request: inference_pb2.GenerateRequest, whole: Received, index: int, salt: str = ""
+    ) -> Received:
         """Continue behind the first `index` tokens of `whole`, at the other router."""
         answer = Answer(request)
         assert whole.started is not None
         answer.take(inference_pb2.GenerateResponse(started=whole.started))
         chunk = inference_pb2.TokenChunk(token_ids=whole.token_ids[:index])
         answer.take(inference_pb2.GenerateResponse(tokens=chunk))
-        return await receive(self.others, answer.next_request())
+        following = answer.next_request()
+        following.cache_salt = salt and f"{salt} {index}"
+        return await receive(self.others, following)
 
 
 async def receive(stub: inference_pb2_grpc.InferenceStub, request: inference_pb2.GenerateRequest) -> Received:
@@ -117,8 +125,10 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
     assert whole.indices == list(range(len(whole.token_ids)))
     if "stop_strings" in options:
         assert whole.finished.stop_match in options["stop_strings"], "no stop string matched: nothing was tested"
+    # With another salt, no worker has the KV, so a prefill worker computes the start of the answer.
+    salt = case if routers.has_prefill else ""
     resumed = await asyncio.gather(
-        *(routers.resume(request, whole, index) for index in range(1, len(whole.token_ids) + 1))
+        *(routers.resume(request, whole, index, salt) for index in range(1, len(whole.token_ids) + 1))
     )
     for index, rest in enumerate(resumed, start=1):
         first = TextStream(TOKENIZER.detokenizer(), request.stop.stop_strings, request.stop.min_tokens)
@@ -134,11 +144,12 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
         assert rest.finished.usage.completion_tokens == len(whole.token_ids)
         assert rest.finished.attempts == (1 if rest.token_ids else 0)
         assert rest.started == (whole.started if rest.token_ids else None)
+    if routers.has_prefill:
+        paths = {rest.finished.path for rest in resumed}
+        assert inference_pb2.REQUEST_PATH_DISAGGREGATED in paths, "the decode worker computed every start"
 
 
 async def test_a_resumed_answer_computes_at_most_one_block_again(routers: TwoRouters) -> None:
-    if routers.deployment.config.router.local_prefill == "never":
-        pytest.skip("the prefill worker has no KV of the output, and this configuration asks for its work")
     request = make_request(text="b" * 100, max_tokens=80)
     whole = await routers.undisturbed(request)
     for index in (40, 47, 60):
