@@ -3,6 +3,7 @@
 1. Each token index is delivered once, in order, with the token that a single engine without faults generates.
 2. Each request ends once: it finishes with all its tokens, or fails with an error that a fault explains.
 3. No request ends after its deadline.
+   Nor does the death of a router end the request of a client that resumes.
 4. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 """
 
@@ -35,6 +36,11 @@ from simulator.world import SimulationError, World
 TOLERANCE_S = 0.001  # of a timer after a deadline
 
 
+def first_id(request_id: str) -> str:
+    """The id of the first call of a request, of which `request_id` is a call."""
+    return request_id.partition("~")[0]
+
+
 @dataclass(slots=True)
 class _CallRecord:
     """The common state of one call's choices. Choices without a delivered token end together."""
@@ -46,10 +52,11 @@ class _CallRecord:
     newest: dict[str, dict[str, float]] = field(default_factory=dict)  # request id -> last worker -> time
 
     def dispatched(self, dispatch_id: str, worker_id: str, now: float) -> None:
+        request_id = first_id(request_id_of(dispatch_id))
         if dispatch_id not in self.dispatches:
-            self.newest[request_id_of(dispatch_id)] = {}
+            self.newest[request_id] = {}
         self.dispatches.add(dispatch_id)
-        self.newest[request_id_of(dispatch_id)][worker_id] = now
+        self.newest[request_id][worker_id] = now
 
 
 @dataclass(slots=True)
@@ -108,14 +115,14 @@ class Oracle:
         return self._requests[request_id].ended
 
     def dispatched(self, dispatch_id: str, worker_id: str) -> None:
-        self._requests[request_id_of(dispatch_id)].call.dispatched(dispatch_id, worker_id, self._world.now)
+        self._requests[first_id(request_id_of(dispatch_id))].call.dispatched(dispatch_id, worker_id, self._world.now)
 
     # ---- what the client receives
 
     def delivered(self, deliver: Deliver) -> bool:
         """Returns whether a stop string matches now. The one of a call belongs to its first choice."""
         request_id, index, got = deliver.request_id, deliver.first_index, list(deliver.token_ids)
-        expected = self._requests[request_id]
+        expected = self._requests[first_id(request_id)]
         if expected.ended:
             raise self._fail(request_id, "received tokens after its end")
         if index != expected.num_delivered or not got:
@@ -149,15 +156,22 @@ class Oracle:
         self._world.counts[f"finished {outcome.path.value}"] += 1
         self._world.counts["retried"] += outcome.attempts > 1
 
-    def lose_router(self) -> None:
-        """The router is dead: the connection of every open request breaks."""
-        for request_id, expected in self._requests.items():
-            if not expected.ended:
-                self._end(request_id)
-                self._world.counts["failed with its router"] += 1
+    def lost(self, request_id: str) -> None:
+        """The router of the request is dead, and the client does not resume, or has no time for it."""
+        client = self._end(request_id).call.client
+        if client.resumes and not client.may_time_out:
+            raise self._fail(request_id, "was lost with its router, though its client resumes")
+        self._world.counts["failed with its router"] += 1
+
+    def completed(self, request_id: str) -> None:
+        """Another router has found the answer complete, and sends only the end of it."""
+        expected = self._end(request_id)
+        if not expected.stop_matched and expected.num_delivered != len(expected.output):
+            raise self._fail(request_id, f"was found complete with {expected.num_delivered} tokens")
+        self._world.counts["finished before it was resumed"] += 1
 
     def refused(self, request_id: str, error: TandemError) -> None:
-        call = self._requests[request_id].call
+        call = self._requests[first_id(request_id)].call
         num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
         self._end(request_id)
         too_large = isinstance(error, InvalidRequest) and call.client.oversized
@@ -210,7 +224,7 @@ class Oracle:
         return any(self._world.had_trouble(worker_id, since) for worker_id, since in dispatched)
 
     def _end(self, request_id: str) -> _Expected:
-        expected, now = self._requests[request_id], self._world.now
+        expected, now = self._requests[first_id(request_id)], self._world.now
         if expected.ended:
             raise self._fail(request_id, "ended twice")
         if now > expected.deadline + TOLERANCE_S:
