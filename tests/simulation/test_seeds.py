@@ -35,7 +35,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "finished disaggregated", "finished local", "finished recomputed",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
-    "failed with its router",
+    "failed with its router", "resumed", "finished before it was resumed",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
 )  # fmt: skip
 
