@@ -219,27 +219,25 @@ class WorkerTable:
         """
         with self._decision_timer:
             questions = self._questions(prompt, avoid, now)
-            for question in questions:
-                for worker, _ in question.decode:
-                    if worker.worker_id == preferred and preferred not in avoid:
-                        candidate = alone(question, worker, question.num_full_block_tokens)
-                        self.compared = (candidate,)
-                        return candidate
-            if not questions:
-                return None
-            if goes_on:
-                for question in questions:
-                    if (holder := _holder(question, avoid)) is not None:
-                        self.compared = (holder,)
-                        return holder
-            found, compared = [], []
-            for question in questions:
-                chosen = self._policy.choose(question)
-                if chosen is not None:
-                    found.append(chosen)
-                compared.append(self._policy.compared)
-            self.compared = compared[0] if len(compared) == 1 else [one for part in compared for one in part]
-            return min(found, key=_order, default=None)
+            holder = None
+            if preferred not in avoid:
+                holder = _preferred(questions, preferred)
+            if holder is None and goes_on:
+                holder = next(filter(None, (_holder(question, avoid) for question in questions)), None)
+            if holder is not None:
+                self.compared = (holder,)
+                return holder
+            return self._cheapest(questions) if questions else None
+
+    def _cheapest(self, questions: list[RoutingQuestion]) -> Candidate | None:
+        found, compared = [], []
+        for question in questions:
+            chosen = self._policy.choose(question)
+            if chosen is not None:
+                found.append(chosen)
+            compared.append(self._policy.compared)
+        self.compared = compared[0] if len(compared) == 1 else [one for part in compared for one in part]
+        return min(found, key=_order, default=None)
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""
@@ -331,6 +329,14 @@ class WorkerTable:
         for record in self._records.values():
             record.check()
             assert len(record.dispatched) <= record.max_in_flight
+
+
+def _preferred(questions: list[RoutingQuestion], worker_id: str) -> Candidate | None:
+    for question in questions:
+        for worker, _ in question.decode:
+            if worker.worker_id == worker_id:
+                return alone(question, worker, question.num_full_block_tokens)
+    return None
 
 
 def _holder(question: RoutingQuestion, avoid: frozenset[str]) -> Candidate | None:

@@ -108,8 +108,11 @@ async def test_a_machine_that_gets_sigterm_ends_after_its_worker_is_replaced_and
     """Stands last: one of the machines of the fixture may end."""
     async with (
         machine(
-            Unit.read("tandem-worker@.service", "decode"), cluster.environment, OTHER_DECODE_IP,
-            HEAD=cluster.head, PLACES="2",
+            Unit.read("tandem-worker@.service", "decode"),
+            cluster.environment,
+            OTHER_DECODE_IP,
+            HEAD=cluster.head,
+            PLACES="2",
         ),
         Journal.open(tmp_path / "journal") as journal,
         driver(cluster, tmp_path / "journal"),

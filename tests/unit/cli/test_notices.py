@@ -23,7 +23,7 @@ class FakeCluster(Cluster):
 async def test_a_supervisor_that_fails_ends_the_command() -> None:
     """Nothing else would: requests go on while no worker is started again."""
     printed: list[str] = []
-    cluster = FakeCluster(FleetMessage("decode-0 serves"), FleetFailed("the supervisor has a bug"))
+    cluster = FakeCluster(FleetMessage("decode-0", "serves"), FleetFailed("the supervisor has a bug"))
     with pytest.raises(TandemError, match="the supervisor has a bug"):
         await print_notices(cluster, printed.append)
     assert printed == ["decode-0 serves"]
