@@ -13,7 +13,7 @@ from tests.support.commands_of_docs import commands_of
 from tests.support.deployment import deploy, tiny_config
 
 RUNBOOK = Path(__file__).resolve().parents[2] / "docs/runbook.md"
-ASKING = ("status", "trace", "explain")  # `scale` needs a supervisor, `doctor` asks the machine
+ASKING = ("status", "trace", "explain")  # `scale` and `events` need a supervisor, `doctor` asks the machine
 
 
 async def test_the_commands_of_the_runbook_answer() -> None:

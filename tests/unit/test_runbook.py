@@ -41,7 +41,7 @@ def test_no_option_of_a_command_is_invented(page: Path) -> None:
 
 def test_the_runbook_uses_the_commands_that_operators_have() -> None:
     used = {command.split()[1] for command in commands_of(RUNBOOK)}
-    assert used >= {"status", "trace", "scale", "explain", "doctor"}
+    assert used >= {"status", "events", "trace", "scale", "explain", "doctor"}
 
 
 @pytest.mark.parametrize("command", ["tandem status --onces", "tandem scale --prefil 3", "ray start --blocks"])
