@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation image clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ucxx]'
 	@touch $@
 
-tools:  ## Install Chromium, Prometheus and Node modules for the tests that use them (Debian, root)
+tools:  ## Install Chromium, Prometheus, Compose and others for the tests that use them (Debian, root)
 	tests/tools/install.sh
 
 check: setup  ## Lint, format, types, and the floors of the house
@@ -92,9 +92,16 @@ bench-formats: setup  ## Measure the cost of JSON schemas, and validate 2,000 ou
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.formats
 
+bench-speculation: setup  ## Measure what guessed tokens gain: make bench-speculation QUESTIONS=question.jsonl (Spec-Bench's; 30 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.speculation --questions $(QUESTIONS)
+
 bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.gateway
+
+image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
+	tests/tools/build_image.sh
 
 clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway: make clients TRACE=f
 	$(BIN)/tandem pull

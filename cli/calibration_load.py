@@ -98,7 +98,7 @@ class CalibrationLoad:
         async for response in self._client.generate(request, self._plan.timeout_s):
             if response.HasField("finished"):
                 finished = response.finished
-            else:
+            elif response.HasField("tokens"):
                 last_at = time.monotonic()
                 first_at = first_at or last_at
                 num_tokens += len(response.tokens.token_ids)

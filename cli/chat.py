@@ -41,7 +41,7 @@ class Conversation:
             async for response in client.generate(request, self._timeout_s):
                 if response.HasField("finished"):
                     finished = response.finished
-                else:
+                elif response.HasField("tokens"):
                     pieces.append(response.tokens.text)
                     print(response.tokens.text, end="", flush=True)
         finally:

@@ -64,7 +64,7 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
     if telemetry.metrics_port:
         telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
     load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
-    place = RouterPlace(placement.ordinal, bool(placement.address), placement.scale)
+    place = RouterPlace(placement.ordinal, bool(placement.address), placement.control)
     front = None
     if config.gateway.port:
         from cli.gateway import http_front

@@ -71,17 +71,26 @@ FLAGS = (
 )  # fmt: skip
 
 
-def load_config(path: Path | None, flags: Mapping[str, float | str | None]) -> TandemConfig:
-    """`flags` has a value by parameter name; None = not given. Raises `ConfigError` naming the file and the option."""
+# Values by the parameter name of a flag; None = not given.
+Flags = Mapping[str, float | str | None]
+
+
+def load_config(path: Path | None, flags: Flags) -> TandemConfig:
+    """Raises `ConfigError` naming the file and the option."""
     tables = _read(path) if path is not None else {}
+    try:
+        return config_of(tables, flags)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfig:
+    """Flags win over tables. Raises `ConfigError` naming the option."""
     for flag in FLAGS:
         value = flags.get(flag.parameter)
         if value is not None:
             tables.setdefault(flag.table, {})[flag.option] = value
-    try:
-        return _with_full_paths(_for_vllm(from_mapping(tables)))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+    return _with_full_paths(_for_vllm(from_mapping(tables)))
 
 
 def _for_vllm(config: TandemConfig) -> TandemConfig:

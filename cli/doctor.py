@@ -38,6 +38,8 @@ MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
 MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
+MAX_TCP_RETRIES = 8  # 100 s; Linux has 15: 15 minutes
+TCP_RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 
 PACKAGES = ("ray", "torch", "grpcio", "protobuf", "tokenizers", "opentelemetry-sdk")
 NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12")  # one of them
@@ -77,6 +79,15 @@ def memory() -> Iterator[Finding]:
     yield judge(unlimited or not rdma, "locked memory", text, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield judge(files >= MIN_OPEN_FILES, "open files", str(files), f"set `ulimit -n {MIN_OPEN_FILES * 16}`")
+
+
+def network() -> Iterator[Finding]:
+    """A read that waits for a link which lost everything keeps its blocks until TCP gives the connection up."""
+    if TCP_RETRIES.exists():
+        retries = int(TCP_RETRIES.read_text())
+        text = f"TCP gives up a silent connection after {retries} retries"
+        fix = "for KV over TCP between machines: `sysctl -w net.ipv4.tcp_retries2=5` (13 s)"
+        yield judge(retries <= MAX_TCP_RETRIES, "network", text, fix)
 
 
 def gpus() -> Iterator[Finding]:
@@ -147,7 +158,7 @@ def transport(config: TransferConfig) -> Finding:
 
 def examine(config: TandemConfig) -> list[Finding]:
     return [
-        *versions(), *processor(), *memory(), *gpus(), *model_cache(), *ports(config.router), *transports(),
+        *versions(), *processor(), *memory(), *network(), *gpus(), *model_cache(), *ports(config.router), *transports(),
         *vllm(config),
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import uvloop
 from rich.console import Console
 
-from cli.remote_router import RemoteRouter
+from cli.remote_router import RemoteRouter, remote_routers
 from core.config import GatewayConfig, TandemConfig
 from core.errors import ConfigError
 from core.service import join_address
@@ -70,7 +70,7 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
         credentials = _channel_credentials(config)
-        server = _server(config, [RemoteRouter(address, credentials) for address in routers])
+        server = _server(config, remote_routers(routers, credentials))
         await server.start()
         try:
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]

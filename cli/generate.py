@@ -62,7 +62,7 @@ async def generate(
                     held.setdefault(chunk.choice, []).append(chunk.text)
                 else:
                     print(chunk.text, end="", flush=True)
-            elif several:
+            elif several and response.HasField("finished"):
                 choice = response.finished.choice
                 print(f"[{choice}] {''.join(held.pop(choice, []))}", flush=True)
     if not as_json and not several:

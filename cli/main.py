@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from cli.command_options import DEFAULT_ROUTER, Router, Security, console
 from cli.exit_codes import FAILED, INTERRUPTED
 from cli.flags import (
     CHOICE_FLAGS,
@@ -21,10 +21,9 @@ from cli.flags import (
     fill_request,
     with_flags,
 )  # fmt: skip
+from cli.fleet_commands import add_fleet_commands
 from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
-
-DEFAULT_ROUTER = "127.0.0.1:50051"
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate pools.",
@@ -32,15 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-
-Router = Annotated[str, typer.Option("--router", help="host:port of the router.")]
-Security = Annotated[
-    Path | None, typer.Option("--config", help=r"TOML file with the credentials of the cluster in \[security].")
-]
-# The range of the message field; the supervisor checks a narrower limit.
-Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
-NumRouters = Annotated[int | None, typer.Option(help="Number of routers wanted.", min=0, max=2**32 - 1)]
 System = Annotated[str, typer.Option("--system", help="System message at the start of the conversation.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Time limit of an answer, in seconds.")]
 
@@ -109,7 +99,7 @@ def serve(
     try:
         from cli.serve import serve as serve_fleet  # a slow import, while Ray starts
 
-        serve_fleet(loaded, cluster, console)
+        serve_fleet(loaded, flags, cluster, console)
     finally:
         cluster.close()
 
@@ -227,34 +217,7 @@ def trace(
         show_trace(trace_in_file(file, request), verbose, console)
 
 
-@app.command()
-def status(
-    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
-    ledger: Annotated[bool, typer.Option("--ledger", help="Count KV blocks by state, and list their holders.")] = False,
-    router: Router = DEFAULT_ROUTER,
-    config: Security = None,
-) -> None:
-    """Show routers, and state, KV use, queue and tokens per second of both pools: live at a terminal, else once."""
-    from cli.credentials import client_of, find_credentials
-    from cli.status import status as show_status
-
-    asyncio.run(show_status(client_of(router, find_credentials(config, router)), console, once, ledger))
-
-
-@app.command()
-def scale(
-    prefill: Size = None,
-    decode: Size = None,
-    routers: NumRouters = None,
-    router: Router = DEFAULT_ROUTER,
-    config: Security = None,
-) -> None:
-    """Grow or shrink the pools while they serve. A removed worker or router drains before it stops."""
-    from cli.credentials import client_of, find_credentials
-    from cli.status import scale as request_sizes
-
-    sizes = {"prefill": prefill, "decode": decode, "routers": routers}
-    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
+add_fleet_commands(app)
 
 
 @app.command()

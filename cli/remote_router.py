@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from core.errors import ErrorCode, QueueFull, TandemError
@@ -15,22 +15,26 @@ T = TypeVar("T")
 
 
 class RemoteRouter:
-    """A `gateway.router_calls.RouterCalls`. It retries nothing: an HTTP client retries by itself."""
+    """A `gateway.router_calls.RouterCalls`. It retries no refusal: an HTTP client retries by itself. An answer whose
+    router is lost goes on at one of the `others`, or at the router that listens at its address then."""
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, credentials: Credentials, others: Sequence[str] = ()) -> None:
         self.address = address
         self._client = AsyncClient(address, credentials, NO_RETRY)
+        self._generating = AsyncClient((address, *others), credentials, NO_RETRY)
 
     async def open(self) -> None:
         await self._client.__aenter__()
+        await self._generating.__aenter__()
 
     async def close(self) -> None:
+        await self._generating.__aexit__(None, None, None)
         await self._client.__aexit__(None, None, None)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
     ) -> None:
-        responses = self._client.generate(request, timeout_s, tuple(metadata))
+        responses = self._generating.generate(request, timeout_s, tuple(metadata))
         try:
             async for response in responses:
                 if sink.is_full:  # gRPC then holds the router back
@@ -39,7 +43,7 @@ class RemoteRouter:
                     await room.wait()
                 if response.HasField("tokens"):
                     sink.chunk(response.tokens)
-                else:
+                elif response.HasField("finished"):
                     sink.finished(response.finished)
         except CallFailed as error:
             raise tandem_error(error) from error
@@ -70,6 +74,11 @@ class RemoteRouter:
 
     async def get_trace(self, id: str, metadata: Metadata) -> cluster_pb2.Trace:
         return await answer(self._client.get_trace(id, metadata=tuple(metadata)))
+
+
+def remote_routers(addresses: Sequence[str], credentials: Credentials) -> list[RemoteRouter]:
+    """The routers of one fleet, each of which continues the answers of a lost one."""
+    return [RemoteRouter(each, credentials, [other for other in addresses if other != each]) for each in addresses]
 
 
 async def answer(call: Awaitable[T]) -> T:

@@ -19,20 +19,22 @@ from typing import Any
 from rich.console import Console
 
 from cli import compose, vllm
+from cli.config_file import Flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
+from cli.roll_config import read_again
 from cli.vllm_environment import python_of, torch_version, variables
-from core.config import ClusterConfig, EngineConfig, TandemConfig
+from core.config import EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.service import Service
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
-from fleet.supervisor import FleetSpec, Interpreter
+from fleet.spec import FleetSpec, Interpreter
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
@@ -43,7 +45,8 @@ POLL_INTERVAL_S = 0.05
 PrintLine = Callable[[str], None]
 
 
-def fleet_spec(config: TandemConfig) -> FleetSpec:
+def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
+    """`flags` of the command line, which win again when the config is read again."""
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
@@ -63,7 +66,13 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
         gpu_use=gpu_use(config.engine, torch, joined=bool(config.cluster.address)),
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
+        reread=functools.partial(_spec_of, config, flags or {}),
     )
+
+
+def _spec_of(started: TandemConfig, flags: Flags, text: str) -> FleetSpec:
+    """A `fleet.spec.Reread` of a fleet that started with `started`."""
+    return fleet_spec(read_again(started, flags, text), flags)
 
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
@@ -78,35 +87,21 @@ def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
 async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> list[str]:
     """Start every service and wait until all serve. Returns the addresses of the routers, one for each machine.
 
-    Raises `TandemError` with the reason.
+    The supervisor bounds each start. A service may wait for a machine without a limit, and a line says so. Raises
+    `TandemError` with the reason.
     """
     await cluster.start(spec)
-    try:
-        async with asyncio.timeout(spec.config.start_timeout_s):
-            while True:
-                for update in await cluster.updates():
-                    match update:
-                        case FleetMessage():
-                            print_line(update.text)
-                        case FleetFailed():
-                            raise TandemError(update.reason)
-                        case FleetReady():
-                            return list(dict.fromkeys(router.address for router in await cluster.routers()))
-    except TimeoutError:
-        raise WorkerUnavailable(
-            f"some services do not serve after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-            + slow_start_hint(spec.config, cluster.log_dir, spec.gpu_use)
-        ) from None
-
-
-def slow_start_hint(config: ClusterConfig, log_dir: str, gpu_use: GpuUse = GpuUse.NEVER) -> str:
-    """Where to look after a slow start. A Ray started here has room for every worker, but no `ray status`."""
-    if not config.address:
-        return f"a large model on this machine may need longer; the logs are in {log_dir}"
-    names = filter(None, dict.fromkeys((config.prefill_resource, config.decode_resource, config.router_resource)))
-    command = f"RAY_AUTH_MODE=token ray status --address {config.address}"
-    gpu = ", and each worker its GPU" if gpu_use is not GpuUse.NEVER else ""
-    return f"each service needs a machine with a free {' or '.join(map(repr, names))}{gpu}; `{command}` shows them"
+    while True:
+        for update in await cluster.updates():
+            match update:
+                case FleetMessage():
+                    print_line(update.text)
+                case FleetFailed():
+                    if not spec.config.address:
+                        print_line(f"the logs are in {cluster.log_dir}")
+                    raise TandemError(update.reason)
+                case FleetReady():
+                    return list(dict.fromkeys(router.address for router in await cluster.routers()))
 
 
 async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:
@@ -231,7 +226,7 @@ def run_interruptible(main: Callable[[], Coroutine[Any, Any, None]], print_line:
     return asyncio.run(supervised())
 
 
-def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
+def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console) -> None:
     """Serve until interrupted. `cluster` is starting already. Raises `TandemError` if the start or Ray fails."""
     secured = with_cluster_token(config)
     credentials = load_credentials(secured.security)
@@ -257,4 +252,4 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
     with claimed_port(config.gateway) if config.gateway.port else contextlib.nullcontext():
-        run_interruptible(functools.partial(main, fleet_spec(secured)), print_line)
+        run_interruptible(functools.partial(main, fleet_spec(secured, flags)), print_line)

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cli.health import SILENT_MS, Health, health_of, slot_lines, status_json
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
 from cli.pools import num_serving, pool_lines, sizes_text
 from core.errors import InvalidRequest
@@ -23,7 +24,6 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 REFRESH_S = 1.0
-SILENT_MS = 3000.0
 
 # KV = share of the pool in use; cached = share of the pool with reusable prefixes; todo = tokens not computed yet;
 # moves = open transfers. With --ledger, block counts replace shares and load, because both exceed 80 columns.
@@ -164,7 +164,7 @@ def _state_text(state: worker_pb2.WorkerState) -> str:
     return f"[{STATE_STYLES.get(name, 'white')}]{name.lower()}[/]"
 
 
-async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> None:
+async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> Health:
     """Live until Ctrl-C, or once if `once` or without a terminal. A rate needs two samples."""
     async with connection as client:
         before = await _sample(client, with_ledger)
@@ -172,13 +172,21 @@ async def status(connection: AsyncClient, console: Console, once: bool, with_led
             await asyncio.sleep(REFRESH_S)
             after = await _sample(client, with_ledger)
             console.print(_view(before, after))
-            return
+            return health_of(after.fleet)
         with Live(_view(None, before), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(REFRESH_S)
                 after = await _sample(client, with_ledger)
                 live.update(_view(before, after), refresh=True)
                 before = after
+
+
+async def status_as_json(connection: AsyncClient) -> Health:
+    """Print one line of JSON."""
+    async with connection as client:
+        fleet = await client.fleet()
+    print(status_json(fleet))
+    return health_of(fleet)
 
 
 async def _sample(client: AsyncClient, with_ledger: bool) -> Sample:
@@ -190,7 +198,7 @@ async def _sample(client: AsyncClient, with_ledger: bool) -> Sample:
 def _view(before: Sample | None, now: Sample) -> RenderableType:
     table = fleet_table(now.fleet, rates(before, now), with_ledger=now.ledger is not None)
     holders = [] if now.ledger is None else [holders_table(now.ledger)]
-    empty = [Text(line, style="yellow") for line in pool_lines(now.fleet)]
+    empty = [Text(line, style="yellow") for line in (*pool_lines(now.fleet), *slot_lines(now.fleet))]
     return Group(table, *empty, *paths_text(now.fleet), *holders)
 
 

@@ -6,7 +6,7 @@ Ray actor (fleet/ray_hosts.py); in tests and on a machine without Ray it is a pl
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ class Endpoint:
     service_id: str  # unique among all starts: <role>-<n>.<incarnation in hex>
     address: str  # host:port of its gRPC server
     role: ServiceRole
+    version: str = ""  # of the software in its process; its host knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,3 @@ SIZE_FIELDS = {ServiceRole.PREFILL: "prefill", ServiceRole.DECODE: "decode", Ser
 
 # The wanted number of services of a role.
 PoolSizes = Mapping[ServiceRole, int]
-
-# Takes the pool sizes to change; returns all sizes now wanted.
-Scale = Callable[[PoolSizes], Awaitable[PoolSizes]]

@@ -99,9 +99,10 @@ class TorchAttention:
             decodes=[self._decode_part(batch, tables, group) for group in _groups_of_decodes(batch, tables)],
         )
 
-    def prefills_of(self, batch: Batch, tables: StepTables) -> list[PrefillPart]:
-        """The chunks of several tokens."""
-        return [self._prefill_part(batch, tables, chunk) for chunk in np.flatnonzero(batch.num_tokens > 1).tolist()]
+    def prefills_of(self, batch: Batch, tables: StepTables, longer_than: int = 1) -> list[PrefillPart]:
+        """The chunks of more than so many tokens."""
+        chosen = np.flatnonzero(batch.num_tokens > longer_than)
+        return [self._prefill_part(batch, tables, chunk) for chunk in chosen.tolist()]
 
     def attend_prefill(
         self, part: PrefillPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int

@@ -20,6 +20,7 @@ from engine.step_queue import PromisedTokens
 
 MIN_MATCH = 2  # tokens; after one, a fifth of the guesses is right
 MAX_COPIES = 16  # the latest ones are compared
+RECENT = 4096  # tokens that are searched first: a repetitive text has enough copies there
 _FIRST_SIZE = 1024
 _BACK = np.arange(MAX_MATCH)
 
@@ -67,8 +68,8 @@ class _Text:
         self.num_tokens = end
 
     def continuation(self) -> Proposal:
-        """What followed the copy of the newest tokens, as long as it goes on as they do; else what followed the latest
-        of the longest copies. Repeated, if it ends here."""
+        """The tokens behind the current match. Without a match, `_find` looks for the longest of the latest MAX_COPIES
+        copies. A continuation that ends at the newest token is repeated."""
         if not self._match and self.num_tokens > MIN_MATCH:
             self._find()
         if not self._match:
@@ -78,7 +79,9 @@ class _Text:
 
     def _find(self) -> None:
         tokens = self._tokens[: self.num_tokens]
-        ends = ((tokens[1:-1] == tokens[-1]) & (tokens[:-2] == tokens[-2])).nonzero()[0][-MAX_COPIES:] + 1
+        ends = _latest_copies(tokens[-RECENT:]) + max(0, self.num_tokens - RECENT)
+        if len(ends) < MAX_COPIES and self.num_tokens > RECENT:
+            ends = _latest_copies(tokens)
         if not len(ends):
             return
         places = ends[:, None] - _BACK[: self.num_tokens]
@@ -86,6 +89,11 @@ class _Text:
         lengths = np.where(equal.all(axis=1), equal.shape[1], equal.argmin(axis=1))[::-1]  # the latest first
         best = int(lengths.argmax())
         self._next, self._match = int(ends[-1 - best]) + 1, int(lengths[best])
+
+
+def _latest_copies(tokens: np.ndarray) -> np.ndarray:
+    """Places of the second token of each of the latest copies of the two newest tokens. # int32 [n] -> int64 [<= 16]"""
+    return ((tokens[1:-1] == tokens[-1]) & (tokens[:-2] == tokens[-2])).nonzero()[0][-MAX_COPIES:] + 1
 
 
 class Proposer:

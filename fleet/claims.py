@@ -1,4 +1,4 @@
-"""Resources that a member of the fleet claims from Ray: a place in its pool, and on a GPU its share of one GPU.
+"""Resources that a member of the fleet claims from Ray: a place in its pool, memory, and on a GPU its share of one GPU.
 
 Ray never places more than 1.0 of shares on a GPU. It puts a fraction on the GPU with the least room that suffices, and
 a whole share on an empty GPU.
@@ -20,6 +20,8 @@ from core.service import PoolSizes
 
 GPU = "GPU"  # Ray's name of the resource
 ACCELERATOR = "accelerator_type:"  # a machine with an H100 has 1.0 of the resource accelerator_type:H100
+MEMORY = "memory"  # Ray's name of the memory of the host, in bytes
+MIB = 1024 * 1024
 ROOM_TOLERANCE = 1e-6  # ten tenths are one GPU
 
 Resources = Mapping[str, float]  # of one machine, by Ray's names
@@ -40,6 +42,7 @@ class Claim:
     resource: str = ""  # 1.0 of this
     gpus: float = 0.0  # a share of one GPU in [0, 1], or a whole number of GPUs
     accelerator: str = ""  # Ray's name for the type of the GPU; empty = any
+    memory_mb: int = 0  # of the host
 
     def options(self) -> dict[str, Any]:
         """Options of the Ray actor."""
@@ -47,12 +50,15 @@ class Claim:
         options["resources"] = {self.resource: 1.0} if self.resource else {}
         if self.accelerator:
             options["accelerator_type"] = self.accelerator
+        if self.memory_mb:
+            options["memory"] = self.memory_mb * MIB
         return options
 
     def __str__(self) -> str:
         kind = f"{self.accelerator or GPU}"
         gpu = kind if self.gpus == 1 else f"{self.gpus:g} {kind}s" if self.gpus > 1 else f"{self.gpus:g} of one {kind}"
         parts = [repr(self.resource)] * bool(self.resource) + [gpu] * bool(self.gpus)
+        parts += [f"{self.memory_mb} MB of memory"] * bool(self.memory_mb)
         return " and ".join(parts)
 
 
@@ -67,21 +73,21 @@ class Claims:
     def of(self, role: ServiceRole, machines: Collection[Resources]) -> Claim:
         """The claim of a member that starts now, while these machines are alive."""
         if role is ServiceRole.ROUTER:
-            return Claim(self.config.router_resource)
+            return Claim(self.config.router_resource, memory_mb=self.config.router_memory_mb)
         claim = self._on_gpu(role)
         present = any(machine.get(GPU, 0) > 0 for machine in machines if machine.get(claim.resource, 0) > 0)
         if self.gpu_use is GpuUse.ALWAYS or (self.gpu_use is GpuUse.IF_PRESENT and (present or claim.accelerator)):
             return claim
-        return Claim(claim.resource)
+        return Claim(claim.resource, memory_mb=claim.memory_mb)
 
     def _on_gpu(self, role: ServiceRole) -> Claim:
         """The claim of a worker that uses a GPU if its pool may."""
         config = self.config
         if role is ServiceRole.PREFILL:
-            share, resource, accelerator = config.prefill_gpus, config.prefill_resource, config.prefill_accelerator
-        else:
-            share, resource, accelerator = config.decode_gpus, config.decode_resource, config.decode_accelerator
-        return Claim(resource, share * self.gpus_per_worker, accelerator)
+            gpus = config.prefill_gpus * self.gpus_per_worker
+            return Claim(config.prefill_resource, gpus, config.prefill_accelerator, config.prefill_memory_mb)
+        gpus = config.decode_gpus * self.gpus_per_worker
+        return Claim(config.decode_resource, gpus, config.decode_accelerator, config.decode_memory_mb)
 
     def settled(self, machine: Resources) -> Claims:
         """The claims of a fleet that has only this machine."""
@@ -91,15 +97,15 @@ class Claims:
             use = GpuUse.ALWAYS if wanted or machine.get(GPU, 0) > 0 else GpuUse.NEVER
         return replace(self, gpu_use=use)
 
-    def wait_hint(self, role: ServiceRole) -> str:
-        """The reason why Ray may not have placed a member. A Ray of our own has room for every service but for GPUs."""
+    def wait_reason(self, role: ServiceRole) -> str:
+        """The reason why Ray may not have placed a member. A Ray of our own has room for all services but for GPUs."""
         claim = self.of(role, ())
-        if not self.config.address:
-            return " (no free GPU?)" if claim.gpus else ""
-        if not claim.resource:
-            return ""
+        if not self.config.address or not claim.resource:
+            lacking = ["no GPU is free"] * bool(claim.gpus)
+            lacking += [f"{claim.memory_mb} MB of memory are not free"] * bool(claim.memory_mb)
+            return " or ".join(lacking) or "Ray has not placed it yet"
         may = role is not ServiceRole.ROUTER and self.gpu_use is GpuUse.IF_PRESENT and self._on_gpu(role).gpus
-        return f" (no machine with a free {claim}{', and a free GPU if it has any' if may and not claim.gpus else ''}?)"
+        return f"no machine has a free {claim}{', and a free GPU if it has any' if may and not claim.gpus else ''}"
 
 
 def check_accelerators(claims: Claims, known: Collection[str], machines: Collection[Resources]) -> None:
@@ -139,6 +145,17 @@ def check_room(claims: Claims, sizes: PoolSizes, machine: Resources) -> None:
         raise ConfigError(
             f"the workers need {wanted} GPUs, but this machine has {found}: start fewer workers, let workers share "
             "a GPU ([cluster] prefill_gpus and decode_gpus, e.g. 0.5), or use --device cpu"
+        )
+
+
+def check_memory(claims: Claims, sizes: PoolSizes, machine: Resources) -> None:
+    """Raise `ConfigError` if the only machine has less memory than a fleet of these sizes asks for."""
+    wanted_mb = sum(size * claims.of(role, [machine]).memory_mb for role, size in sizes.items())
+    found_mb = int(machine.get(MEMORY, 0) / MIB)
+    if wanted_mb > found_mb:
+        raise ConfigError(
+            f"the services ask for {wanted_mb} MB of memory, but Ray has {found_mb} MB on this machine: start fewer of "
+            "them, or lower [cluster] prefill_memory_mb, decode_memory_mb and router_memory_mb"
         )
 
 

@@ -21,12 +21,16 @@ from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
-from core.lifecycle import ServiceRole
-from core.service import Endpoint, PoolSizes
-from fleet.claims import GpuUse, check_accelerators, check_room
+from core.service import Endpoint
+from fleet.claims import GpuUse, check_accelerators, check_memory, check_room
+from fleet.host import HostDied
+from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, await_actor, live_nodes, log_dir, on_this_machine, scale_fleet
-from fleet.supervisor import FleetSpec, FleetUpdate, HostDied
+from fleet.ray_hosts import SupervisorActor, on_this_machine
+from fleet.ray_machines import live_nodes
+from fleet.spec import FleetSpec
+from fleet.supervisor import FleetUpdate
+from fleet.supervisor_control import SupervisorControl
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
@@ -70,10 +74,12 @@ class Cluster:
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start the fleet; `updates` reports progress.
 
-        Raises `ConfigError` if a fleet runs there already, or if the GPUs that it asks for cannot exist.
+        Raises `ConfigError` if a fleet runs there already, or if the GPUs or the memory that it asks for cannot exist.
         """
         import ray
 
+        if self._head is not None:
+            check_memory(spec.claims, spec.sizes, live_nodes()[0]["Resources"])
         spec = self._with_settled_gpus(spec)
         actor = ray.remote(SupervisorActor).options(
             name=SUPERVISOR_NAME, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_machine()
@@ -97,8 +103,7 @@ class Cluster:
         if self._head is None:
             return spec
         claims = spec.claims.settled(machines[0])
-        sizes = {ServiceRole.PREFILL: spec.config.num_prefill, ServiceRole.DECODE: spec.config.num_decode}
-        check_room(claims, sizes, machines[0])
+        check_room(claims, spec.sizes, machines[0])
         return replace(spec, gpu_use=claims.gpu_use)
 
     async def updates(self) -> list[FleetUpdate]:
@@ -127,9 +132,10 @@ class Cluster:
         assert self._head is not None
         return f"Ray cannot go on: {await self._head.died()} has ended; the logs are in {log_dir()}"
 
-    async def scale(self, sizes: PoolSizes) -> PoolSizes:
-        """As `scale_fleet`."""
-        return await scale_fleet(self._supervisor, sizes)
+    @property
+    def control(self) -> SupervisorControl:
+        """Call `start` first."""
+        return SupervisorControl(self._supervisor)
 
     async def shutdown(self) -> None:
         """Begin to drain every service; `FleetStopped` is the last update.
@@ -207,7 +213,7 @@ def _about_token() -> str:
     """A hint: without the right token, Ray reports only that the cluster is out of reach."""
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return "; is its token the one that is here? (deploy/README.md)"
-    return "; if it was started by deploy/head.sh, set RAY_AUTH_MODE=token and have its token here (deploy/README.md)"
+    return "; if it requires a token, set RAY_AUTH_MODE=token and have its token here (deploy/README.md)"
 
 
 @contextlib.contextmanager
@@ -249,5 +255,5 @@ def _require_reachable(address: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(
-            f"no Ray cluster at {address} ({why}); start one with deploy/head.sh, or leave the address out"
+            f"no Ray cluster at {address} ({why}); start its head (deploy/README.md), or leave the address out"
         ) from error

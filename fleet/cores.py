@@ -44,19 +44,18 @@ def share_of_cores(cores: Sequence[int], local_rank: int, num_sharers: int) -> t
 
 
 class LocalRanks:
-    """The ranks of the workers of each machine. A worker takes the lowest free rank."""
+    """The ranks of the workers of each machine. A worker takes the lowest free rank, or that of the one it replaces."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, dict[int, object]] = {}  # machine -> local_rank -> worker
+        self._taken: dict[str, dict[object, int]] = {}  # machine -> worker -> local_rank
 
-    def take(self, machine: str, who: object) -> int:
+    def take(self, machine: str, who: object, replaces: object = None) -> int:
+        """`replaces` keeps its rank while both run. It may run on another machine, or not any more."""
         taken = self._taken.setdefault(machine, {})
-        local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
-        taken[local_rank] = who
-        return local_rank
+        free = (number for number in range(len(taken) + 1) if number not in taken.values())
+        taken[who] = taken[replaces] if replaces in taken else next(free)
+        return taken[who]
 
     def leave(self, who: object) -> None:
-        """Free the rank of `who`, if there is one."""
         for taken in self._taken.values():
-            for local_rank in [local_rank for local_rank, holder in taken.items() if holder == who]:
-                del taken[local_rank]
+            taken.pop(who, None)

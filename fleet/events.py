@@ -4,22 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import PoolSizes
+from fleet.claims import Claims
+
+
+@dataclass(frozen=True, slots=True)
+class MachineId:
+    """A machine of the fleet."""
+
+    name: str  # unique
+    host: str  # its address, as in `fleet.service_host.Placement`
+
+    def __str__(self) -> str:
+        return self.host or "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotId:
+    """A numbered place of the fleet. Its name stays if the role of its service changes."""
+
+    pool: ServiceRole  # for which the slot was added
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.pool.value}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of one slot. `start` numbers all starts of the fleet."""
+    """One start of one slot, with the role of this start. `start` numbers all starts of the fleet; 0 = none yet."""
 
+    slot: SlotId
     role: ServiceRole
-    ordinal: int
     start: int
 
     @property
     def name(self) -> str:
-        return f"{self.role.value}-{self.ordinal}"
+        return str(self.slot)
+
+    @property
+    def ordinal(self) -> int:
+        return self.slot.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +68,19 @@ class ScaleTo:
 
 
 @dataclass(frozen=True, slots=True)
+class ServicePlaced:
+    """The process of the service runs on this machine. `ServiceStarted` or `StartFailed` follows, or `ServiceDied`."""
+
+    member: Member
+    machine: MachineId
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStarted:
     member: Member
     service_id: str
     address: str
+    version: str = ""  # of its software
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +102,57 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineLeaving:
+    """The machine takes no new service and ends in `in_s` seconds; None = when its services have left."""
+
+    machine: MachineId
+    in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRules:
+    """What one revision of the config says about all services."""
+
+    claims: Claims
+    drain_timeout_s: float  # of a worker
+    router_drain_timeout_s: float
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self.claims.config
+
+    def drain_limit_s(self, role: ServiceRole) -> float:
+        return self.router_drain_timeout_s if role is ServiceRole.ROUTER else self.drain_timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class RollFleet:
+    """Start every service again, with the next revision of the config."""
+
+    rules: FleetRules
+
+
+@dataclass(frozen=True, slots=True)
+class StopRoll:
+    """Restore the revision before the roll."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
-FleetEvent = ScaleTo | ServiceStarted | StartFailed | ServiceDied | Drained | Shutdown | Tick
+MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained
+FleetEvent = MemberEvent | ScaleTo | MachineLeaving | RollFleet | StopRoll | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class StartService:
+    """Place the service on a machine, then start it. `ServicePlaced` or `ServiceDied` follows."""
+
     member: Member
+    revision: int  # of the config, from 1
+    replaces: Member | None = None  # serves until this service does
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +179,16 @@ class PublishFleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetMessage:
-    """One line for the operator."""
+    """A note for the operator: one of `tandem events`, and if `printed` also a line of `tandem serve`."""
 
-    text: str
+    subject: str  # a slot, a machine or "fleet"
+    what: str
+    reason: str = ""
+    printed: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.subject} {self.what}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True, slots=True)

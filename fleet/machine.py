@@ -1,30 +1,33 @@
 """The law of the fleet: how many services run, which of them restart, and in which order they stop.
 
-A slot is one place in the fleet (`router-0`, `decode-1`); a member is one start of a slot. The machine drops every
-event of a member that is not the newest start of its slot.
+A slot is a numbered place of the fleet with a role (`router-0`, `decode-1`); a member is one start of a slot. The
+machine drops every event of a member that is not the newest start of its slot.
 
-    WAITING --StartService--> STARTING --ServiceStarted--> SERVING --no longer wanted--> DRAINING --> gone
-       ^                          |                           |
-       +--- StartFailed, too slow +------- ServiceDied -------+     (after a pause that doubles, up to 30 s)
+    WAITING --StartService--> PLACING --ServicePlaced--> STARTING --ServiceStarted--> SERVING --> DRAINING --> gone
+       ^                         |                          |                            |
+       +------ ServiceDied ------+-- StartFailed, too slow -+-------- ServiceDied -------+    (a pause that doubles)
 
-Rule 1: the number of slots of a pool that do not drain equals the wanted size.
+Rule 1: the number of slots of a role that do not drain equals the wanted size.
 Rule 2: every router learns of a change in the step in which the machine learns of it.
 Rule 3: removed slots drain, newest first. A drain past its time limit is killed.
 Rule 4: at shutdown all routers drain before any worker, so that dispatched requests can finish.
 Rule 5: at least one router is wanted.
+Rule 6: a slot waits for a machine without a time limit, until it is not wanted any more: a killed actor would take
+back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
+Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, at the latest so long
+before the end of the machine as a drain may take.
+Rule 8: a roll replaces one service at a time (fleet/roll.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+import math
 
-from core.config import ClusterConfig
 from core.errors import InvalidRequest
+from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
-from fleet.claims import Claims, GpuUse
 from fleet.events import (
     Drained,
     DrainService,
@@ -33,67 +36,51 @@ from fleet.events import (
     FleetFailed,
     FleetMessage,
     FleetReady,
+    FleetRules,
     FleetStopped,
     KillService,
+    MachineLeaving,
     Member,
+    MemberEvent,
     PublishFleet,
+    RollFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
-    Serving,
     Shutdown,
     StartFailed,
     StartService,
+    StopRoll,
 )
+from fleet.roll import Roll
+from fleet.slots import Slot, Slots
 
 BACKOFF_MAX_S = 30.0
 STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
 DRAIN_GRACE_S = 2.0  # after the time limit of a drain; then the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
+ROLL_PLACE_S = 10.0  # without a machine for the new service so long, the old one drains first
+PLACING_NOTICE_S = 10.0  # without a machine for so long; then the operator reads the reason
 
-
-class _State(Enum):
-    WAITING = "waiting"  # starts at `deadline`
-    STARTING = "starting"  # fails at `deadline`
-    SERVING = "serving"
-    DRAINING = "draining"  # killed at `deadline`
-
-
-@dataclass(slots=True)
-class _Slot:
-    member: Member
-    state: _State
-    since: float
-    deadline: float | None
-    failures: int = 0  # since the slot was last stable
-    service_id: str = ""
-    address: str = ""
+NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
 
 
 class FleetMachine:
     """A `core.machine.Machine` over `FleetEvent` and `FleetAction`. The first `Tick` starts everything."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        drain_timeout_s: float,
-        router_drain_timeout_s: float,
-        gpu_use: GpuUse = GpuUse.NEVER,
-    ) -> None:
-        self._config = config
-        self._claims = Claims(config, gpu_use)
-        self._drain_timeout_s = {
-            ServiceRole.PREFILL: drain_timeout_s,
-            ServiceRole.DECODE: drain_timeout_s,
-            ServiceRole.ROUTER: router_drain_timeout_s,
-        }
+    def __init__(self, rules: FleetRules) -> None:
+        config = rules.config
+        self._rules = {1: rules}  # by revision
+        self._revision = 1  # of new starts
+        self._roll: Roll | None = None
         self._wanted: dict[ServiceRole, int] = {
             ServiceRole.PREFILL: config.num_prefill,
             ServiceRole.DECODE: config.num_decode,
             ServiceRole.ROUTER: config.num_routers,
         }
-        self._slots: dict[tuple[ServiceRole, int], _Slot] = {}
+        self._slots = Slots()
         self._num_starts = 0
         self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
         self._was_ready = self._has_failed = self._ending = self._stopped = False
@@ -104,191 +91,290 @@ class FleetMachine:
         """The wanted number of services of every role."""
         return dict(self._wanted)
 
+    def status(self, now: float) -> FleetStatus:
+        return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
+
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a `ScaleTo` with a size out of range, and then changes nothing."""
+        """Raises `InvalidRequest` for a size out of range and for a roll out of place, and then changes nothing."""
         match event:
             case ScaleTo():
                 self._scale(event)
+            case RollFleet():
+                self._begin_roll(event)
+            case StopRoll():
+                self._stop_roll(now)
+            case MachineLeaving():
+                if not self._ending:
+                    self._leave_machine(event, now)
             case Shutdown():
                 self._ending = True
             case Tick():
                 pass
             case _:
-                slot = self._slots.get((event.member.role, event.member.ordinal))
-                if slot is not None and slot.member == event.member:
+                slot = self._slots.newest(event.member)
+                if slot is not None:
                     self._record(slot, event, now)
         self._expire(now)
         self._balance(now)
+        self._advance_roll(now)
         self._announce()
         actions, self._actions = self._actions, []
         return actions
 
     def next_deadline(self) -> float | None:
-        return min((slot.deadline for slot in self._slots.values() if slot.deadline is not None), default=None)
+        deadlines = [time for slot in self._slots for time in (slot.deadline, slot.leave_at) if time is not None]
+        return min(deadlines, default=None)
 
     def check(self) -> None:
-        for key, slot in self._slots.items():
-            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} is in slot {key}"
-            assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong deadline"
-            if slot.state in (_State.SERVING, _State.DRAINING):
-                assert slot.service_id, f"{slot.member.name} serves without a name"
-                assert slot.address, f"{slot.member.name} serves without an address"
+        self._slots.check()
         for role, wanted in self._wanted.items():
-            staying = self._staying(role)
-            if not self._ending:
-                assert len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
+            staying = self._slots.staying(role)
+            assert self._ending or len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
-        starts = [slot.member.start for slot in self._slots.values()]
-        assert len(set(starts)) == len(starts), "two members share a start"
-        publication = {publication.router: publication for publication in self._publications()}
-        assert self._published == publication, "a router has not been told of a change"
+        assert self._published == self._slots.publications(), "a router has not been told of a change"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
+    @property
+    def _newest_rules(self) -> FleetRules:
+        return self._rules[self._revision]
+
+    def _say(self, subject: object, what: str, reason: str = "", printed: bool = True) -> None:
+        self._actions.append(FleetMessage(str(subject), what, reason, printed))
+
     def _scale(self, event: ScaleTo) -> None:
-        limit = self._config.max_workers
+        limit = self._newest_rules.config.max_workers
         for role, size in event.sizes.items():
             least = 1 if role is ServiceRole.ROUTER else 0
             if not least <= size <= limit:
                 message = f"must be in [{least}, {limit}] (cluster.max_workers), is {size}"
                 raise InvalidRequest(SIZE_FIELDS[role], message)
-        self._wanted |= event.sizes
+        changed = {role: size for role, size in event.sizes.items() if size != self._wanted[role]}
+        if changed:
+            sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
+            self._say("fleet", "is scaled", sizes, printed=False)
+        self._wanted |= changed
 
-    def _record(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
+    def _leave_machine(self, event: MachineLeaving, now: float) -> None:
+        """Rule 7. A service that starts there starts again elsewhere."""
+        for slot in self._slots:
+            if slot.machine != event.machine or slot.machine_ends_at is not None:
+                continue
+            if slot.state is SlotState.STARTING:
+                self._actions.append(KillService(slot.member))
+                self._say(slot.member.name, "starts again elsewhere", f"{event.machine} leaves", printed=False)
+                self._start(slot, now)
+            elif slot.state is SlotState.SERVING:
+                last_s = self._rules[slot.revision].drain_limit_s(slot.member.role) + DRAIN_GRACE_S
+                in_s = self._newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
+                slot.machine_ends_at = now + in_s
+                self._replace(slot, now + max(0.0, in_s - last_s), f"{event.machine} leaves", now)
+
+    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> Slot:
+        """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
+        slot.leave_at, slot.reason = leave_at, reason
+        replacement = self._slots.replacement_of(slot)
+        if replacement is None:
+            replacement = self._slots.add(slot.member.role, now)
+            replacement.replaces = slot.member.slot
+            self._start(replacement, now)
+        self._say(slot.member.name, f"is replaced by {replacement.member.name}", reason)
+        return replacement
+
+    def _record(self, slot: Slot, event: MemberEvent, now: float) -> None:
+        name = slot.member.name
         match event:
-            case ServiceStarted() if slot.state is _State.STARTING:
-                slot.state, slot.since, slot.deadline = _State.SERVING, now, None
-                slot.service_id, slot.address = event.service_id, event.address
-                if self._was_ready and not self._ending:
-                    self._actions.append(FleetMessage(f"{slot.member.name} serves"))
-            case StartFailed() if slot.state is _State.STARTING:
+            case ServicePlaced() if slot.state is SlotState.PLACING:
+                slot.enter(SlotState.STARTING, now, now + self._rules[slot.revision].config.start_timeout_s)
+                slot.machine = event.machine
+                replaced = self._slots.replaced_by(slot)
+                if replaced is not None and replaced.machine_ends_at is None:
+                    replaced.leave_at = None  # there is room for both
+                self._say(name, f"starts on {event.machine}", printed=False)
+            case ServiceStarted() if slot.state is SlotState.STARTING:
+                slot.enter(SlotState.SERVING, now, None)
+                slot.service_id, slot.address, slot.version = event.service_id, event.address, event.version
+                self._say(name, "serves", printed=self._was_ready and not self._ending)
+                replaced, slot.replaces = self._slots.replaced_by(slot), None
+                if replaced is not None:
+                    self._leave(replaced, replaced.reason, now)
+            case StartFailed() if slot.state is SlotState.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
-            case ServiceDied() if slot.state in (_State.STARTING, _State.SERVING):
+            case ServiceDied() if slot.state in (SlotState.PLACING, SlotState.STARTING, SlotState.SERVING):
                 self._fail(slot, "died", event.reason, now)
-            case Drained() | ServiceDied() if slot.state is _State.DRAINING:
-                if not self._ending:
-                    self._actions.append(FleetMessage(f"{slot.member.name} has drained"))
-                self._forget(slot)
+            case Drained() | ServiceDied() if slot.state is SlotState.DRAINING:
+                self._say(name, "has drained", printed=not self._ending)
+                self._slots.remove(slot)
 
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
-        for slot in list(self._slots.values()):
+        for slot in self._slots:
+            if slot.leave_at is not None and now >= slot.leave_at:
+                replacement = self._slots.replacement_of(slot)
+                assert replacement is not None, "check() says so"
+                replacement.replaces = None
+                self._leave(slot, slot.reason, now)
+                continue
             if slot.deadline is None or now < slot.deadline:
                 continue
-            if slot.state is _State.WAITING and not self._ending:
+            if slot.state is SlotState.WAITING and not self._ending:
                 self._start(slot, now)
-            elif slot.state is _State.STARTING:
+            elif slot.state is SlotState.PLACING:
+                slot.deadline = None
+                self._say(slot.member.name, "waits for a machine", slot.reason, printed=not self._ending)
+            elif slot.state is SlotState.STARTING:
                 self._actions.append(KillService(slot.member))
-                hint = self._claims.wait_hint(slot.member.role)
-                reason = f"no answer within {self._config.start_timeout_s:g} s{hint}"
-                self._fail(slot, "did not start", reason, now)
-            elif slot.state is _State.DRAINING:
+                limit_s = self._rules[slot.revision].config.start_timeout_s
+                reason = f"no answer within {limit_s:g} s (cluster.start_timeout_s)"
+                self._fail(slot, "did not start", reason, now, permanent=True)
+            elif slot.state is SlotState.DRAINING:
                 self._actions.append(KillService(slot.member))
-                self._actions.append(FleetMessage(f"{slot.member.name} did not drain in time and was killed"))
-                self._forget(slot)
+                self._say(slot.member.name, "did not drain in time and was killed")
+                self._slots.remove(slot)
 
-    def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
-        if slot.state is _State.SERVING and now - slot.since >= STABLE_S:
+    def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+        if self._roll is not None and self._roll.is_failed_by(slot) and not self._ending:
+            self._restore(self._roll, f"{slot.member.name} {what}: {reason}", now, failed=slot)
+            replaced = self._slots.replaced_by(slot)
+            if replaced is not None and replaced.machine_ends_at is None:
+                self._slots.remove(slot)
+                return
+        replacement = self._slots.replacement_of(slot)
+        if replacement is not None:
+            replacement.replaces = None
+            self._say(slot.member.name, what, f"{reason}; {replacement.member.name} takes its place")
+            self._slots.remove(slot)
+            return
+        if slot.state is SlotState.SERVING and now - slot.since >= STABLE_S:
             slot.failures = 0
-        pause_s = float(min(BACKOFF_MAX_S, self._config.restart_backoff_s * 2 ** min(slot.failures, 16)))
+        backoff_s = self._newest_rules.config.restart_backoff_s
+        pause_s = float(min(BACKOFF_MAX_S, backoff_s * 2 ** min(slot.failures, 16)))
         slot.failures += 1
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
+        name, says = slot.member.name, f"{reason}; starting it again in {pause_s:g} s"
         if not self._was_ready and hopeless and not self._has_failed and not self._ending:
             self._has_failed = True
-            self._actions.append(FleetFailed(f"{slot.member.name}: {reason}"))
+            self._actions.append(FleetFailed(f"{name}: {reason}"))
         elif not self._ending:
-            self._actions.append(
-                FleetMessage(f"{slot.member.name} {what}: {reason}; starting it again in {pause_s:g} s")
-            )
-        slot.state, slot.since, slot.deadline = _State.WAITING, now, now + pause_s
+            self._say(name, what, says)
+        slot.service_id = slot.address = slot.version = ""
+        slot.machine = slot.machine_ends_at = None
+        slot.enter(SlotState.WAITING, now, now + pause_s, f"{what}: {reason}")
 
-    def _start(self, slot: _Slot, now: float) -> None:
+    def _start(self, slot: Slot, now: float) -> None:
         self._num_starts += 1
-        slot.member = Member(slot.member.role, slot.member.ordinal, self._num_starts)
-        slot.state, slot.since, slot.deadline = _State.STARTING, now, now + self._config.start_timeout_s
-        self._actions.append(StartService(slot.member))
-
-    def _forget(self, slot: _Slot) -> None:
-        del self._slots[(slot.member.role, slot.member.ordinal)]
+        slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
+        reason = self._newest_rules.claims.wait_reason(slot.member.role)
+        slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
+        slot.machine = slot.machine_ends_at = None
+        slot.revision = self._revision
+        replaced = self._slots.replaced_by(slot)
+        self._actions.append(StartService(slot.member, slot.revision, None if replaced is None else replaced.member))
 
     def _balance(self, now: float) -> None:
         """Rules 1, 3 and 4."""
         if self._ending:
             self._end(now)
             return
-        added: list[_Slot] = []
+        added: list[Slot] = []
         for role, wanted in self._wanted.items():
-            staying = self._staying(role)
+            staying = self._slots.staying(role)
             for slot in staying[wanted:]:
-                self._leave(slot, self._drain_timeout_s[role], now)
-            for _ in range(wanted - len(staying)):
-                ordinal = next(n for n in range(len(self._slots) + 1) if (role, n) not in self._slots)
-                slot = self._slots[(role, ordinal)] = _Slot(Member(role, ordinal, 0), _State.WAITING, now, now)
-                added.append(slot)
-        # By ordinal: where workers share GPUs, each GPU then gets a prefill and a decode worker.
+                self._leave(slot, "not wanted any more", now)
+            added += [self._slots.add(role, now) for _ in range(wanted - len(staying))]
+        # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):
             self._start(slot, now)
 
     def _end(self, now: float) -> None:
         """Rule 4. A slot that does not serve leaves at once."""
-        for slot in list(self._slots.values()):
-            if slot.member.role is ServiceRole.ROUTER and slot.state is not _State.DRAINING:
-                self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], now)
-            elif slot.state in (_State.WAITING, _State.STARTING):
-                self._leave(slot, LAST_DRAIN_S, now)
-        if not self._live(ServiceRole.ROUTER):
-            for slot in list(self._slots.values()):
-                if slot.state is _State.DRAINING:
+        reason, self._roll = "the fleet stops", None
+        for slot in self._slots:
+            slot.replaces = slot.leave_at = None
+        for slot in self._slots:
+            is_router = slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING
+            if is_router or slot.state in NOT_SERVING:
+                self._leave(slot, reason, now)
+        if not self._slots.live(ServiceRole.ROUTER):
+            for slot in self._slots:
+                if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
                 else:
-                    self._leave(slot, LAST_DRAIN_S, now)
+                    self._leave(slot, reason, now, LAST_DRAIN_S)
 
-    def _leave(self, slot: _Slot, timeout_s: float, now: float) -> None:
-        if slot.state is _State.SERVING:
-            slot.state, slot.since, slot.deadline = _State.DRAINING, now, now + timeout_s + DRAIN_GRACE_S
+    def _leave(self, slot: Slot, reason: str, now: float, limit_s: float = math.inf) -> None:
+        """Drain for at most `limit_s`, the limit of the role, and the rest of the time of its machine."""
+        replacement = self._slots.replacement_of(slot)
+        if replacement is not None:
+            self._leave(replacement, reason, now)
+        if slot.state is SlotState.SERVING:
+            left_s = math.inf if slot.machine_ends_at is None else slot.machine_ends_at - now - DRAIN_GRACE_S
+            timeout_s = max(0.0, min(limit_s, left_s, self._rules[slot.revision].drain_limit_s(slot.member.role)))
+            slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
             self._actions.append(DrainService(slot.member, timeout_s))
+            self._say(slot.member.name, "drains", reason, printed=False)
             return
-        if slot.state is _State.STARTING:
+        if slot.state in (SlotState.PLACING, SlotState.STARTING):
             self._actions.append(KillService(slot.member))
-        self._forget(slot)
+        self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
+        self._slots.remove(slot)
+
+    def _begin_roll(self, event: RollFleet) -> None:
+        if self._roll is not None or self._ending:
+            raise InvalidRequest("roll", "the fleet stops" if self._ending else "the fleet rolls already")
+        old, self._revision = self._revision, max(self._rules) + 1
+        self._rules = {old: self._rules[old], self._revision: event.rules} | {
+            slot.revision: self._rules[slot.revision] for slot in self._slots if slot.revision
+        }
+        self._roll = Roll(self._revision, restores=old)
+        self._say("fleet", f"rolls to config {self._revision}")
+
+    def _stop_roll(self, now: float) -> None:
+        if self._roll is None or self._roll.restores is None or self._ending:
+            raise InvalidRequest("roll", "no roll that could be stopped")
+        self._restore(self._roll, "an operator has stopped the roll", now)
+
+    def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> None:
+        """Roll back. What is replaced only for the roll is not replaced any more."""
+        assert roll.restores is not None, "a roll that restores has no way back"
+        for slot in self._slots:
+            replaced = self._slots.replaced_by(slot)
+            if replaced is not None and replaced.machine_ends_at is None:
+                replaced.leave_at, replaced.reason = None, ""
+                if slot is not failed:
+                    self._leave(slot, reason, now)
+        self._say("fleet", f"restores config {roll.restores}", reason)
+        self._revision = roll.restores
+        self._roll = Roll(self._revision, restores=None)
+
+    def _advance_roll(self, now: float) -> None:
+        roll = self._roll
+        if roll is None or self._ending or not roll.step_ended(self._slots):
+            return
+        slot = roll.next_slot(self._slots)
+        if slot is None:
+            self._roll = None
+            self._say("fleet", f"has rolled: every service has config {self._revision}")
+        elif slot.state is SlotState.SERVING:
+            leave_at = slot.leave_at if slot.machine_ends_at is not None else now + ROLL_PLACE_S
+            assert leave_at is not None, "a slot on a machine that leaves has a time to leave"
+            replacement = self._replace(slot, leave_at, f"roll to config {roll.revision}", now)
+            roll.begin_step(replacement, slot)
+        else:
+            self._actions.append(KillService(slot.member))
+            self._start(slot, now)
+            roll.begin_step(slot, None)
 
     def _announce(self) -> None:
         """Rule 2, and the message that the supervisor waits for."""
-        published, self._published = (
-            self._published,
-            {publication.router: publication for publication in self._publications()},
-        )
+        published, self._published = self._published, self._slots.publications()
         changed = [
             publication for router, publication in self._published.items() if published.get(router) != publication
         ]
         self._actions[:0] = changed
-        serving = [slot.state is _State.SERVING for slot in self._slots.values()]
+        serving = [slot.state is SlotState.SERVING for slot in self._slots]
         if not self._was_ready and not self._ending and all(serving):
             self._was_ready = True
             self._actions.append(FleetReady())
         if self._ending and not self._slots and not self._stopped:
             self._stopped = True
             self._actions.append(FleetStopped())
-
-    def _staying(self, role: ServiceRole) -> list[_Slot]:
-        """Slots of a role that do not drain: serving ones first, and the oldest first among equals."""
-        slots = [s for s in self._slots.values() if s.member.role is role and s.state is not _State.DRAINING]
-        order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
-        return sorted(slots, key=lambda s: (order[s.state], s.member.start))
-
-    def _publications(self) -> list[PublishFleet]:
-        """The lists that every live router must have."""
-        routers, workers = self._live(ServiceRole.ROUTER), self._live(ServiceRole.PREFILL, ServiceRole.DECODE)
-        return [PublishFleet(router.member, workers, routers) for router in routers]
-
-    def _live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
-        """The serving and the draining members of these roles, by their start."""
-        live = [
-            Serving(slot.member, slot.service_id, slot.address, _drains_as_router(slot))
-            for slot in self._slots.values()
-            if slot.member.role in roles and slot.state in (_State.SERVING, _State.DRAINING)
-        ]
-        return tuple(sorted(live, key=lambda serving: serving.member.start))
-
-
-def _drains_as_router(slot: _Slot) -> bool:
-    return slot.member.role is ServiceRole.ROUTER and slot.state is _State.DRAINING

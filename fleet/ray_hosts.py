@@ -7,23 +7,23 @@ blocks never pass through Ray.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 from functools import partial
 from typing import Any
 
-from core.config import ClusterConfig
-from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, PoolSizes
+from core.service import Endpoint, FleetRouter
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import Member
+from fleet.events import MachineId, Member
+from fleet.host import HostDied, LocalRank
+from fleet.ray_calls import await_actor, log_dir
+from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, HostDied, LocalRank, Refusal, Supervisor, SupervisorMachine
-
-SCALE_TIMEOUT_S = 5.0
+from fleet.spec import FleetSpec
+from fleet.supervisor import Supervisor
+from fleet.supervisor_control import SupervisorControl
 
 
 class HostActor(ServiceHost):
@@ -34,10 +34,8 @@ class HostActor(ServiceHost):
         super().__init__()
         self._claims, self._claim = claims, claim
 
-    async def machine(self) -> str:
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+    async def machine(self) -> MachineId:
+        return machine_here(self._claims.config)
 
     async def start_placed(
         self, factory: bytes, member: Member, address: str, local_rank: LocalRank, supervisor: Any
@@ -45,7 +43,7 @@ class HostActor(ServiceHost):
         """`supervisor` is the actor handle of the caller."""
         import ray
 
-        config, node = self._claims.config, _node(await self.machine())
+        config, node = self._claims.config, node_here()
         if self._claims.of(member.role, [node["Resources"]]).gpus > self._claim.gpus:
             return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
         show_only_own_gpu(ray.get_runtime_context().get_accelerator_ids()[GPU], os.environ)
@@ -55,10 +53,10 @@ class HostActor(ServiceHost):
         cores = () if is_router else share_of_cores(usable_cores(), local_rank.rank, num_sharers)
         placement = Placement(
             ordinal=member.ordinal,
-            host=_host_of(node, config),
+            host=host_of(node, config),
             address=address,
             num_threads=max(1, len(cores)),
-            scale=partial(scale_fleet, supervisor) if is_router else None,
+            control=SupervisorControl(supervisor) if is_router else None,
             cores=cores,
             gpus=self._claim.gpus,
         )
@@ -102,8 +100,8 @@ class RayHost:
         self._spec = spec
         self._actor: Any = ray.remote(ACTORS[member.role]).options(**options).remote(claims, claim)
 
-    async def machine(self) -> str:
-        machine: str = await self._finish(self._actor.machine.remote())
+    async def machine(self) -> MachineId:
+        machine: MachineId = await self._finish(self._actor.machine.remote())
         return machine
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
@@ -147,58 +145,8 @@ class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        import ray
-
-        node_id = str(ray.get_runtime_context().get_node_id())
-        here = SupervisorMachine(node_id, _host_of(_node(node_id), spec.config))
-        super().__init__(spec, lambda member: RayHost(member, spec), here)
-
-
-def _node(node_id: str) -> dict[str, Any]:
-    import ray
-
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
-
-
-def live_nodes() -> list[dict[str, Any]]:
-    """The machines of the cluster."""
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _host_of(node: dict[str, Any], config: ClusterConfig) -> str:
-    """The `host` of a `Placement` on this node."""
-    return str(node["NodeManagerAddress"]) if config.address else ""
-
-
-async def await_actor(call: Any) -> Any:
-    """The result of an actor call. Raises `HostDied` if the actor is dead or dies."""
-    import ray
-
-    try:
-        return await call
-    except ray.exceptions.RayActorError as error:
-        raise HostDied(f"its process ended; its log is in {log_dir()}") from error
-
-
-async def scale_fleet(supervisor: Any, sizes: PoolSizes) -> PoolSizes:
-    """A `core.service.Scale`, once bound to a supervisor handle. Looking up the actor by name would block the loop.
-
-    Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` if the supervisor is dead or silent.
-    """
-    import ray
-
-    try:
-        async with asyncio.timeout(SCALE_TIMEOUT_S):
-            answer: PoolSizes | Refusal = await supervisor.scale.remote(sizes)
-    except ray.exceptions.RayActorError as error:
-        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
-    except TimeoutError as error:
-        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {SCALE_TIMEOUT_S:g} s") from error
-    if isinstance(answer, Refusal):
-        raise InvalidRequest(answer.field, answer.message)
-    return answer
+        leaving = partial(leaving_machines, spec.config) if spec.config.address else None
+        super().__init__(spec, RayHost, machine_here(spec.config), leaving)
 
 
 def on_this_machine() -> Any:
@@ -206,10 +154,3 @@ def on_this_machine() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
-def log_dir() -> str:
-    import ray
-
-    node: Any = ray._private.worker._global_node
-    return os.path.join(node.get_session_dir_path(), "logs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from core.errors import TandemError
+from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, RouterControl, Scale, Service, join_address
+from core.service import Endpoint, FleetRouter, RouterControl, Service, join_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Placement:
     host: str  # address of this machine as peers reach it; empty when the whole fleet runs on one machine
     address: str  # of a router: host:port that routers of this machine share; empty = alone on the configured port
     num_threads: int  # compute threads, unless the config gives a number
-    scale: Scale | None  # for a router: changes the pool sizes
+    control: FleetControl | None  # for a router: the supervisor, for its operators
     cores: tuple[int, ...] = ()  # for compute threads; empty = every core
     # Share of the only GPU that CUDA shows this process, in [0, 1], or their number; 0 = it shows none. None: placed
     # without Ray, on the device of the config.
@@ -57,6 +59,14 @@ class StartFault:
     permanent: bool  # the same start would fail every time
 
 
+def software_version() -> str:
+    """The installed version of Tandem; empty if it runs from a directory that is not installed."""
+    try:
+        return importlib.metadata.version("tandem-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def reachable(endpoint: Endpoint, host: str) -> Endpoint:
     """A worker's endpoint as routers dial it; `host` as in `Placement`. Clients see a router's as configured."""
     listening, _, port = endpoint.address.rpartition(":")
@@ -80,7 +90,8 @@ class ServiceHost:
         try:
             build: ServiceFactory = pickle.loads(factory)
             self._service = build(placement)
-            return reachable(await self._service.start(), placement.host)
+            endpoint = replace(await self._service.start(), version=software_version())
+            return reachable(endpoint, placement.host)
         except TandemError as error:
             traceback.print_exc(file=sys.stderr)
             return StartFault(str(error), permanent=not error.retryable)

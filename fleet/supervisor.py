@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
-from core.config import ClusterConfig
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, WorkerUnavailable
+from core.fleet_control import FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
-from fleet.claims import Claims, GpuUse
 from fleet.cores import LocalRanks
 from fleet.events import (
     Drained,
@@ -34,103 +34,35 @@ from fleet.events import (
     FleetReady,
     FleetStopped,
     KillService,
+    MachineId,
+    MachineLeaving,
     Member,
     PublishFleet,
+    RollFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
     Shutdown,
     StartFailed,
     StartService,
+    StopRoll,
 )
+from fleet.host import Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
-from fleet.service_host import ServiceFactory, StartFault
+from fleet.notes import NoteRing
+from fleet.service_host import StartFault
+from fleet.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
 MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
+MACHINES_INTERVAL_S = 1.0
+
+# The machines that leave, with the seconds until they end; None = without a time limit.
+LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
 FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
-
-
-# The address that routers listen on, from the machine's address as in `Placement`. Pickled by name.
-RouterHost = Callable[[str], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """Another Python than that of `tandem serve`, for the processes of workers."""
-
-    python: str
-    variables: Mapping[str, str]  # of the environment
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSpec:
-    """The services that a supervisor keeps alive."""
-
-    config: ClusterConfig
-    router: ServiceFactory
-    prefill: ServiceFactory
-    decode: ServiceFactory
-    router_host: RouterHost
-    router_port: int  # 0 = any free port
-    drain_timeout_s: float  # of a worker
-    router_drain_timeout_s: float
-    gpu_use: GpuUse = GpuUse.NEVER  # of the workers
-    gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
-    interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
-
-    def factory(self, role: ServiceRole) -> ServiceFactory:
-        factories = {
-            ServiceRole.ROUTER: self.router,
-            ServiceRole.PREFILL: self.prefill,
-            ServiceRole.DECODE: self.decode,
-        }
-        return factories[role]
-
-    @property
-    def claims(self) -> Claims:
-        return Claims(self.config, self.gpu_use, self.gpus_per_worker)
-
-
-class HostDied(Exception):
-    """The process of a host has ended, or was ended because a call into it failed. Every later call raises this too."""
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorMachine:
-    """The machine of the supervisor."""
-
-    name: str  # as `Host.machine` names it
-    host: str  # as in `Placement`
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRank:
-    """The place of a service among the services of its machine."""
-
-    rank: int  # among the workers of the machine; 0 for a router, which shares no cores
-    num_workers: int  # wanted in the fleet
-
-
-class Host(Protocol):
-    """One process that hosts one service. Every method but `kill` raises `HostDied`."""
-
-    async def machine(self) -> str:
-        """Wait for the placement, and return the name of the machine."""
-
-    async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
-        """`address` as in `Placement`."""
-
-    async def wait(self) -> None:
-        """Return when the service was stopped."""
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +76,20 @@ class Refusal:
 class Supervisor:
     """Runs on one asyncio loop. Call `start` once, before anything else."""
 
-    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: SupervisorMachine) -> None:
+    def __init__(
+        self,
+        spec: FleetSpec,
+        create_host: Callable[[Member, FleetSpec], Host],
+        here: MachineId,
+        leaving_machines: LeavingMachines | None = None,
+    ) -> None:
+        """`leaving_machines` is None if no machine can leave without the supervisor."""
         self._spec = spec
         self._create_host = create_host
         self._here = here
         self._claim: PortClaim | None = None
-        self._machine = FleetMachine(spec.config, spec.drain_timeout_s, spec.router_drain_timeout_s, spec.gpu_use)
+        self._machine = FleetMachine(spec.rules)
+        self._specs = {1: spec}  # by revision
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
         self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
@@ -158,6 +98,9 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
+        self._notes = NoteRing()
+        self._leaving_machines = leaving_machines
+        self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
@@ -170,6 +113,8 @@ class Supervisor:
             self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
             return
         self._post(Tick())
+        if self._leaving_machines is not None:
+            self._spawn(self._watch_machines(self._leaving_machines))
 
     async def shutdown(self) -> None:
         """Drain every service; `FleetStopped` is the last update."""
@@ -186,6 +131,44 @@ class Supervisor:
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
+
+    async def status(self) -> FleetStatus:
+        assert self._driver is not None, "start it first"
+        return self._machine.status(self._driver.now())
+
+    async def roll(self, config: str) -> int | Refusal:
+        """As `FleetControl.roll`."""
+        assert self._driver is not None, "start it first"
+        try:
+            spec = self._specs[self._machine.status(self._driver.now()).revision]
+            if config:
+                spec = replace(await asyncio.to_thread(self._read_again, config), gpu_use=spec.gpu_use)
+            self._driver.ask(RollFleet(spec.rules))
+        except InvalidRequest as refused:
+            return Refusal(refused.field, refused.message)
+        status = self._machine.status(self._driver.now())
+        used = {slot.revision for slot in status.slots}
+        self._specs = {revision: kept for revision, kept in self._specs.items() if revision in used}
+        self._specs[status.revision] = spec
+        return status.revision
+
+    def _read_again(self, config: str) -> FleetSpec:
+        if self._spec.reread is None:
+            raise InvalidRequest("config", "this fleet cannot change its config")
+        return self._spec.reread(config)
+
+    async def stop_roll(self) -> int | Refusal:
+        """As `FleetControl.stop_roll`."""
+        assert self._driver is not None, "start it first"
+        try:
+            self._driver.ask(StopRoll())
+        except InvalidRequest as refused:
+            return Refusal(refused.field, refused.message)
+        return self._machine.status(self._driver.now()).revision
+
+    async def notes(self, limit: int, after: int) -> list[FleetNote]:
+        """As `FleetControl.notes`."""
+        return self._notes.newest(limit, after)
 
     async def routers(self) -> list[Endpoint]:
         """The endpoints of the routers that serve, by their numbers."""
@@ -213,7 +196,7 @@ class Supervisor:
     def _perform(self, action: FleetAction) -> None:
         match action:
             case StartService():
-                self._spawn(self._live(action.member))
+                self._spawn(self._live(action))
             case DrainService():
                 self._spawn(self._drain(action.member, action.timeout_s))
             case KillService():
@@ -223,7 +206,11 @@ class Supervisor:
                 self._unpublished[action.router] = action
                 if idle:
                     self._spawn(self._publish(action.router))
-            case FleetMessage() | FleetReady() | FleetFailed() | FleetStopped():
+            case FleetMessage():
+                self._notes.add(action, time.time())
+                if action.printed:
+                    self._report(action)
+            case FleetReady() | FleetFailed() | FleetStopped():
                 self._report(action)
             case _:
                 assert_never(action)
@@ -239,14 +226,30 @@ class Supervisor:
         if error is not None:
             self._fail(error)
 
-    async def _live(self, member: Member) -> None:
+    async def _watch_machines(self, leaving_machines: LeavingMachines) -> None:
+        """Report each machine that begins to leave. Ray does not push this news, so the supervisor asks for it."""
+        while True:
+            await asyncio.sleep(MACHINES_INTERVAL_S)
+            try:
+                found = await leaving_machines()
+            except WorkerUnavailable:
+                continue  # Ray is away for a moment; the fleet goes on
+            new, self._leaving = found.keys() - self._leaving.keys(), found
+            for machine in new - {self._here}:
+                self._post(MachineLeaving(machine, found[machine]))
+
+    async def _live(self, start: StartService) -> None:
         """Follow one member from its start to its death."""
-        host = self._hosts[member] = self._create_host(member)
+        member = start.member
+        host = self._hosts[member] = self._create_host(member, self._specs[start.revision])
         is_router = member.role is ServiceRole.ROUTER
         try:
             machine = await host.machine()
-            claim = self._claim if is_router and machine == self._here.name else None
-            number = 0 if is_router else self._local_ranks.take(machine, member)
+            self._post(ServicePlaced(member, machine))
+            if machine in self._leaving and machine != self._here:  # it was placed in the same moment
+                self._post(MachineLeaving(machine, self._leaving[machine]))
+            claim = self._claim if is_router and machine == self._here else None
+            number = 0 if is_router else self._local_ranks.take(machine.name, member, start.replaces)
             local_rank = LocalRank(number, self._num_wanted_workers())
             result = await host.start("" if claim is None else claim.address, local_rank)
             if isinstance(result, StartFault):
@@ -255,7 +258,7 @@ class Supervisor:
                 return
             if is_router:
                 self._routers[member] = result
-            self._post(ServiceStarted(member, result.service_id, result.address))
+            self._post(ServiceStarted(member, result.service_id, result.address, result.version))
             await host.wait()
         except HostDied as death:
             self._hosts.pop(member, None)
@@ -283,7 +286,7 @@ class Supervisor:
         try:
             host.kill()
         except Exception as error:  # noqa: BLE001 (Ray may be away for a moment; the fleet goes on)
-            self._report(FleetMessage(f"{member.name} could not be killed: {type(error).__name__}: {error}"))
+            self._perform(FleetMessage(member.name, "could not be killed", f"{type(error).__name__}: {error}"))
 
     async def _publish(self, router: Member) -> None:
         """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""

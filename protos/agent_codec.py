@@ -64,6 +64,7 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
         probe_bytes=address.probe_bytes,
         location=worker_pb2.Location(**{name: getattr(address.location, name) for name in _LOCATION_FIELDS}),
         access=_encode_access(address.access) if address.access != PoolAccess() else None,
+        protocol_version=address.protocol_version,
     )
 
 
@@ -83,4 +84,5 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         probe_bytes=wire.probe_bytes,
         location=Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS}),
         access=_decode_access(wire.access),
+        protocol_version=wire.protocol_version,
     )

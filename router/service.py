@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
+from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, HttpFront, Scale
+from core.service import Endpoint, FleetRouter, HttpFront
 from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.local_calls import LocalCalls
@@ -37,7 +38,7 @@ class RouterPlace:
 
     ordinal: int = 0
     shares_port: bool = False  # with other routers of this machine
-    scale: Scale | None = None  # None: no supervisor
+    control: FleetControl | None = None  # None: no supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class RouterService:
             self._config, tokenizer, shell, self._validation, self._tenants, grammars
         )
         self._cluster = cluster = ClusterServicer(
-            self._config, tokenizer, shell, self._validation, self._place.scale, self._tenants, grammars
+            self._config, tokenizer, shell, self._validation, self._place.control, self._tenants, grammars
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")

@@ -85,7 +85,8 @@ class RouterShell:
         try:
             if deadline <= self.now():
                 raise DeadlineExceeded("the deadline passed before the request could start")
-            self._driver.ask(events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others)))
+            delivered = tuple(streams[0].token_ids)
+            self._driver.ask(events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others), delivered))
         except TandemError as error:
             for stream in streams:
                 timeline = Timeline(Stage.TOKENIZE, stream.arrived_at)

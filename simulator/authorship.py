@@ -12,8 +12,13 @@ from __future__ import annotations
 
 from core.step import StepPlan
 from router.requests.routed_request import request_id_of
-from simulator.network import Call, CallState
+from simulator.network import Call, CallState, first_id
 from simulator.world import SimulationError, World
+
+
+def _request_of(dispatch_id: str) -> str:
+    """A request keeps its name when its client resumes it at another router."""
+    return first_id(request_id_of(dispatch_id))
 
 
 class Authorship:
@@ -31,7 +36,7 @@ class Authorship:
     def step_begins(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             dispatch_id = chunk.sequence.sequence_id
-            running = self._in_steps.setdefault(request_id_of(dispatch_id), set())
+            running = self._in_steps.setdefault(_request_of(dispatch_id), set())
             if self._is_open(dispatch_id) and any(self._is_open(other) for other in running - {dispatch_id}):
                 raise self._error(f"{dispatch_id} and {running} are in steps at the same time")
             running.add(dispatch_id)
@@ -39,10 +44,10 @@ class Authorship:
     def step_ended(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             dispatch_id = chunk.sequence.sequence_id
-            self._in_steps[request_id_of(dispatch_id)].discard(dispatch_id)
+            self._in_steps[_request_of(dispatch_id)].discard(dispatch_id)
 
     def emitted(self, call: Call, index: int, token_id: int) -> None:
-        authors = self._authors.setdefault((request_id_of(call.call_id), index), {})
+        authors = self._authors.setdefault((_request_of(call.call_id), index), {})
         for other_id, author in authors.items():
             if other_id != token_id and author is not call and author.caller is CallState.OPEN:
                 raise self._error(f"{call.call_id} and {author.call_id} are both authors of index {index}")

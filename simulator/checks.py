@@ -3,6 +3,7 @@
 1. Each token index is delivered once, in order, with a token that a worker generates after those delivered before.
 2. Each request ends once: it finishes with all its tokens, or fails with an error that a fault explains.
 3. No request ends after its deadline.
+   Nor does the death of a router end the request of a client that resumes.
 4. A request moves at most once for each drain, and without other faults a drain has nothing computed again.
 5. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 
@@ -31,6 +32,7 @@ from router.requests.events import Deliver, Outcome
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
 from simulator.memory import Continuation
+from simulator.network import first_id
 from simulator.scenario import ClientRequest, Scenario
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
@@ -49,10 +51,11 @@ class _CallRecord:
     newest: dict[str, dict[str, float]] = field(default_factory=dict)  # request id -> last worker -> time
 
     def dispatched(self, dispatch_id: str, worker_id: str, now: float) -> None:
+        request_id = first_id(request_id_of(dispatch_id))
         if dispatch_id not in self.dispatches:
-            self.newest[request_id_of(dispatch_id)] = {}
+            self.newest[request_id] = {}
         self.dispatches.add(dispatch_id)
-        self.newest[request_id_of(dispatch_id)][worker_id] = now
+        self.newest[request_id][worker_id] = now
 
 
 @dataclass(slots=True)
@@ -112,14 +115,14 @@ class Oracle:
         return self._requests[request_id].ended
 
     def dispatched(self, dispatch_id: str, worker_id: str) -> None:
-        self._requests[request_id_of(dispatch_id)].call.dispatched(dispatch_id, worker_id, self._world.now)
+        self._requests[first_id(request_id_of(dispatch_id))].call.dispatched(dispatch_id, worker_id, self._world.now)
 
     # ---- what the client receives
 
     def delivered(self, deliver: Deliver) -> bool:
         """Returns whether a stop string matches now. The one of a call belongs to its first choice."""
         request_id, index, got = deliver.request_id, deliver.first_index, list(deliver.token_ids)
-        expected = self._requests[request_id]
+        expected = self._requests[first_id(request_id)]
         if expected.ended:
             raise self._fail(request_id, "received tokens after its end")
         if index != expected.num_delivered or not got:
@@ -165,15 +168,22 @@ class Oracle:
         """A sequence of the call was preempted."""
         return self._marked("preemption", call)
 
-    def lose_router(self) -> None:
-        """The router is dead: the connection of every open request breaks."""
-        for request_id, expected in self._requests.items():
-            if not expected.ended:
-                self._end(request_id)
-                self._world.counts["failed with its router"] += 1
+    def lost(self, request_id: str) -> None:
+        """The router of the request is dead, and the client does not resume, or has no time for it."""
+        client = self._end(request_id).call.client
+        if client.resumes and not client.may_time_out:
+            raise self._fail(request_id, "was lost with its router, though its client resumes")
+        self._world.counts["failed with its router"] += 1
+
+    def completed(self, request_id: str) -> None:
+        """Another router has found the answer complete, and sends only the end of it."""
+        expected = self._end(request_id)
+        if not expected.stop_matched and expected.continuation.finish_reason is None:
+            raise self._fail(request_id, f"was found complete with {expected.num_delivered} tokens")
+        self._world.counts["finished before it was resumed"] += 1
 
     def refused(self, request_id: str, error: TandemError) -> None:
-        call = self._requests[request_id].call
+        call = self._requests[first_id(request_id)].call
         num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
         self._end(request_id)
         too_large = isinstance(error, InvalidRequest) and call.client.oversized
@@ -226,7 +236,7 @@ class Oracle:
         return any(self._world.had_trouble(worker_id, since) for worker_id, since in dispatched)
 
     def _end(self, request_id: str) -> _Expected:
-        expected, now = self._requests[request_id], self._world.now
+        expected, now = self._requests[first_id(request_id)], self._world.now
         if expected.ended:
             raise self._fail(request_id, "ended twice")
         if now > expected.deadline + TOLERANCE_S:

@@ -204,7 +204,7 @@ class BreakableLinks:
         if known is not None and node.token_streams.get(known.call_id) is not None:
             then()
             return
-        stream = self._new_call(f"tokens {self._world.num_events}", worker_id)
+        stream = self._new_call(f"tokens of {self._router.name} {self._world.num_events}", worker_id)
 
         def receive(message: events.StepTokens | None) -> None:
             if not self._router.alive or not self._arrives(stream, node):
@@ -233,7 +233,7 @@ class BreakableLinks:
             return
         stream.is_broken = True
         self._world.counts["loses its token stream"] += 1
-        self._world.trouble(worker_id, until=math.inf)  # until the worker has joined again
+        self._world.trouble(worker_id, until=math.inf, router=self._router.name)  # until the worker has joined again
         delay_s = self._network.delay(worker_id, self._router.name)
         self._world.after(delay_s, partial(self._on_tokens_broken, stream))
         self._end_at_worker(stream)
@@ -310,7 +310,9 @@ class BreakableLinks:
         current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
         is_joined = isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive
         if is_joined and (tokens is None or not tokens.is_broken):
-            self._world.end_trouble(worker_id)  # until now, the router sent requests to a dead incarnation
+            self._world.end_trouble(
+                worker_id, self._router.name
+            )  # until now, the router sent requests to a dead incarnation
         self._router.post(event)
 
     def notice_death(self, node: WorkerShell) -> None:

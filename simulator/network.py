@@ -69,6 +69,11 @@ class Network:
             self._world.trouble(source, target)
 
 
+def first_id(request_id: str) -> str:
+    """The id of the first call of a request, of which `request_id` is a call."""
+    return request_id.partition("~")[0]
+
+
 class CallState(Enum):
     OPEN = "open"
     ENDED = "ended"  # by its answer, an error or a cancel

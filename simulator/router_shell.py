@@ -101,12 +101,14 @@ class RouterShell:
             self.machine.check()
         self._timer.update()
 
-    def arrive(self, request: Request, timeout_s: float, others: Sequence[Request] = ()) -> None:
-        """A client sends a request, with the requests of its further choices."""
-        self._world.note(f"client: {request.request_id}, {len(request.token_ids)} tokens in")
+    def arrive(
+        self, request: Request, timeout_s: float, others: Sequence[Request] = (), delivered: tuple[int, ...] = ()
+    ) -> None:
+        """A client sends a request, with the requests of its further choices, or with the tokens that it has."""
+        self._world.note(f"client: {request.request_id}, {len(request.token_ids)} tokens in, {len(delivered)} out")
         now = self._world.now
         try:
-            self.post(events.RequestArrived(request, now, now + timeout_s, tuple(others)))
+            self.post(events.RequestArrived(request, now, now + timeout_s, tuple(others), delivered))
         except TandemError as error:
             self.machine.check()
             for choice in (request, *others):

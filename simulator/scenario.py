@@ -40,6 +40,7 @@ class ClientRequest:
     stop_after: int | None = None  # a stop string matches after this many tokens of the first choice
     oversized: bool = False  # exceeds every pool, so it must be refused
     others: tuple[Request, ...] = ()  # the further choices of the call
+    resumes: bool = True  # at the next router, after the death of its router
 
     @property
     def choices(self) -> tuple[Request, ...]:
@@ -64,6 +65,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class RouterDeath:
+    router: int  # place in the list of routers
     at: float
     duration_s: float  # until the next router serves at its address
 
@@ -78,6 +80,7 @@ class Scenario:
     reads: ReadFaults
     requests: tuple[ClientRequest, ...]
     faults: tuple[Fault, ...]
+    num_routers: int = 1
     router_deaths: tuple[RouterDeath, ...] = ()
 
 
@@ -101,6 +104,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
     workers = tuple(replace(w, rounding=int(w.worker_id[-1]) % 2 if rounds else 0) for w in workers)
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     prefixes = [_tokens(chance, chance.randint(8, largest // 3)) for _ in range(4)]
+    num_routers = (1, 2, 2, 3)[seed % 4]
     scenario = Scenario(
         seed=seed,
         calm=calm,
@@ -110,7 +114,8 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
         requests=tuple(_request(chance, number, prefixes, largest) for number in range(num_requests)),
         faults=() if calm else (*_faults(chance, workers), *_token_stream_losses(chance, workers)),
-        router_deaths=() if calm else _router_deaths(chance),
+        num_routers=num_routers,
+        router_deaths=() if calm else _router_deaths(chance, num_routers),
     )
     return _with_drains(chance_of(f"drains of {seed}"), scenario)
 
@@ -238,7 +243,7 @@ def other_choices(first: Request, count: int) -> tuple[Request, ...]:
 
 
 def _with_variations(chance: random.Random, client: ClientRequest) -> ClientRequest:
-    """Some requests are cancelled, have a short deadline, or stop at a stop string."""
+    """Some requests are cancelled, have a short deadline, stop at a stop string, or end with their router."""
     draw = chance.random()
     if draw < 0.10:
         return replace(client, cancel_at=client.arrives_at + chance.expovariate(6.0))
@@ -246,6 +251,8 @@ def _with_variations(chance: random.Random, client: ClientRequest) -> ClientRequ
         return replace(client, timeout_s=chance.expovariate(4.0))
     if draw < 0.30:
         return replace(client, stop_after=chance.randint(1, 10))
+    if draw < 0.40:
+        return replace(client, resumes=False)
     return client
 
 
@@ -319,8 +326,10 @@ def _token_stream_losses(chance: random.Random, workers: tuple[WorkerSpec, ...])
     ]
 
 
-def _router_deaths(chance: random.Random) -> tuple[RouterDeath, ...]:
-    """In one world of four, the router dies once."""
-    if chance.random() < 0.75:
-        return ()
-    return (RouterDeath(at=chance.uniform(0.5, ARRIVALS_S + 0.5), duration_s=chance.choice((0.05, 0.4))),)
+def _router_deaths(chance: random.Random, num_routers: int) -> tuple[RouterDeath, ...]:
+    """In every second world, routers die, also while another one is dead."""
+    count = chance.choice((0, 0, 1, num_routers))
+    return tuple(
+        RouterDeath(chance.randrange(num_routers), chance.uniform(0.5, ARRIVALS_S + 0.5), chance.choice((0.05, 0.4)))
+        for _ in range(count)
+    )

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from router.requests.events import ClientCancelled
 from simulator.agent import SimulatedAgent
 from simulator.authorship import Authorship
 from simulator.checks import Oracle, check_left_clean, check_paths
+from simulator.clients import ResumingClients
 from simulator.links import RECONNECT_S, BreakableLinks
 from simulator.network import Network
 from simulator.router_shell import RouterShell
-from simulator.scenario import ClientRequest, Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
+from simulator.scenario import Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
 from simulator.worker_shell import WorkerShell
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
@@ -34,7 +34,7 @@ class Result:
 
 
 class Simulation:
-    """A fleet, a router and clients in one world."""
+    """A fleet, its routers and clients in one world."""
 
     def __init__(self, scenario: Scenario, print_line: Callable[[str], None] | None = None) -> None:
         self.scenario = scenario
@@ -45,8 +45,15 @@ class Simulation:
         self.fleet: dict[str, WorkerShell] = {}  # newest incarnation of each worker, dead or alive
         self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
         self._ended: list[WorkerShell] = []
-        self.router = RouterShell("router", self.world, scenario.router, self.oracle)
-        self.router.links = self.links = BreakableLinks(self.world, self.router, self.network, self.fleet)
+        self.clients = ResumingClients(self.world, self.oracle)
+        self.routers: list[RouterShell] = []
+        self.links: list[BreakableLinks] = []  # of each router
+        for number in range(scenario.num_routers):
+            router = RouterShell(f"router-{number}", self.world, scenario.router, self.clients)
+            router.links = links = BreakableLinks(self.world, router, self.network, self.fleet)
+            self.routers.append(router)
+            self.links.append(links)
+        self.clients.routers = self.routers
 
     def run(self) -> Result:
         """Raises `SimulationError` at the first broken rule, or if a machine raises an exception."""
@@ -62,11 +69,12 @@ class Simulation:
         world, scenario = self.world, self.scenario
         for spec in scenario.workers:
             self._start(spec)
-            self.links.keep_connected(spec.worker_id)
-        for client in scenario.requests:
-            world.at(client.arrives_at, partial(self._arrive, client))
+            for links in self.links:
+                links.keep_connected(spec.worker_id)
+        for number, client in enumerate(scenario.requests):
+            world.at(client.arrives_at, partial(self.clients.arrive, client, number % len(self.routers)))
             if client.cancel_at is not None:
-                world.at(client.cancel_at, partial(self._cancel, client))
+                world.at(client.cancel_at, partial(self.clients.cancel, client))
         for fault in scenario.faults:
             world.at(fault.at, partial(self._inject, fault))
         for death in scenario.router_deaths:
@@ -79,7 +87,8 @@ class Simulation:
         ended_at = world.now
         world.run_until(world.now + SETTLE_S)
         alive = [node for node in self.fleet.values() if node.alive]
-        check_left_clean(scenario.seed, self.router.machine, alive)
+        for router in self.routers:
+            check_left_clean(scenario.seed, router.machine, alive)
         if scenario.calm:
             check_paths(scenario.seed, alive)
         self._count(alive + self._ended)
@@ -92,22 +101,6 @@ class Simulation:
         node.agent.join(self.world, self.network, self._agents, self.scenario.reads)
         self.fleet[spec.worker_id] = node
         self.world.note(f"{node.agent.name} starts")
-
-    # ---- clients
-
-    def _arrive(self, client: ClientRequest) -> None:
-        self.oracle.expect(client)
-        if self.router.alive:
-            self.router.arrive(client.request, client.timeout_s, client.others)
-        else:
-            self.oracle.lose_router()
-
-    def _cancel(self, client: ClientRequest) -> None:
-        """Cancel every choice of the call in turn, as `RouterShell.close` of the router does."""
-        cancelled = [choice.request_id for choice in client.choices if self.oracle.cancelled(choice.request_id)]
-        for request_id in cancelled:
-            if not self.oracle.has_ended(request_id):
-                self.router.post(ClientCancelled(request_id))
 
     # ---- faults
 
@@ -131,26 +124,33 @@ class Simulation:
                 node.stop()
                 world.after(fault.duration_s, partial(self._resume, node))
             case "loses its report stream":
-                self.links.subscribe(fault.worker_id)
+                for links in self.links:
+                    links.subscribe(fault.worker_id)
             case "loses its token stream":
-                self.links.break_tokens(fault.worker_id)
+                for links in self.links:
+                    links.break_tokens(fault.worker_id)
             case _:
                 raise SimulationError(f"unknown fault {fault.kind}")
 
     def _kill_router(self, death: RouterDeath) -> None:
+        router = self.routers[death.router]
+        if not router.alive:
+            return
         self.world.counts["router dies"] += 1
-        self.world.note(f"the router dies for {death.duration_s} s")
+        self.world.note(f"{router.name} dies for {death.duration_s} s")
         self.world.trouble(*self.fleet, until=self.world.now + death.duration_s + RECONNECT_S)
-        self.router.die()
-        self.oracle.lose_router()
-        self.links.close()
-        self.world.after(death.duration_s, self.router.start)
+        router.die()
+        self.clients.lose_router(death.router)
+        self.links[death.router].close()
+        self.world.after(death.duration_s, router.start)
 
     def _remove_dead(self, node: WorkerShell, restart_after_s: float) -> None:
         self._ended.append(node)
-        self.world.trouble(node.spec.worker_id, until=math.inf)  # until the router knows the next incarnation
-        if not node.silent:
-            self.world.after(0.05, partial(self.links.notice_death, node))
+        for router, links in zip(self.routers, self.links, strict=True):
+            # until the router knows the next incarnation
+            self.world.trouble(node.spec.worker_id, until=math.inf, router=router.name)
+            if not node.silent:
+                self.world.after(0.05, partial(links.notice_death, node))
         self.world.after(restart_after_s, partial(self._start, node.spec))
 
     def _end_when_drained(self, node: WorkerShell, restart_after_s: float) -> None:
@@ -180,7 +180,10 @@ class Simulation:
             counts["cancelled pull"] += transfers.pulls["cancelled"]
             counts["digest mismatch"] += transfers.num_digest_mismatches
             counts["READY repeated"] += transfers.num_ready_repeated
-            counts["preemption"] += node.machine.core.scheduler.num_preemptions
+            scheduler = node.machine.core.scheduler
+            counts["preemption"] += scheduler.num_preemptions
+            counts["right guess"] += scheduler.num_right_drafts
+            counts["wrong guess"] += scheduler.num_drafts - scheduler.num_right_drafts
             for why, count in transfers.dropped.items():
                 counts[f"dropped: {why.value}"] += count
 

@@ -39,7 +39,7 @@ class World:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()  # of events, by name; tests check that faults took effect
         self.marks: set[str] = set()  # faults with the requests or workers they affect, for the checks
-        self._troubled_until: dict[str, float] = {}  # by worker id
+        self._troubled_until: dict[tuple[str, str], float] = {}  # by worker id and router, "" = for all routers
         self.num_events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
@@ -69,19 +69,22 @@ class World:
         """True with this probability. Probability 0 draws no random number, so other draws stay the same."""
         return probability > 0.0 and self.random.random() < probability
 
-    def trouble(self, *names: str, until: float = 0.0) -> None:
-        """Record a fault that affects these workers until `until`. `names` are worker ids or names of agents."""
-        for name in names:
-            worker_id = name.partition("@")[0]
-            self._troubled_until[worker_id] = max(self._troubled_until.get(worker_id, 0.0), until, self.now)
+    def trouble(self, *names: str, until: float = 0.0, router: str = "") -> None:
+        """Record a fault that affects these workers until `until`. `names` are worker ids or names of agents.
 
-    def end_trouble(self, worker_id: str) -> None:
+        With `router`, it lasts until this router knows its end.
+        """
+        for name in names:
+            key = name.partition("@")[0], router
+            self._troubled_until[key] = max(self._troubled_until.get(key, 0.0), until, self.now)
+
+    def end_trouble(self, worker_id: str, router: str) -> None:
         """End a fault that was recorded without a known end."""
-        if self._troubled_until.get(worker_id) == math.inf:
-            self._troubled_until[worker_id] = self.now
+        if self._troubled_until.get((worker_id, router)) == math.inf:
+            self._troubled_until[worker_id, router] = self.now
 
     def had_trouble(self, worker_id: str, since: float) -> bool:
-        return self._troubled_until.get(worker_id, -1.0) >= since
+        return any(until >= since for (name, _), until in self._troubled_until.items() if name == worker_id)
 
     def note(self, line: str) -> None:
         """Append a line to the log."""

@@ -5,11 +5,12 @@ from tandem_client.credentials import Credentials
 from tandem_client.errors import CallFailed
 from tandem_client.prompts import Options, Prompt
 from tandem_client.results import Completion, Piece, Promise, Receipt, Timings, TokenLogprob, TopLogprob, Usage
-from tandem_client.retries import NO_RETRY, Clock, RetryPolicy
+from tandem_client.retries import NO_RETRY, RESUME, Clock, RetryPolicy
 from tandem_client.streams import AsyncStream, Stream
 
 __all__ = [
     "NO_RETRY",
+    "RESUME",
     "AsyncClient",
     "AsyncStream",
     "CallFailed",

@@ -1,13 +1,17 @@
 """Two clients with the same calls: `AsyncClient` for asyncio, `Client` for everything else.
 
 Every call has a deadline, every failure is a `CallFailed`. The connection is made by the first call. `stream`,
-`complete`, `model`, `tokenize` and `detokenize` are retried (tandem_client/retries.py); the other calls are not.
-`metadata` of a call are headers, e.g. ("traceparent", ...) or ("authorization", "Bearer KEY").
+`complete`, `model`, `tokenize` and `detokenize` are retried (tandem_client/retries.py); the other calls are not. An
+answer whose router is lost goes on at another router (tandem_client/resuming.py): the next one of several addresses, or
+the one that listens at the address then. `metadata` of a call are headers, e.g. ("traceparent", ...) or
+("authorization", "Bearer KEY").
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
@@ -20,47 +24,74 @@ from tandem_client.credentials import OPEN, Credentials, Metadata
 from tandem_client.errors import CallFailed, call_failed
 from tandem_client.prompts import Options, Prompt, build_request
 from tandem_client.results import Completion
-from tandem_client.retries import SYSTEM_CLOCK, Clock, Retrying, RetryPolicy
+from tandem_client.retries import NO_RETRY, RESUME, SYSTEM_CLOCK, Clock, Retrying, RetryPolicy
 from tandem_client.streams import AsyncStream, Stream
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem_client.tracing import with_trace
 
 CALL_TIMEOUT_S = 10.0
 GENERATE_TIMEOUT_S = 300.0
+LOST_S = 1.0  # for which other addresses come before a lost one
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class _Router:
+    address: str
+    lost_at: float = -math.inf
+    channel: grpc.aio.Channel | BlockingChannel = field(init=False)
+    inference: inference_pb2_grpc.InferenceStub = field(init=False)
+    cluster: cluster_pb2_grpc.ClusterStub = field(init=False)
+
+    def connect(self, channel: grpc.aio.Channel | BlockingChannel) -> None:
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceStub(channel)
+        self.cluster = cluster_pb2_grpc.ClusterStub(channel)
+
+
 class AsyncClient:
-    """Use it in `async with`, on one event loop. Raises `CallFailed` for an address that is not host:port."""
+    """Use it in `async with`, on one event loop. Raises `CallFailed` for an address that is not host:port.
+
+    A call begins at the first of the addresses that was not lost within `LOST_S`. `retry` is for calls that have
+    brought no token, `resume` for answers that have begun.
+    """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         credentials: Credentials = OPEN,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is frozen
         clock: Clock = SYSTEM_CLOCK,
+        resume: RetryPolicy = RESUME,
     ) -> None:
-        self.address = _checked(address)
-        self._credentials = credentials
-        self._retrying = Retrying(retry, clock)
+        self._routers = [_Router(_checked(each)) for each in ([address] if isinstance(address, str) else address)]
+        self.address = ", ".join(router.address for router in self._routers)
+        self._credentials, self._clock = credentials, clock
+        self._retry, self._resume, self._retrying = retry, resume, Retrying(clock)
 
     async def __aenter__(self) -> AsyncClient:
-        """Open the channel here, because a grpc.aio channel belongs to the running loop."""
-        self._connect(self._credentials.open_channel(grpc.aio, self.address))
+        """Open the channels here, because a grpc.aio channel belongs to the running loop."""
+        self._connect(lambda address: self._credentials.open_channel(grpc.aio, address))
         return self
 
-    def _connect(self, channel: grpc.aio.Channel | BlockingChannel) -> None:
-        self._channel = channel
-        self._inference = inference_pb2_grpc.InferenceStub(channel)
-        self._cluster = cluster_pb2_grpc.ClusterStub(channel)
+    def _connect(self, open_channel: Callable[[str], grpc.aio.Channel | BlockingChannel]) -> None:
+        for router in self._routers:
+            router.connect(open_channel(router.address))
+
+    def _router(self) -> _Router:
+        """The router for the next call."""
+        oldest_loss = self._clock.now() - LOST_S
+        present = [router for router in self._routers if router.lost_at < oldest_loss]
+        return present[0] if present else min(self._routers, key=lambda router: router.lost_at)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancel the calls in flight."""
-        await self._channel.close(None)
+        for router in self._routers:
+            await router.channel.close(None)
 
     def stream(
         self,
@@ -71,7 +102,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Stream one answer as `Piece`s. Raises `TypeError` for an unknown option."""
         request = build_request(prompt, options)
-        return AsyncStream(self._retrying.stream(lambda left_s: self.generate(request, left_s, metadata), timeout_s))
+        return AsyncStream(self._generate(request, timeout_s, metadata, lambda _: self._retry))
 
     async def complete(
         self,
@@ -86,81 +117,130 @@ class AsyncClient:
                 pass
         return stream.result
 
-    async def generate(
+    def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
+        """Stream the messages of any request. Leaving the loop early cancels it on every worker.
+
+        A refusal before the first token is not retried. A router that is lost is replaced by another one.
+        """
+        another = RetryPolicy(max_attempts=1 + len(self._routers))
+        return self._generate(request, timeout_s, metadata, lambda error: another if error.lost else NO_RETRY)
+
+    def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata,
+        begin: Callable[[CallFailed], RetryPolicy],
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         headers = self._credentials.headers(with_trace(metadata))
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=headers)
+
+        def attempt(
+            request: inference_pb2.GenerateRequest, left_s: float
+        ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+            return self._attempt(request, left_s, headers)
+
+        return self._retrying.stream(request, attempt, timeout_s, begin, self._resume)
+
+    async def _attempt(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float, headers: Metadata
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """One call of one router."""
+        router = self._router()
+        call = router.inference.Generate(request, timeout=timeout_s, metadata=headers)
         streaming = False
         try:
             async for response in call:
                 streaming = True
                 yield response
         except grpc.RpcError as error:
-            raise call_failed(error, self.address, timeout_s, streaming) from error
+            raise self._failed(error, router, timeout_s, streaming) from error
         finally:
             call.cancel()
 
+    def _failed(self, error: grpc.RpcError, router: _Router, timeout_s: float, streaming: bool = False) -> CallFailed:
+        failed = call_failed(error, router.address, timeout_s, streaming)
+        if failed.lost:
+            router.lost_at = self._clock.now()
+        return failed
+
     async def model(self, metadata: Metadata = ()) -> inference_pb2.GetModelResponse:
-        return await self._ask(self._inference.GetModel, inference_pb2.GetModelRequest(), metadata)
+        return await self._ask("GetModel", inference_pb2.GetModelRequest(), metadata)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, metadata: Metadata = ()
     ) -> inference_pb2.TokenizeResponse:
-        return await self._ask(self._inference.Tokenize, request, metadata)
+        return await self._ask("Tokenize", request, metadata)
 
     async def detokenize(
         self, request: inference_pb2.DetokenizeRequest, metadata: Metadata = ()
     ) -> inference_pb2.DetokenizeResponse:
-        return await self._ask(self._inference.Detokenize, request, metadata)
+        return await self._ask("Detokenize", request, metadata)
 
     async def fleet(self, metadata: Metadata = ()) -> cluster_pb2.GetFleetResponse:
-        return await self._operate(self._cluster.GetFleet, cluster_pb2.GetFleetRequest(), metadata)
+        return await self._operate("GetFleet", cluster_pb2.GetFleetRequest(), metadata)
 
     async def explain(
         self, request: inference_pb2.GenerateRequest, metadata: Metadata = ()
     ) -> cluster_pb2.ExplainResponse:
-        return await self._operate(self._cluster.Explain, request, metadata)
+        return await self._operate("Explain", request, metadata)
 
     async def list_requests(
         self, limit: int = 0, after: int = 0, metadata: Metadata = ()
     ) -> cluster_pb2.ListRequestsResponse:
         """The requests that ended last, newest first: at most `limit` (0 = 100), with a higher number than `after`."""
         request = cluster_pb2.ListRequestsRequest(limit=limit, after=after)
-        return await self._operate(self._cluster.ListRequests, request, metadata)
+        return await self._operate("ListRequests", request, metadata)
 
     async def get_trace(self, id: str, metadata: Metadata = ()) -> cluster_pb2.Trace:
         """The spans of one of them, by request id or trace id. Raises `CallFailed` with NOT_FOUND."""
-        return await self._operate(self._cluster.GetTrace, cluster_pb2.GetTraceRequest(id=id), metadata)
+        return await self._operate("GetTrace", cluster_pb2.GetTraceRequest(id=id), metadata)
 
     async def metrics(self, metadata: Metadata = ()) -> str:
         """The metrics page of the router that answers, in the text format of Prometheus."""
-        return (await self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata)).text
+        return (await self._operate("GetMetrics", cluster_pb2.GetMetricsRequest(), metadata)).text
 
     async def ledger(self) -> cluster_pb2.GetLedgerResponse:
-        return await self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())
+        return await self._operate("GetLedger", cluster_pb2.GetLedgerRequest())
+
+    async def events(self, limit: int = 0, after: int = 0, metadata: Metadata = ()) -> cluster_pb2.ListEventsResponse:
+        """The newest notes about the fleet, oldest first: at most `limit` (0 = 100), numbered above `after`."""
+        request = cluster_pb2.ListEventsRequest(limit=limit, after=after)
+        return await self._operate("ListEvents", request, metadata)
 
     async def scale(
         self, prefill: int | None = None, decode: int | None = None, routers: int | None = None
     ) -> cluster_pb2.ScaleResponse:
         """Set the wanted sizes; None leaves a size as it is."""
         request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
-        return await self._operate(self._cluster.Scale, request)
+        return await self._operate("Scale", request)
 
-    async def _ask(self, call: Callable[..., Awaitable[T]], request: Any, metadata: Metadata) -> T:
+    async def roll(self, config: str = "", stop: bool = False) -> cluster_pb2.RollResponse:
+        """Start every service again, with the config of the call if there is one, or stop that and restore the old."""
+        return await self._operate("Roll", cluster_pb2.RollRequest(config=config, stop=stop))
+
+    async def _ask(self, method: str, request: Any, metadata: Metadata) -> Any:
         headers = self._credentials.headers(metadata)
-        return await self._retrying.answer(lambda left_s: self._answer(call, request, headers, left_s), CALL_TIMEOUT_S)
 
-    async def _operate(self, call: Callable[..., Awaitable[T]], request: Any, metadata: Metadata = ()) -> T:
+        def ask(left_s: float) -> Awaitable[Any]:
+            router = self._router()
+            return self._answer(router, getattr(router.inference, method), request, headers, left_s)
+
+        return await self._retrying.answer(ask, CALL_TIMEOUT_S, self._retry)
+
+    async def _operate(self, method: str, request: Any, metadata: Metadata = ()) -> Any:
         """A call of an operator, with the token of the cluster."""
-        return await self._answer(call, request, self._credentials.headers(metadata, operator=True), CALL_TIMEOUT_S)
+        router, headers = self._router(), self._credentials.headers(metadata, operator=True)
+        return await self._answer(router, getattr(router.cluster, method), request, headers, CALL_TIMEOUT_S)
 
-    async def _answer(self, call: Callable[..., Awaitable[T]], request: Any, headers: Metadata, timeout_s: float) -> T:
+    async def _answer(
+        self, router: _Router, call: Callable[..., Awaitable[T]], request: Any, headers: Metadata, timeout_s: float
+    ) -> T:
         try:
             return await call(request, timeout=timeout_s, metadata=headers)
         except grpc.RpcError as error:
-            raise call_failed(error, self.address, timeout_s) from error
+            raise self._failed(error, router, timeout_s) from error
 
 
 def _blocking(
@@ -174,18 +254,19 @@ def _blocking(
 
 
 class Client:
-    """Use it in `with`, from any number of threads. Raises `CallFailed` for an address that is not host:port."""
+    """Use it in `with`, from any number of threads. The arguments are those of `AsyncClient`."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         credentials: Credentials = OPEN,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is frozen
         clock: Clock = BLOCKING_CLOCK,
+        resume: RetryPolicy = RESUME,
     ) -> None:
-        self._client = AsyncClient(address, credentials, retry, clock)
-        self._client._connect(BlockingChannel(credentials.open_channel(grpc, address)))
-        self.address = address
+        self._client = AsyncClient(address, credentials, retry, clock, resume)
+        self._client._connect(lambda each: BlockingChannel(credentials.open_channel(grpc, each)))
+        self.address = self._client.address
 
     def __enter__(self) -> Client:
         return self
@@ -212,7 +293,7 @@ class Client:
     def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> Generator[inference_pb2.GenerateResponse, None, None]:
-        """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
+        """Stream the messages of any request, as `AsyncClient.generate` does."""
         return iterate(self._client.generate(request, timeout_s, metadata))
 
     complete = _blocking(AsyncClient.complete)
@@ -225,7 +306,9 @@ class Client:
     get_trace = _blocking(AsyncClient.get_trace)
     metrics = _blocking(AsyncClient.metrics)
     ledger = _blocking(AsyncClient.ledger)
+    events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
+    roll = _blocking(AsyncClient.roll)
 
 
 def _checked(address: str) -> str:

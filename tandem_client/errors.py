@@ -21,12 +21,14 @@ class CallFailed(Exception):
         field: str = "",
         retryable: bool = False,
         retry_after_s: float | None = None,
+        lost: bool = False,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.field = field  # of the request, where one field is to blame
         self.retryable = retryable  # whether the same request may succeed later
         self.retry_after_s = retry_after_s  # the router's hint; None without one
+        self.lost = lost  # the router was not reached, or went away: no router has given the status
 
 
 def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming: bool = False) -> CallFailed:
@@ -35,7 +37,7 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
         message, retryable = _explained(code, details, address, timeout_s, streaming)
-        return CallFailed(code, message, retryable=retryable)
+        return CallFailed(code, message, retryable=retryable, lost=code is grpc.StatusCode.UNAVAILABLE)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,

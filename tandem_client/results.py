@@ -125,9 +125,11 @@ class Collector:
         self.completion: Completion | None = None
 
     def take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
-        """None for the last message, which makes `completion`."""
+        """None for the first message, and for the last one, which makes `completion`."""
         if response.HasField("finished"):
             self.completion = _completion(self._pieces, response.finished)
+            return None
+        if not response.HasField("tokens"):
             return None
         chunk = response.tokens
         ids = tuple(chunk.token_ids)

@@ -1,8 +1,9 @@
 """When a failed call is sent again, and after which pause. A call is retried inside its deadline, or not at all.
 
-A call is sent again only if its failure is retryable and no token of the answer has reached the caller. The pause
-doubles from try to try, is drawn at random (many clients must not retry together), and is never shorter than the
-hint of the router.
+A call is sent again only if its failure is retryable. An answer that has begun is resumed (tandem_client/resuming.py):
+after the loss of its router, and once it has tokens after every retryable failure. The attempts are counted since the
+last new token. The pause doubles from try to try, is drawn at random (many clients must not retry together), and is
+never shorter than the hint of the router.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tandem_client.errors import CallFailed
+from tandem_client.resuming import Answer
+from tandem_client.stubs.inference_pb2 import GenerateRequest, GenerateResponse
 
 T = TypeVar("T")
 
@@ -47,6 +50,9 @@ class RetryPolicy:
 
 
 NO_RETRY = RetryPolicy(max_attempts=1)
+RESUME = RetryPolicy(max_attempts=10)  # the only router of an address is back within some seconds
+
+AttemptStream = Callable[[GenerateRequest, float], AsyncGenerator[GenerateResponse, None]]
 
 
 class Clock(Protocol):
@@ -79,52 +85,71 @@ SYSTEM_CLOCK = SystemClock()
 class _Attempts:
     """The attempts at one call, all inside its time limit."""
 
-    def __init__(self, policy: RetryPolicy, clock: Clock, timeout_s: float) -> None:
-        self._policy, self._clock = policy, clock
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
         self._deadline, self._num_failed = clock.now() + timeout_s, 0
 
     @property
     def left_s(self) -> float:
         return self._deadline - self._clock.now()
 
-    def pause_after(self, error: CallFailed) -> float:
+    def progress(self) -> None:
+        """The newest attempt has brought a token."""
+        self._num_failed = 0
+
+    def pause_after(self, error: CallFailed, policy: RetryPolicy) -> float:
         """The seconds to wait before the next attempt. Raises `error` if there is none."""
         self._num_failed += 1
-        pause_s = self._policy.pause_s(error, self._num_failed, self.left_s, self._clock.draw())
+        pause_s = policy.pause_s(error, self._num_failed, self.left_s, self._clock.draw())
         if pause_s is None:
             raise error
         return pause_s
 
 
 class Retrying:
-    """Makes calls again by `policy`. Each function that is given makes one attempt within so many seconds."""
+    """Makes calls again. Each function that is given makes one attempt within so many seconds."""
 
-    def __init__(self, policy: RetryPolicy, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._policy, self._clock = policy, clock
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
 
-    async def answer(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
-        attempts = _Attempts(self._policy, self._clock, timeout_s)
+    async def answer(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float, policy: RetryPolicy) -> T:
+        attempts = _Attempts(self._clock, timeout_s)
         while True:
             try:
                 return await attempt(attempts.left_s)
             except CallFailed as error:
-                pause_s = attempts.pause_after(error)
+                pause_s = attempts.pause_after(error, policy)
             await self._clock.sleep(pause_s)
 
     async def stream(
-        self, attempt: Callable[[float], AsyncGenerator[T, None]], timeout_s: float
-    ) -> AsyncGenerator[T, None]:
-        attempts = _Attempts(self._policy, self._clock, timeout_s)
-        while True:
-            streaming = False
+        self,
+        request: GenerateRequest,
+        attempt: AttemptStream,
+        timeout_s: float,
+        begin: Callable[[CallFailed], RetryPolicy],
+        resume: RetryPolicy,
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """The messages of one answer. `begin` gives the policy for the failure of a call that has brought no token."""
+        answer, attempts = Answer(request), _Attempts(self._clock, timeout_s)
+        while not answer.has_ended:
+            num_tokens = answer.num_tokens
             try:
-                async with contextlib.aclosing(attempt(attempts.left_s)) as responses:
+                async with contextlib.aclosing(attempt(answer.next_request(), attempts.left_s)) as responses:
                     async for response in responses:
-                        streaming = True
-                        yield response
-                return
+                        new = answer.take(response)
+                        if answer.num_tokens > num_tokens:
+                            attempts.progress()
+                        if new is not None:
+                            yield new
+                if not answer.call_has_ended:
+                    return  # the caller finds no result
             except CallFailed as error:
-                if streaming:
+                if answer.has_ended:
+                    return
+                if answer.can_resume and (answer.num_tokens or error.lost):
+                    pause_s = attempts.pause_after(error, resume)
+                elif answer.num_tokens:
                     raise
-                pause_s = attempts.pause_after(error)
-            await self._clock.sleep(pause_s)
+                else:
+                    pause_s = attempts.pause_after(error, begin(error))
+                await self._clock.sleep(pause_s)

@@ -58,6 +58,10 @@ class GrammarReader:
         """Raises `InvalidRequest` for a grammar that is wrong, or too large."""
         self._compile(grammar)
 
+    def num_accepted(self, grammar: str, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the start of an output on, follow the grammar. Raises `InvalidRequest`."""
+        return int(self._compile(grammar).deep_copy().validate_tokens(list(token_ids)))
+
     async def compile_aside(self, grammar: str) -> None:
         """As `compile`, without blocking the event loop."""
         with self._changing:

@@ -77,7 +77,7 @@ SERVERS: list[Any] = []  # a server that nothing refers to stops
 
 async def start_service(host: ServiceHost, role: Role) -> Endpoint:
     config = replace(CONFIG, gateway=GatewayConfig(port=role.http_port))
-    placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, scale=None)
+    placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, control=None)
     endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], config)), placement)
     if isinstance(endpoint, StartFault):
         raise RuntimeError(endpoint.reason)

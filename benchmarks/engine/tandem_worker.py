@@ -248,7 +248,7 @@ async def serve(engine: EngineConfig, core: int, answers: TextIO) -> None:
     from cli.compose import build_decode_worker
     from fleet.service_host import Placement, ServiceHost, StartFault
 
-    placement = Placement(ordinal=0, host="", address="", num_threads=1, scale=None, cores=(core,))
+    placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None, cores=(core,))
     host = ServiceHost()
     factory = functools.partial(build_decode_worker, TandemConfig(engine=engine, scheduler=SCHEDULER))
     endpoint = await host.start(pickle.dumps(factory), placement)

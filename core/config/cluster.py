@@ -25,8 +25,11 @@ class ClusterConfig:
     decode_gpus: float = 1.0  # GPUs of each decode worker, likewise; both apply if engine.device is not cpu
     prefill_accelerator: str = ""  # Ray's name of the GPUs of prefill workers, such as H100; empty = any
     decode_accelerator: str = ""  # ... of decode workers, such as H200
+    prefill_memory_mb: int = 0  # memory that Ray sets aside for each prefill worker; 0 = none. Ray does not enforce it
+    decode_memory_mb: int = 0  # ... for each decode worker
+    router_memory_mb: int = 0  # ... for each router
     max_workers: int = 256  # of each role, and of routers
-    start_timeout_s: float = 120.0  # a start that takes longer has failed
+    start_timeout_s: float = 120.0  # a start that takes longer on its machine has failed
     restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:
@@ -40,6 +43,8 @@ class ClusterConfig:
             1 <= self.num_routers <= self.max_workers,
             f"num_routers must be in [1, {self.max_workers}] (max_workers), is {self.num_routers}",
         )
+        for name in ("prefill_memory_mb", "decode_memory_mb", "router_memory_mb"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 (none) or more, is {getattr(self, name)}")
         self._check_gpus()
 
     def _check_gpus(self) -> None:

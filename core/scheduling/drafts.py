@@ -8,10 +8,10 @@ per second exceed those of the step without it:
     -------------------------------------------------  >  MARGIN x  --------------------
                     seconds of a row                                seconds of the step
 
-The chance of a guess grows with the number of tokens before it that are those of the place where the guess was found,
-the right guesses before it included. `DraftChances` learns it for each such number from all sequences of a worker, and
-for each sequence how much luckier than others it was lately. Proposals that no step computes count, too: their first
-token is compared with the sampled one.
+A guess is likelier to be right after a longer match: the number of newest tokens that equal those before the place
+where the guess was found, right guesses included. `DraftChances` learns the chance for each length of match from all
+sequences of a worker, and for each sequence how far its guesses have lately been better than those of others.
+Proposals that no step computes count, too: their first token is compared with the sampled one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_MATCH = FORCED_MATCH  # longer matches are as good
 # Texts of Spec-Bench, written by SmolLM2-135M: shares of right guesses after matches of 1, 2, ... tokens
 FIRST_CHANCES = (0.2, 0.45, 0.55, 0.65, 0.7, 0.75, 0.75, 0.77, 0.78, 0.8, 0.82, 0.85, 0.85, 0.9, 0.9, 0.95, 0.95)
 LEARNING_RATE = 0.02  # weight of the newest guess
-LUCK_RATE = 0.15  # ... in the luck of a sequence
+BIAS_RATE = 0.15  # ... in the bias of its sequence
 LEAST_CHANCE, MOST_CHANCE = 0.02, 0.99
-MARGIN = 1.25  # chances and seconds are estimates, and the choice prefers those that are too high
-WAIT_S = 1e-3  # a step with drafts is not planned ahead of its end: the model waits for the next one about this long
+MARGIN = 1.25  # chances and seconds are estimates, and the best of many estimates are mostly too high
+WAIT_S = 1e-3  # of the model for the next step: no step is planned while one with drafts is in flight
 FIRST_ROW_COST = 2.0  # of a draft, as a multiple of the cost of a sequence, until drafts have been measured
 MOST_ROW_COST = 4.0  # likewise: one slow step must not end all drafts
 ROW_COST_RATE = 0.2  # weight of the newest step with a draft for each decode
@@ -55,16 +55,16 @@ class DraftChances:
                 length, is_right = min(judged.match + place, MAX_MATCH), guess == token_id
                 surprise = is_right - self._chances[length]
                 self._chances[length] += LEARNING_RATE * surprise
-                sequence.draft_luck += LUCK_RATE * (surprise - sequence.draft_luck)
+                sequence.draft_bias += BIAS_RATE * (surprise - sequence.draft_bias)
                 if not is_right:
                     break
         sequence.proposal, sequence.proposed_at = proposal, num_tokens
 
-    def of(self, sequence: Sequence, num_drafts: int) -> list[float]:
-        """The chance of each of the first drafts that all drafts up to it are right. Falls from draft to draft."""
+    def cumulative(self, sequence: Sequence, num_drafts: int) -> list[float]:
+        """Element i is the chance that drafts 0 to i are all right. It falls from draft to draft."""
         chances, chance = [], 1.0
         for length in range(sequence.proposal.match, sequence.proposal.match + num_drafts):
-            right = self._chances[min(length, MAX_MATCH)] + sequence.draft_luck
+            right = self._chances[min(length, MAX_MATCH)] + sequence.draft_bias
             chance *= min(max(right, LEAST_CHANCE), MOST_CHANCE)
             chances.append(chance)
         return chances
@@ -77,10 +77,10 @@ class RowCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
-    def record(self, num_decodes: int, num_drafts: int, seconds: float, sequence_s: float) -> None:
-        """A step with drafts has taken so many seconds more than it would have without."""
+    def record(self, num_decodes: int, num_drafts: int, extra_s: float, sequence_s: float) -> None:
+        """Learn from a step with drafts, which took `extra_s` more than it would have taken without."""
         known = self.row_s(num_decodes, sequence_s)
-        found = min(max(seconds / num_drafts, known / MAX_SURPRISE), known * MAX_SURPRISE)
+        found = min(max(extra_s / num_drafts, known / MAX_SURPRISE), known * MAX_SURPRISE)
         rate = ROW_COST_RATE * min(1.0, num_drafts / num_decodes)
         self._seconds[num_decodes.bit_length()] = known + rate * (found - known)
 
@@ -94,7 +94,7 @@ def choose_drafts(
 ) -> list[int]:
     """The number of drafts of each sequence in a step that samples `num_tokens` in `step_s` seconds without drafts.
 
-    `chances` has those of each sequence, of `DraftChances.of`. All rows of drafts take at most `spare_s`.
+    `chances` has those of `DraftChances.cumulative` for each sequence. All rows of drafts take at most `spare_s`.
     """
     ranked = [(chance, place) for place, of_one in enumerate(chances) for chance in of_one]
     ranked.sort(key=lambda draft: -draft[0])  # stable, and chances fall: the first draft of a sequence comes first

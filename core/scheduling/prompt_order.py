@@ -9,9 +9,10 @@ Work is in seconds of the worker. A *share* is the prompts of one tenant with on
 QUANTUM_S; the next round subtracts the excess. Within a round, the share with the shortest next prompt goes first. A
 share that appears during a round joins this round, but at most as many shares join as the round had at its start; later
 shares join the next round. So a round of n shares has at most 2 n (QUANTUM_S + a chunk) of work. While two shares both
-have prompts, the work that they get differs by at most 2 (QUANTUM_S + a chunk). When a tenant has no
-prompt left, the order forgets all but its excess, until rounds have made up for it. If only some prompts can be
-computed, rounds begin for their shares alone (`first_of`).
+have prompts, the work that they get differs by at most 2 (QUANTUM_S + a chunk). A tenant without prompts keeps what it
+may still use of its round, or its excess: if it returns, it gets no second QUANTUM_S in the same round, and works off
+its excess. Rounds add QUANTUM_S, until the order forgets the tenant. If only some prompts can be computed, rounds begin
+for their shares alone (`first_of`).
 
 **Prompts**: first come first served, prompt i would be done once its share has served V + B + w: V is the work served
 before i arrives, B the work that is left then, and w the work of i. Prompt i is *due* at V + 2 (B + w), so it waits at
@@ -132,18 +133,24 @@ class _Level:
         self._open: list[tuple[float, int, str]] = []  # the next prompts of the shares with an allowance, sorted
         self._keys: dict[str, tuple[float, int, str]] = {}  # the elements of `_open`, by tenant
         self._spare = 0.0  # work that shares may still use which come during this round
-        self._debts: dict[str, float] = {}  # negative allowances of tenants that have left
+        self._left: dict[str, float] = {}  # allowances, below QUANTUM_S, of tenants without prompts
 
     def share_of(self, tenant: str) -> _Share:
         share = self.shares.get(tenant)
-        if share is None and tenant in self._debts:
-            share = self.shares[tenant] = _Share(tenant, self._debts.pop(tenant))
-        elif share is None:
-            joins = not self.shares or self._spare >= QUANTUM_S
-            if joins:
-                self._spare = self._spare - QUANTUM_S if self.shares else QUANTUM_S
-            share = self.shares[tenant] = _Share(tenant, QUANTUM_S if joins else 0.0)
+        if share is None:
+            share = self.shares[tenant] = _Share(tenant, self._first_allowance(tenant))
         return share
+
+    def _first_allowance(self, tenant: str) -> float:
+        """Of a share that appears."""
+        if not self.shares:
+            self._spare = QUANTUM_S
+            return QUANTUM_S
+        allowance = self._left.pop(tenant, QUANTUM_S)
+        if allowance > self._spare:
+            return 0.0
+        self._spare -= max(allowance, 0.0)
+        return allowance
 
     def update(self, share: _Share) -> None:
         """Call after every change of a share."""
@@ -153,8 +160,9 @@ class _Level:
         if not share.prompts:
             del self.shares[share.tenant]
             self._spare += max(share.allowance, 0.0)
-            if share.allowance < 0.0:
-                self._debts[share.tenant] = share.allowance
+            has_used_some = share.allowance != 0.0 or share.served > 0.0  # else it has waited for the next round
+            if share.allowance < QUANTUM_S and has_used_some:
+                self._left[share.tenant] = share.allowance
         elif share.allowance > 0.0:
             self._open_share(share)
 
@@ -168,28 +176,25 @@ class _Level:
         return self.shares[self._open[0][2]].first
 
     def _start_round(self) -> None:
-        added = self.begin_rounds(self.shares.values())
-        self._debts = {tenant: debt + added for tenant, debt in self._debts.items() if debt + added < 0.0}
+        self.begin_rounds(self.shares.values())
         self._spare = len(self.shares) * QUANTUM_S
 
-    def begin_rounds(self, shares: Collection[_Share]) -> float:
-        """Give these shares, none of which has an allowance, as many rounds as the one with the least debt needs.
-
-        Returns the work that each may use more.
-        """
+    def begin_rounds(self, shares: Collection[_Share]) -> None:
+        """Give these shares, none of which has an allowance, as many rounds as the one with the least debt needs."""
         debt = -max(share.allowance for share in shares)
         added = (floor(debt / QUANTUM_S) + 1) * QUANTUM_S
         for share in shares:
             share.allowance += added
             if share.allowance > 0.0:
                 self._open_share(share)
-        return added
+        self._left = {tenant: left + added for tenant, left in self._left.items() if left + added < QUANTUM_S}
 
     def check(self) -> None:
         assert self.shares, "an empty level is kept"
         assert self._open == sorted(self._keys.values())
         for tenant, share in self.shares.items():
             assert share.prompts, "a tenant without prompts is kept"
+            assert tenant not in self._left, "a tenant has two allowances"
             assert (tenant in self._keys) == (share.allowance > 0.0)
             assert self._keys.get(tenant, share.first.by_left)[:2] == share.first.by_left
             assert share.shortest == sorted(prompt.by_left for prompt in share.prompts.values())

@@ -57,7 +57,7 @@ from core.scheduling.sequence import Rank, Sequence
 from core.scheduling.sequence_blocks import SequenceBlocks
 from core.scheduling.sequence_queues import SequenceQueues
 from core.scheduling.step_budget import StepBudget
-from core.scheduling.step_planner import Draft, StepPlanner
+from core.scheduling.step_planner import NextStep, StepPlanner
 from core.step import NO_PROPOSAL, Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -201,24 +201,24 @@ class Scheduler:
         flight, None may also mean that the next step needs a preemption.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
-        planner, draft = self._planner, Draft(StepBudget(self.config.max_batched_tokens))
+        planner, step = self._planner, NextStep(StepBudget(self.config.max_batched_tokens))
         if self._in_flight and (self._in_flight[0].has_drafts or (self._has_proposals and planner.gains_by_waiting())):
             return None
         self.queues.prompts.set_cost(planner.step_cost)
         planner.is_ahead = bool(self._in_flight)
-        if not (planner.plan_decodes(draft) and planner.plan_prompts(draft, admit_before)):
-            planner.take_back(draft)
+        if not (planner.plan_decodes(step) and planner.plan_prompts(step, admit_before)):
+            planner.take_back(step)
             if self._in_flight:
                 return None
-            if planner.plan_running_and_preempt(draft) or not draft.chunks:
-                planner.admit(draft, admit_before)
-        if not draft.chunks:
+            if planner.plan_running_and_preempt(step) or not step.chunks:
+                planner.admit(step, admit_before)
+        if not step.chunks:
             return None
         if self._has_proposals and not self._in_flight:
-            planner.add_drafts(draft)
-        self._admitted = draft.admitted
-        plan = StepPlan(self._next_step_id, tuple(draft.chunks), self._speculates and planner.can_gain_by_drafts(draft))
-        self._in_flight.append(_StepInFlight(plan, draft.sequences, self._has_proposals and plan.num_drafts > 0))
+            planner.add_drafts(step)
+        self._admitted = step.admitted
+        plan = StepPlan(self._next_step_id, tuple(step.chunks), self._speculates and planner.can_gain_by_drafts(step))
+        self._in_flight.append(_StepInFlight(plan, step.sequences, self._has_proposals and plan.num_drafts > 0))
         self._next_step_id += 1
         return plan
 

@@ -44,7 +44,7 @@ class Sequence:
     is_moving: bool = False  # a peer reads its blocks, so its preemption would free none
     proposal: Proposal = NO_PROPOSAL  # this and the next two belong to core/scheduling/drafts.py
     proposed_at: int = 0  # the number of tokens that the proposal goes behind
-    draft_luck: float = 0.0  # how much more often its guesses were right lately than those of others
+    draft_bias: float = 0.0  # how much more often its guesses were right lately than those of others
     num_drafts: int = 0  # guesses that steps have computed
     num_right_drafts: int = 0  # ... and that were right
     arrived_at: float = 0.0  # time of arrival at this worker

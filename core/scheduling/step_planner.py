@@ -32,7 +32,7 @@ _new_tuple = tuple.__new__
 
 
 @dataclass(slots=True)
-class Draft:
+class NextStep:
     """A step that is being planned."""
 
     budget: StepBudget
@@ -72,12 +72,12 @@ class StepPlanner:
         self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
         self.step_limit_s = LIMIT_SHARE * config.slo_itl_ms / 1e3  # of a step while sequences wait for a next token
 
-    def plan_decodes(self, draft: Draft) -> bool:
+    def plan_decodes(self, step: NextStep) -> bool:
         """Plan a token of every running sequence in decode. Returns False if the pool has too few blocks.
 
         This loop takes most of the scheduler's time.
         """
-        block_size, chunks, sequences = self.block_size, draft.chunks, draft.sequences
+        block_size, chunks, sequences = self.block_size, step.chunks, step.sequences
         growing: list[Sequence] = []
         context = 0
         for sequence in self.running:
@@ -93,8 +93,8 @@ class StepPlanner:
             sequences.append(sequence)
         # The newest token of a prompt that was just computed is no decode that a client waits for.
         is_waited_for = any(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
-        draft.budget = self._budget(len(chunks), context, is_waited_for)
-        draft.budget.take_decodes(len(chunks))
+        step.budget = self._budget(len(chunks), context, is_waited_for)
+        step.budget.take_decodes(len(chunks))
         blocks = self.pool.allocate(len(growing)) if growing else []
         if blocks is None:
             return False
@@ -102,31 +102,31 @@ class StepPlanner:
             sequence.block_table.append(block)
         return True
 
-    def plan_prompts(self, draft: Draft, admit_before: Rank | None) -> bool:
+    def plan_prompts(self, step: NextStep, admit_before: Rank | None) -> bool:
         """Give the rest of the budget to prompts in their order. Returns False if that takes a preemption first.
 
-        Then the draft has chunks of running sequences in decode only.
+        Then the step has chunks of running sequences in decode only.
         """
-        self._admit_pulled(draft)
-        admits, num_before = True, len(draft.chunks)
-        while draft.budget.has_prompt_room:
+        self._admit_pulled(step)
+        admits, num_before = True, len(step.chunks)
+        while step.budget.has_prompt_room:
             sequence = self._next_prompt(admits, admit_before)
             if sequence is None:
                 break
             if not self._is_running(sequence):
-                admits = self._admit_in_order(draft, sequence)
+                admits = self._admit_in_order(step, sequence)
                 if not admits:
                     continue
             else:
-                num_tokens = self._tokens_within(draft.budget, sequence)
+                num_tokens = self._tokens_within(step.budget, sequence)
                 if not self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens):
-                    return bool(draft.admitted) or len(draft.chunks) > num_before
-                self._add_chunk(draft, sequence, num_tokens)
+                    return bool(step.admitted) or len(step.chunks) > num_before
+                self._add_chunk(step, sequence, num_tokens)
             if self._is_running(sequence) and sequence in self.queues.prompts:
                 break  # its chunk is all that the step has time or tokens for
-        if self.queues.prefilling or len(draft.chunks) > num_before:
+        if self.queues.prefilling or len(step.chunks) > num_before:
             return True
-        return self.admit(draft, admit_before)
+        return self.admit(step, admit_before)
 
     def _is_running(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self.queues.prefilling
@@ -154,23 +154,23 @@ class StepPlanner:
             budget.cost, budget.seconds = self.step_cost, self.step_limit_s - self.step_cost.seconds(decodes)
         return budget
 
-    def plan_running_and_preempt(self, draft: Draft) -> bool:
+    def plan_running_and_preempt(self, step: NextStep) -> bool:
         """Plan running sequences with too few blocks in the pool. Returns whether preemptions made enough room."""
         had_enough_blocks = True
         decodes = [sequence for sequence in self.running if _is_decode(sequence) and not sequence.is_held_back]
         is_waited_for = any(sequence.num_tokens > sequence.request.num_prompt_tokens for sequence in decodes)
-        draft.budget = self._budget(len(decodes), sum(sequence.num_tokens for sequence in decodes), is_waited_for)
+        step.budget = self._budget(len(decodes), sum(sequence.num_tokens for sequence in decodes), is_waited_for)
         for sequence in list(self.running):
             if not sequence.block_table or sequence.is_held_back:
                 continue  # preempted in this step by a sequence of higher rank, or moving
-            wanted = self._tokens_within(draft.budget, sequence)
+            wanted = self._tokens_within(step.budget, sequence)
             if wanted <= 0:
                 continue
             granted = self._preemption.grow_or_preempt(sequence, wanted)
             had_enough_blocks = had_enough_blocks and granted == wanted
             if granted:
-                self._add_chunk(draft, sequence, granted)
-            elif not (draft.chunks or sequence.is_moving) and self._preemption.first_holder().rank < sequence.rank:
+                self._add_chunk(step, sequence, granted)
+            elif not (step.chunks or sequence.is_moving) and self._preemption.first_holder().rank < sequence.rank:
                 # A pulled sequence of higher rank waits and holds blocks. Without this, both would wait for ever.
                 self._preemption.preempt(sequence)
         return had_enough_blocks
@@ -182,14 +182,14 @@ class StepPlanner:
         start = sequence.num_planned_tokens
         return budget.prompt_tokens(sequence.num_tokens - start, start)
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+    def _add_chunk(self, step: NextStep, sequence: Sequence, num_tokens: int) -> None:
         """Add a chunk of a sequence that has the blocks, and no promised token."""
         start = sequence.num_planned_tokens
         if _is_decode(sequence):
-            draft.budget.take_decodes(1)
+            step.budget.take_decodes(1)
         else:
-            draft.budget.take_prompt(num_tokens, start)
-        draft.add(sequence, num_tokens)
+            step.budget.take_prompt(num_tokens, start)
+        step.add(sequence, num_tokens)
         self.queues.take(sequence, start, num_tokens)
 
     def gains_by_waiting(self) -> bool:
@@ -202,18 +202,18 @@ class StepPlanner:
         limits = [min(MAX_DRAFTS, len(sequence.proposal.token_ids)) for sequence in proposals]
         return any(self._num_drafts(proposals, limits, len(decodes), work, self.step_limit_s))
 
-    def can_gain_by_drafts(self, draft: Draft) -> bool:
+    def can_gain_by_drafts(self, step: NextStep) -> bool:
         """Whether another step like this one would take drafts that are certain to be right."""
-        work = work_of(draft.chunks)
-        num_samples = sum(chunk.samples for chunk in draft.chunks)
+        work = work_of(step.chunks)
+        num_samples = sum(chunk.samples for chunk in step.chunks)
         row_s = self.row_costs.row_s(work.num_decodes, self.step_cost.sequence_s)
         return any(choose_drafts([[1.0] * MAX_DRAFTS], num_samples, self.step_cost.seconds(work), row_s, math.inf))
 
-    def add_drafts(self, draft: Draft) -> None:
+    def add_drafts(self, step: NextStep) -> None:
         """Give decodes with guesses the rows that they gain by, of what the step has left. Takes only free blocks."""
-        budget, block_size = draft.budget, self.block_size
+        budget, block_size = step.budget, self.block_size
         places, limits = [], []
-        for place, (sequence, chunk) in enumerate(zip(draft.sequences, draft.chunks, strict=True)):
+        for place, (sequence, chunk) in enumerate(zip(step.sequences, step.chunks, strict=True)):
             if not has_proposal(sequence) or chunk.num_tokens != 1 or not chunk.samples:
                 continue
             end = chunk.start + 1
@@ -226,39 +226,39 @@ class StepPlanner:
                 limits.append(limit)
         if not places:
             return
-        work = work_of(draft.chunks)
+        work = work_of(step.chunks)
         spare_s = budget.seconds if budget.cost is not None else self.step_limit_s
-        sequences = [draft.sequences[place] for place in places]
-        num_samples = sum(chunk.samples for chunk in draft.chunks)
+        sequences = [step.sequences[place] for place in places]
+        num_samples = sum(chunk.samples for chunk in step.chunks)
         counts = self._num_drafts(sequences, limits, num_samples, work, spare_s)
         for place, sequence, count in zip(places, sequences, counts, strict=True):
             count = min(count, budget.num_tokens)
-            end = draft.chunks[place].start + 1 + count
+            end = step.chunks[place].start + 1 + count
             if count and self.blocks.grow(sequence, end):
                 budget.take_decodes(count)
-                draft.chunks[place] = draft.chunks[place]._replace(drafts=sequence.proposal.token_ids[:count])
+                step.chunks[place] = step.chunks[place]._replace(drafts=sequence.proposal.token_ids[:count])
 
     def _num_drafts(
         self, sequences: list[Sequence], limits: list[int], num_tokens: int, work: StepWork, spare_s: float
     ) -> list[int]:
         cost = self.step_cost
-        chances = [self.chances.of(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        chances = [self.chances.cumulative(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
         row_s = self.row_costs.row_s(work.num_decodes, cost.sequence_s)
         return choose_drafts(chances, num_tokens, cost.seconds(work), row_s, spare_s)
 
-    def take_back(self, draft: Draft) -> None:
+    def take_back(self, step: NextStep) -> None:
         """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""
-        for sequence, chunk in zip(draft.sequences, draft.chunks, strict=True):
+        for sequence, chunk in zip(step.sequences, step.chunks, strict=True):
             sequence.num_planned_tokens = chunk.start
             self.queues.update_phase(sequence)
-        draft.sequences.clear()
-        draft.chunks.clear()
+        step.sequences.clear()
+        step.chunks.clear()
 
-    def _admit_pulled(self, draft: Draft) -> None:
+    def _admit_pulled(self, step: NextStep) -> None:
         for sequence in self._admissible_pulled():
             if not self.blocks.grow(sequence, sequence.num_tokens):
                 break
-            self._start(draft, sequence, 1)
+            self._start(step, sequence, 1)
 
     def _admissible_pulled(self) -> list[Sequence]:
         """Waiting sequences in decode with a place to run in that no waiting sequence of higher rank has a claim to."""
@@ -267,26 +267,26 @@ class StepPlanner:
             return [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)]
         return [sequence for sequence in self.waiting[:num_free] if sequence.block_table and _is_decode(sequence)]
 
-    def _admit_in_order(self, draft: Draft, sequence: Sequence) -> bool:
+    def _admit_in_order(self, step: NextStep, sequence: Sequence) -> bool:
         """Admit the first prompt in the order. Returns False, and changes nothing, if it lacks blocks."""
         had_blocks = bool(sequence.block_table)
         if not had_blocks:
             # The last token is computed even if it is cached: the next token is sampled from its logits.
             self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
-        num_tokens = self._tokens_within(draft.budget, sequence)
+        num_tokens = self._tokens_within(step.budget, sequence)
         end = sequence.num_planned_tokens + num_tokens
         if not (self._has_room_for_all_of(sequence) and self.blocks.grow(sequence, end)):
             if not had_blocks:
                 self.blocks.drop(sequence)
             return False
-        self._start(draft, sequence, num_tokens)
+        self._start(step, sequence, num_tokens)
         return True
 
-    def _start(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+    def _start(self, step: NextStep, sequence: Sequence, num_tokens: int) -> None:
         self.queues.admit(sequence)
         sequence.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_planned_tokens)
-        self._add_chunk(draft, sequence, num_tokens)
-        draft.admitted.append(sequence)
+        self._add_chunk(step, sequence, num_tokens)
+        step.admitted.append(sequence)
 
     def _has_room_for_all_of(self, sequence: Sequence) -> bool:
         """Whether the pool has blocks for the rest of this prompt and of all half-computed ones, and a block for the
@@ -301,20 +301,20 @@ class StepPlanner:
         wanted = (-(-prompt.num_tokens // self.block_size) - len(prompt.block_table) for prompt in prompts)
         return sum(wanted) + len(self.running) <= self.pool.num_available
 
-    def admit(self, draft: Draft, admit_before: Rank | None) -> bool:
+    def admit(self, step: NextStep, admit_before: Rank | None) -> bool:
         """Move waiting sequences to `running`, in rank order, up to the first that does not fit.
 
         Returns False, and admits no sequence, if the first one needs a preemption while a step is in flight.
         """
-        while draft.budget.num_tokens > 0 and len(self.running) < self.config.max_running:
-            sequence = self._first_admissible(draft.budget, admit_before)
+        while step.budget.num_tokens > 0 and len(self.running) < self.config.max_running:
+            sequence = self._first_admissible(step.budget, admit_before)
             if sequence is None:
                 break
             had_blocks = bool(sequence.block_table)
             if not had_blocks:
                 # The last token is computed even if it is cached: the next token is sampled from its logits.
                 self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
-            num_tokens = self._tokens_within(draft.budget, sequence)
+            num_tokens = self._tokens_within(step.budget, sequence)
             end = sequence.num_computed_tokens + num_tokens
             if not (had_blocks or self._has_room_for_all_of(sequence)):
                 self.blocks.drop(sequence)
@@ -326,8 +326,8 @@ class StepPlanner:
             elif not has_blocks:
                 if not had_blocks:
                     self.blocks.drop(sequence)
-                return not others_help or bool(draft.admitted)
-            self._start(draft, sequence, num_tokens)
+                return not others_help or bool(step.admitted)
+            self._start(step, sequence, num_tokens)
         return True
 
     def _first_admissible(self, budget: StepBudget, admit_before: Rank | None) -> Sequence | None:

@@ -1,7 +1,8 @@
 """Attention by the C kernels. The kernels read the KV pool in place, block by block, without a gather.
 
 Chunks of one token (decode) and chunks of several tokens (prefill) have separate kernels. On CPUs with AMX's bfloat16
-tiles, torch is faster for prefill in spite of its gather: `torch_prefill` chooses torch there.
+tiles, torch is faster for prefill in spite of its gather: `torch_prefill` chooses torch there. A decode with drafts
+is too short for that.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import math
 import numpy as np
 import torch
 
+from core.scheduling.drafts import MAX_DRAFTS
 from engine.attention import PrefillPart, TorchAttention
 from engine.batch import Batch
 from engine.block_tables import BlockTables, StepTables
 from engine.cpu.kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.kv_pool import KVPool
 from engine.rotary import Rotation
+
+DECODE_ROWS = 1 + MAX_DRAFTS  # of a sequence in decode
 
 
 class NativeAttention:
@@ -53,8 +57,10 @@ class NativeAttention:
     def begin_step(self, batch: Batch, rotation: Rotation) -> NativeStepAttention:
         tables = self.block_tables.begin_step(batch)
         decodes = batch.num_tokens == 1
-        prefills = ~decodes if self.torch_prefill is None else np.zeros_like(decodes)
-        torch_prefills = [] if self.torch_prefill is None else self.torch_prefill.prefills_of(batch, tables)
+        prefills, torch_prefills = ~decodes, []
+        if self.torch_prefill is not None:
+            prefills &= batch.num_tokens <= DECODE_ROWS
+            torch_prefills = self.torch_prefill.prefills_of(batch, tables, longer_than=DECODE_ROWS)
         batches = _PagedBatch(batch, tables, decodes), _PagedBatch(batch, tables, prefills)
         return NativeStepAttention(self, rotation, self._slots(batch, tables), batches, torch_prefills)
 

@@ -150,7 +150,7 @@ async def _nothing(_: inference_pb2.GenerateResponse) -> None:
 
 
 class _OneCall(StreamWriter):
-    """Gives the responses of one request to `take`.
+    """Gives the tokens and the ends of one request to `take`.
 
     A stream has one initial and one trailing metadata for all its requests, so those of a request are left out.
     """
@@ -161,7 +161,8 @@ class _OneCall(StreamWriter):
         self._in_stream = in_stream
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        await self.take(response)
+        if not response.HasField("started"):
+            await self.take(response)
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         if not self._in_stream:

@@ -40,6 +40,7 @@ PARAMETERS: dict[str, tuple[str, type]] = {
     "cache_salt": ("", str),
     "priority": ("", int),
     "user": ("", str),
+    "speculation": ("", bool),
 }
 _IGNORED = ("triton_enable_empty_final_response",)  # sent by Triton's client; the last response is never empty here
 _FINISH_NAMES: dict[int, str] = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}

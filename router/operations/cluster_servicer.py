@@ -6,9 +6,11 @@ import asyncio
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.fleet_control import FleetControl, FleetStatus
 from core.lifecycle import ServiceRole, WorkerState
-from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
+from core.service import SIZE_FIELDS, FleetRouter
 from protos import codec, report_codec
+from protos.fleet_codec import encode_note, encode_slot
 from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
@@ -24,11 +26,12 @@ from text.tokenizer import ModelTokenizer
 LEDGER_TIMEOUT_S = 3.0
 ANSWER_SHARE = 0.9  # of the caller's time, for the worker to answer; the rest is for the way back
 MAX_HOLDERS = 16_384  # in one GetLedgerResponse, shared among the workers
+MAX_EVENTS, DEFAULT_EVENTS = 1000, 100  # in one ListEventsResponse
 MIN_HOLDERS = 16  # for each worker, even if the sum then exceeds MAX_HOLDERS
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """`scale` is None for a router without a supervisor, which refuses Scale. `routers` are those of the fleet."""
+    """`control` is None for a router without a supervisor, which refuses to steer. `routers` are those of the fleet."""
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         tokenizer: ModelTokenizer,
         shell: RouterShell,
         validation_pool: ValidationThreads,
-        scale: Scale | None,
+        control: FleetControl | None,
         tenants: TenantAdmission,
         grammars: RequestGrammars,
     ) -> None:
@@ -44,18 +47,19 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
-        self._scale = scale
+        self._control = control
         self._tenants = tenants
         self._grammars = grammars
         self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
-        wanted: PoolSizes = {}
+        status = FleetStatus({}, ())
         try:
-            if self._scale is not None:
-                wanted = await self._scale({})
+            if self._control is not None:
+                status = await self._control.status()
         except TandemError as error:
             await abort(context, error)
+        wanted = status.wanted
         links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
         return cluster_pb2.GetFleetResponse(
             workers=[self._describe(link) for link in links],
@@ -65,6 +69,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_decode=wanted.get(ServiceRole.DECODE, 0),
             wanted_routers=wanted.get(ServiceRole.ROUTER, 0),
             routers=[self._describe_router(router) for router in sorted(self.routers, key=lambda r: r.router_id)],
+            slots=map(encode_slot, status.slots),
+            config_revision=status.revision,
+            rolling=status.rolling,
         )
 
     def _describe_router(self, router: FleetRouter) -> cluster_pb2.FleetRouter:
@@ -96,6 +103,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             load=load,
             report_age_ms=age_s * 1e3,
             num_dispatched=0 if record is None else len(record.dispatched),
+            protocol_version=0 if record is None else record.agent.protocol_version,
         )
 
     async def Explain(
@@ -124,12 +132,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: CallContext) -> cluster_pb2.ScaleResponse:
         try:
-            if self._scale is None:
-                raise WorkerUnavailable("this router runs without a supervisor and cannot scale its workers")
+            control = self._supervisor()
             sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
             if not sizes:
                 raise InvalidRequest("prefill", "prefill, decode or routers must be set, none is")
-            wanted = await self._scale(sizes)
+            wanted = await control.scale(sizes)
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.ScaleResponse(
@@ -137,6 +144,32 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_decode=wanted[ServiceRole.DECODE],
             wanted_routers=wanted[ServiceRole.ROUTER],
         )
+
+    async def Roll(self, request: cluster_pb2.RollRequest, context: CallContext) -> cluster_pb2.RollResponse:
+        try:
+            if request.stop and request.config:
+                raise InvalidRequest("config", "must be empty with stop")
+            control = self._supervisor()
+            revision = await (control.stop_roll() if request.stop else control.roll(request.config))
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.RollResponse(config_revision=revision)
+
+    def _supervisor(self) -> FleetControl:
+        if self._control is None:
+            raise WorkerUnavailable("this router runs without a supervisor, which steers a fleet and keeps its events")
+        return self._control
+
+    async def ListEvents(
+        self, request: cluster_pb2.ListEventsRequest, context: CallContext
+    ) -> cluster_pb2.ListEventsResponse:
+        try:
+            if request.limit > MAX_EVENTS:
+                raise InvalidRequest("limit", f"must be in [0, {MAX_EVENTS}], is {request.limit}")
+            notes = await self._supervisor().notes(request.limit or DEFAULT_EVENTS, request.after)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ListEventsResponse(events=map(encode_note, notes))
 
     async def GetLedger(
         self, request: cluster_pb2.GetLedgerRequest, context: CallContext

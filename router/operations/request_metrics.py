@@ -82,7 +82,8 @@ class RequestMetrics:
             self._metrics.record(Metric.SLO_REQUESTS, 1, ttft="missed", itl="missed")
 
     def _latencies(self, outcome: Outcome, labels: dict[str, str]) -> None:
-        record, path, num_gaps = self._metrics.record, outcome.path.value, outcome.num_output_tokens - 1
+        record, path = self._metrics.record, outcome.path.value
+        num_gaps = outcome.num_output_tokens - outcome.num_resumed_tokens - 1
         record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
         gap_s = 0.0
         if num_gaps > 0:
@@ -102,7 +103,8 @@ class RequestMetrics:
 
     def _tokens(self, outcome: Outcome, tenant: str) -> None:
         record, num_prompt = self._metrics.record, outcome.num_prompt_tokens
-        counts = {"prompt": num_prompt, "cached": outcome.cached_tokens, "output": outcome.num_output_tokens}
+        num_new = outcome.num_output_tokens - outcome.num_resumed_tokens
+        counts = {"prompt": num_prompt, "cached": outcome.cached_tokens, "output": num_new}
         for kind, count in counts.items():
             record(Metric.TOKENS, count, kind=kind)
             record(Metric.TENANT_TOKENS, count, tenant=tenant, kind=kind)

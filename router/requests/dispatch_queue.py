@@ -76,7 +76,9 @@ class DispatchQueue:
                 self._wait.note_empty()
             return None
         routed.hashes = routed.hashes or hashes_of(routed.resumed())
-        candidate = self._workers.choose(routed.hashes, routed.failed_workers, now, routed.preferred_worker)
+        candidate = self._workers.choose(
+            routed.hashes, routed.failed_workers, now, routed.preferred_worker, goes_on=bool(routed.delivered)
+        )
         if routed is self._blocked:
             self._room_at = now
         had_waited = self._room_at == now and routed.queued_at < now

@@ -32,6 +32,10 @@ class RequestArrived:
     arrived_at: float  # before tokenizing
     deadline: float
     others: tuple[Request, ...] = ()
+    delivered: tuple[int, ...] = ()  # by another router: the first tokens of the output, which do not end it
+
+    def __post_init__(self) -> None:
+        assert not (self.others and self.delivered), "each choice is resumed by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,7 @@ class Outcome:
     kv_block_seconds: float = 0.0  # on all workers, over all attempts
     slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
     num_moves: int = 0  # to other decode workers
+    num_resumed_tokens: int = 0  # of the output, delivered by another router
     recomputed_tokens: int = 0  # of prompt and output
 
 

@@ -124,7 +124,9 @@ class RouterMachine:
         assert request_id not in self._requests, f"{request_id} arrived twice"
         timeline = Timeline(Stage.TOKENIZE, event.arrived_at)
         timeline.enter(Stage.QUEUE, now)
-        routed = RoutedRequest(request, self._num_arrived, event.arrived_at, event.deadline, timeline)
+        routed = RoutedRequest(
+            request, self._num_arrived, event.arrived_at, event.deadline, timeline, delivered=list(event.delivered)
+        )
         self._num_arrived += 1
         self._requests[request_id] = routed
         self._deadlines.set(("request", request_id), event.deadline)

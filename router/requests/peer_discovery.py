@@ -49,7 +49,9 @@ def _hash(text: str) -> int:
 
 
 def _other_pool(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-    return [other for other in workers if other.role is not worker.role]
+    """Those with which the worker may hand over."""
+    version = worker.agent.protocol_version
+    return [o for o in workers if o.role is not worker.role and o.agent.protocol_version == version]
 
 
 def _joined(worker: WorkerRecord) -> PeerJoined:

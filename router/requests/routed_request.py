@@ -91,9 +91,14 @@ class RoutedRequest:
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
+    num_resumed: int = field(init=False)  # of `delivered`, by another router
     needs_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_resumed = self.num_taken = len(self.delivered)
+        self.has_streamed = bool(self.delivered)
+        if self.delivered:
+            self.num_lost_tokens = self.request.num_prompt_tokens + self.num_resumed
         self.needs_logprobs = self.request.sampling.num_logprobs is not None
 
     @property
@@ -137,12 +142,13 @@ class RoutedRequest:
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
         decode = None if dispatch.decode is None else joined([*self.earlier, dispatch.decode])
-        cached = dispatch.prefill or decode
+        computed = dispatch.prefill or decode
+        num_prompt_tokens = self.request.num_prompt_tokens
         return Outcome(
             finish_reason=reason,
-            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=len(self.delivered),
-            cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
+            cached_tokens=0 if computed is None else min(computed.cached_tokens, num_prompt_tokens),
             path=self._path(dispatch),
             attempts=self.attempts,
             timeline=self.timeline,
@@ -155,6 +161,7 @@ class RoutedRequest:
             kv_block_seconds=self.kv_block_seconds,
             slo_itl_s=slo_itl_s,
             num_moves=self.num_moves,
+            num_resumed_tokens=self.num_resumed,
             recomputed_tokens=self.num_recomputed_tokens,
         )
 

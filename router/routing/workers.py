@@ -20,6 +20,7 @@ from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()
+UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
 class WorkerTable:
@@ -40,6 +41,7 @@ class WorkerTable:
         self._records: dict[str, WorkerRecord] = {}
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
+        self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
         self._longest_request: int | None = None
         self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
         self._num_routers = 1  # with open calls; this router counts always
@@ -78,7 +80,8 @@ class WorkerTable:
         multiple of the other."""
         layout = record.agent.layout
         for other in self._records.values():
-            if other.role is not record.role and other.worker_id != record.worker_id:
+            same_version = other.agent.protocol_version == record.agent.protocol_version
+            if other.role is not record.role and other.worker_id != record.worker_id and same_version:
                 decode, prefill = sorted((record, other), key=lambda one: one.role is ServiceRole.PREFILL)
                 refuse_memory(decode.agent, prefill.agent)
             if other.agent.layout == layout:
@@ -162,6 +165,7 @@ class WorkerTable:
             role: next(iter(pool.values())).agent.layout.block_size for role, pool in self._pools.items() if pool
         }
         decode = self._pools[ServiceRole.DECODE].values()
+        self._versions = tuple(sorted({record.agent.protocol_version for record in decode}, reverse=True))
         # The last token is sampled but never computed, so it needs no slot in the pool.
         longest = [record.agent.num_blocks * record.agent.layout.block_size + 1 for record in decode]
         self._longest_request = max(longest, default=None)
@@ -179,10 +183,14 @@ class WorkerTable:
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self._records.values())
 
-    def has_role(self, role: ServiceRole, avoid: frozenset[str] = frozenset()) -> bool:
-        """True if a worker of this role serves that is not one of `avoid`."""
+    def has_role(
+        self, role: ServiceRole, avoid: frozenset[str] = frozenset(), protocol_version: int | None = None
+    ) -> bool:
+        """True if a worker of this role, and of this version unless it is None, serves that is not one of `avoid`."""
         return any(
-            record.load.state is WorkerState.SERVING and record.worker_id not in avoid
+            record.load.state is WorkerState.SERVING
+            and record.worker_id not in avoid
+            and protocol_version in (None, record.agent.protocol_version)
             for record in self._pools[role].values()
         )
 
@@ -200,24 +208,36 @@ class WorkerTable:
         """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
         return self._longest_request
 
-    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "") -> Candidate | None:
+    def choose(
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "", *, goes_on: bool = False
+    ) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
 
         `preferred` is a decode worker that has the KV of the prompt, which its reports may not say yet. It serves the
-        prompt alone if it has room and is not in `avoid`.
+        prompt alone if it has room and is not in `avoid`. With `goes_on`, the prompt ends with the start of its output,
+        and a decode worker that has the KV of all but the newest blocks serves it alone.
         """
         with self._decision_timer:
-            question = self._question(prompt, avoid, now)
-            if question is None:
-                return None
-            for worker, _ in question.decode:
-                if worker.worker_id == preferred and preferred not in avoid:
-                    candidate = alone(question, worker, question.num_full_block_tokens)
-                    self.compared = (candidate,)
-                    return candidate
+            questions = self._questions(prompt, avoid, now)
+            holder = None
+            if preferred not in avoid:
+                holder = _preferred(questions, preferred)
+            if holder is None and goes_on:
+                holder = next(filter(None, (_holder(question, avoid) for question in questions)), None)
+            if holder is not None:
+                self.compared = (holder,)
+                return holder
+            return self._cheapest(questions) if questions else None
+
+    def _cheapest(self, questions: list[RoutingQuestion]) -> Candidate | None:
+        found, compared = [], []
+        for question in questions:
             chosen = self._policy.choose(question)
-            self.compared = self._policy.compared
-            return chosen
+            if chosen is not None:
+                found.append(chosen)
+            compared.append(self._policy.compared)
+        self.compared = compared[0] if len(compared) == 1 else [one for part in compared for one in part]
+        return min(found, key=_order, default=None)
 
     def choose_target(
         self, sequence: PromptHashes, max_total_tokens: int, source: str, avoid: frozenset[str], now: float
@@ -225,8 +245,11 @@ class WorkerTable:
         """The decode worker to which a running sequence should move from `source`; None if none has room for it."""
         owner = self._records.get(source)
         usable = self._with_room(ServiceRole.DECODE, avoid | {source}, now)
-        records = [r for r in usable if r is not owner and r.load.takes_moves and not r.suspect]
-        if owner is None or not owner.load.takes_moves or not records:
+        if owner is None or not owner.load.takes_moves:
+            return None
+        others = _of_version(usable, owner.agent.protocol_version)
+        records = [record for record in others if record is not owner and record.load.takes_moves]
+        if not records:
             return None
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(sequence.chain(block_size))
@@ -236,21 +259,38 @@ class WorkerTable:
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""
-        question = self._question(prompt, avoid, now)
-        return [] if question is None else self._policy.candidates(question)
+        found = [self._policy.candidates(question) for question in self._questions(prompt, avoid, now)]
+        if len(found) < 2:
+            return found[0] if found else []
+        first = min((part[0] for part in found if part), key=_order, default=None)
+        others = [candidate for part in found for candidate in part if candidate is not first]
+        return [] if first is None else [first, *sorted(others, key=_order)]
 
     def has_fitted_cost(self, candidate: Candidate) -> bool:
         """True if the worker that computes the prompt, or a peer, has measured steps."""
         return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
 
-    def _question(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> RoutingQuestion | None:
-        """None if no decode worker has room. Then no block of the prompt is hashed."""
+    def _questions(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[RoutingQuestion]:
+        """One for each version of the hand-off protocol, because a policy may pair all workers of a question.
+
+        Empty if no decode worker has room. Then no block of the prompt is hashed.
+        """
         decode = self._with_room(ServiceRole.DECODE, avoid, now)
-        if not decode:
-            return None
-        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid)
+        if not decode or len(self._versions) == 1:
+            return [self._question(prompt, avoid, now, decode, self._versions[0])] if decode else []
+        return [
+            self._question(prompt, avoid, now, of_version, version)
+            for version in self._versions
+            if (of_version := _of_version(decode, version))
+        ]
+
+    def _question(
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, decode: list[WorkerRecord], version: int
+    ) -> RoutingQuestion:
+        """`decode` workers have room and speak `version`."""
+        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid, version)
         # If every prefill worker has failed the request, the decode worker prefills, whatever the others have cached.
-        prefill = self._with_room(ServiceRole.PREFILL, avoid, now) if prefill_alive else []
+        prefill = _of_version(self._with_room(ServiceRole.PREFILL, avoid, now), version) if prefill_alive else []
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
@@ -309,8 +349,31 @@ class WorkerTable:
             assert len(record.dispatched) <= record.max_in_flight
 
 
+def _preferred(questions: list[RoutingQuestion], worker_id: str) -> Candidate | None:
+    for question in questions:
+        for worker, _ in question.decode:
+            if worker.worker_id == worker_id:
+                return alone(question, worker, question.num_full_block_tokens)
+    return None
+
+
+def _holder(question: RoutingQuestion, avoid: frozenset[str]) -> Candidate | None:
+    least = max(1, question.num_full_block_tokens - UNREPORTED_BLOCKS * question.block_size)
+    holders = [(worker, cached) for worker, cached in question.decode if cached >= least]
+    found = [alone(question, worker, cached) for worker, cached in holders if worker.worker_id not in avoid]
+    return min(found, key=lambda candidate: (candidate.uncached_tokens, candidate.order), default=None)
+
+
 def hashes_of(request: Request) -> PromptHashes:
     return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt))
+
+
+def _of_version(records: list[WorkerRecord], version: int) -> list[WorkerRecord]:
+    return [record for record in records if record.agent.protocol_version == version]
+
+
+def _order(candidate: Candidate) -> tuple[float, int, str, str]:
+    return candidate.order
 
 
 def _options(records: list[WorkerRecord], matched: dict[str, int], block_size: int) -> list[Option]:

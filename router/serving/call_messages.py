@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from core.lifecycle import FinishReason
 from router.requests.events import Fail, Promise
 from router.serving.choice_stream import ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
@@ -41,6 +42,11 @@ class CallMessages:
         self._has_promised = True
         return promise
 
+    @property
+    def started(self) -> inference_pb2.Started:
+        """The first message of the call."""
+        return self._first.started
+
     def due(self) -> Iterator[Part]:
         """The parts to send now. Raises the error of the first choice that fails.
 
@@ -69,7 +75,10 @@ class CallMessages:
         last = stream.last_chunk()
         if last is not None:
             yield last
-        finished = stream.finished(stream.result.outcome, self._now())
+        if isinstance(stream.result, FinishReason):
+            finished = stream.ended_before(stream.result)
+        else:
+            finished = stream.finished(stream.result.outcome, self._now())
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
         self.receipts.append(finished.receipt)

@@ -56,8 +56,9 @@ class StreamWriter:
             await self._changed.wait()
             self._changed.clear()
             promise = messages.take_promise()
-            if promise is not None:
+            if promise is not None:  # the workers compute the prompt now, so Started delays no token
                 await self.send_initial_metadata(initial_metadata(promise))
+                await self.write(inference_pb2.GenerateResponse(started=messages.started))
             for part in messages.due():
                 await self.write(message_of(part))
             if messages.is_due:  # tokens that came during a write

@@ -20,6 +20,7 @@ from protos import codec
 from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
 from router.serving.ended_choice import EndedChoice
 from router.serving.receipt import encode_promise, phase_timings, receipt_of
+from router.serving.resumed_answer import ResumedAnswer
 from runtime.tracing.trace_context import TraceContext
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
@@ -58,14 +59,22 @@ class ChoiceStream:
     trace: TraceContext
     changed: Callable[[], None]  # called after new tokens, and after the end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
-    result: Finish | Fail | None = None  # None until the machine has ended the choice
+    result: Finish | Fail | FinishReason | None = None  # FinishReason: of an answer that had ended before
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
+    num_resumed: int = 0  # of token_ids, which the client has from another router
     promise: Promise | None = None  # of the newest dispatch; None before the first
     last_token_at: float = 0.0  # when tokens came last; 0 = not yet
     _pause: asyncio.TimerHandle | None = None  # ends the least time between two chunks
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
     _text: str = ""  # of token_ids[num_taken:], with stop strings
+
+    def resume(self, answer: ResumedAnswer) -> None:
+        """Begin behind the tokens that the client has."""
+        self.token_ids, self.text = list(answer.token_ids), answer.text
+        self.num_taken = self.num_resumed = len(self.token_ids)
+        if answer.end is not None:
+            self.end(answer.end)
 
     def deliver(self, delivered: Deliver) -> bool:
         """Take new tokens of the machine. Returns True if their text completes a stop string."""
@@ -85,7 +94,7 @@ class ChoiceStream:
         self.promise = promise
         self.changed()
 
-    def end(self, result: Finish | Fail) -> None:
+    def end(self, result: Finish | Fail | FinishReason) -> None:
         self.result = result
         self.changed()
 
@@ -160,14 +169,38 @@ class ChoiceStream:
             stop_match=self._stop_match(outcome.finish_reason),
             promise=None if outcome.promise is None else encode_promise(outcome.promise),
             receipt=receipt_of(outcome),
-            num_moves=outcome.num_moves,
             recomputed_tokens=outcome.recomputed_tokens,
+            num_moves=outcome.num_moves,
+        )
+
+    def ended_before(self, reason: FinishReason) -> inference_pb2.Finished:
+        """The end of an answer that the client has as a whole."""
+        return inference_pb2.Finished(
+            choice=self.choice,
+            finish_reason=codec.FINISH_TO_WIRE[reason],
+            usage=inference_pb2.Usage(
+                prompt_tokens=self.request.num_prompt_tokens, completion_tokens=len(self.token_ids)
+            ),
+            request_id=self.client_request_id,
+            seed=self.request.sampling.seed,
+            trace_id=self.trace.trace_id_hex,
+            stop_match=self._stop_match(reason),
         )
 
     def _stop_match(self, reason: FinishReason) -> str:
         if self.text.stop_match or reason is not FinishReason.STOP:
             return self.text.stop_match
         return str(self.token_ids[-1])
+
+    @property
+    def started(self) -> inference_pb2.Started:
+        request = self.request
+        return inference_pb2.Started(
+            request_id=self.client_request_id,
+            seed=request.sampling.seed,
+            prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+        )
 
     # ---- the trace
 
@@ -180,6 +213,8 @@ class ChoiceStream:
                 outcome, timeline = result.outcome, result.outcome.timeline
             case Fail():
                 error, timeline = result.error, result.timeline
+            case FinishReason():
+                raise AssertionError("an answer that had ended before has no trace")
             case None:
                 error = WorkerUnavailable("the router stopped before the request ended")
         return EndedChoice(
@@ -194,7 +229,7 @@ class ChoiceStream:
             tenant=request.tenant,
             sampling=request.sampling,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=len(self.token_ids),
+            num_output_tokens=len(self.token_ids) - self.num_resumed,
             stages=() if timeline is None else tuple(timeline.history),
             generated_at=None if timeline is None else timeline.entered_at,
             outcome=outcome,

@@ -99,13 +99,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
+        messages = CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now)
+        if generation.resumed is not None:
+            streams[0].resume(generation.resumed)
+            if streams[0].result is not None:  # no worker has anything left to do
+                await _write(writer, messages, deadline)
+                return
         try:
             self._shell.open(streams, deadline)
-            # WRITE_GRACE_S lets the machine end the request at the deadline first.
-            async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
-                await writer.write_all(CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now))
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
+            await _write(writer, messages, deadline)
         finally:
             for stream in streams:
                 self._shell.close(stream)
@@ -148,6 +150,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             tool_format=self._tokenizer.tool_format,
             can_decode=self._shell.view.can_decode,
         )
+
+
+async def _write(writer: CallWriter, messages: CallMessages, deadline: float) -> None:
+    """WRITE_GRACE_S lets the machine end the request at the deadline first."""
+    try:
+        async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
+            await writer.write_all(messages)
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
 
 
 def _random_seed() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -72,6 +73,10 @@ class RequestGrammars:
             return "" if wire.stop.ignore_eos else self._compiled(with_calls)
         except InvalidRequest:  # the model may call a tool whose schema cannot be forced
             return ""
+
+    def num_accepted(self, grammar: str, token_ids: Sequence[int]) -> int:
+        """How many of these first tokens of an output `grammar` allows. Raises `InvalidRequest`."""
+        return self._reader.num_accepted(grammar, token_ids) if grammar else len(token_ids)
 
     def _compiled(self, grammar: str) -> str:
         if grammar:

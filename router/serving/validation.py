@@ -22,6 +22,7 @@ from protos import codec
 from router.serving.chat_prompt import check_chat
 from router.serving.client_json import quoted
 from router.serving.output_formats import RequestGrammars
+from router.serving.resumed_answer import ResumedAnswer, check_plain, read_resumed
 from router.serving.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
 from text.tokenizer import ModelTokenizer
@@ -37,11 +38,13 @@ class Generation:
     request_id: str
     choices: tuple[Request, ...]
     stop_strings: tuple[str, ...]
+    resumed: ResumedAnswer | None  # None: a new answer
 
 
 def work_of(wire: inference_pb2.GenerateRequest, grammars: RequestGrammars) -> int:
-    """The size of `prepare` for `ValidationThreads`, in bytes. A new grammar is not compiled on the loop."""
-    return wire.ByteSize() + (0 if grammars.is_quick(wire) else MAX_INLINE_BYTES + 1)
+    """The size of `prepare` for `ValidationThreads`, in bytes. No grammar is compiled or followed on the loop."""
+    is_quick = grammars.is_quick(wire) and not wire.resume
+    return wire.ByteSize() + (0 if is_quick else MAX_INLINE_BYTES + 1)
 
 
 def prepare(
@@ -61,6 +64,7 @@ def prepare(
     """
     info = tokenizer.info
     _check_plain_fields(wire)
+    check_plain(wire, info.context_length)
     if wire.model and wire.model != info.name:
         raise ModelNotFound(f"model {quoted(wire.model)} is not served here; the served model is {info.name!r}")
     token_ids = tokenize_prompt(wire, tokenizer, config)
@@ -83,7 +87,8 @@ def prepare(
     first.validate_for(info.vocab_size, info.context_length)
     first.packed_token_ids()  # here, in a thread, and not on the router's loop
     choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
-    return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings))
+    resumed = read_resumed(wire, sampling, tokenizer, grammars) if wire.resume else None
+    return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings), resumed)
 
 
 def tokenize_prompt(

@@ -2,7 +2,7 @@
 
     call                                    needs                                       certificate (with TLS)
     router -> worker, every method          the token                                   required
-    client -> router, Scale and GetLedger   the token                                   with require_client_certs
+    client -> router, CONTROL_METHODS       the token                                   with require_client_certs
     client -> router, the other of Cluster  the token or a key of an operator, if there are keys     "
     client -> router, all other methods     an API key, if there are keys                            "
     client -> router, OPEN_METHODS          -                                                        "
@@ -62,7 +62,7 @@ class Credentials:
 
 OPEN = Credentials()
 WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
-CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/GetLedger")
+CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/Roll", "/tandem.v1.Cluster/GetLedger")
 OPERATOR_METHODS = ("/tandem.v1.Cluster/",)
 OPEN_METHODS = (
     "/grpc.health.v1.Health/",

@@ -1,6 +1,7 @@
 from tandem_client.stubs import inference_pb2 as _inference_pb2
 from tandem_client.stubs import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -8,12 +9,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ServiceRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVICE_ROLE_UNSPECIFIED: _ClassVar[ServiceRole]
+    SERVICE_ROLE_ROUTER: _ClassVar[ServiceRole]
+    SERVICE_ROLE_PREFILL: _ClassVar[ServiceRole]
+    SERVICE_ROLE_DECODE: _ClassVar[ServiceRole]
+
+class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SLOT_STATE_UNSPECIFIED: _ClassVar[SlotState]
+    SLOT_STATE_WAITING: _ClassVar[SlotState]
+    SLOT_STATE_PLACING: _ClassVar[SlotState]
+    SLOT_STATE_STARTING: _ClassVar[SlotState]
+    SLOT_STATE_SERVING: _ClassVar[SlotState]
+    SLOT_STATE_DRAINING: _ClassVar[SlotState]
+SERVICE_ROLE_UNSPECIFIED: ServiceRole
+SERVICE_ROLE_ROUTER: ServiceRole
+SERVICE_ROLE_PREFILL: ServiceRole
+SERVICE_ROLE_DECODE: ServiceRole
+SLOT_STATE_UNSPECIFIED: SlotState
+SLOT_STATE_WAITING: SlotState
+SLOT_STATE_PLACING: SlotState
+SLOT_STATE_STARTING: SlotState
+SLOT_STATE_SERVING: SlotState
+SLOT_STATE_DRAINING: SlotState
+
 class GetFleetRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class FleetWorker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "address", "load", "report_age_ms", "num_dispatched")
+    __slots__ = ("worker_id", "role", "state", "address", "load", "report_age_ms", "num_dispatched", "protocol_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +48,7 @@ class FleetWorker(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISPATCHED_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.WorkerRole
     state: _worker_pb2.WorkerState
@@ -28,7 +56,8 @@ class FleetWorker(_message.Message):
     load: _worker_pb2.LoadReport
     report_age_ms: float
     num_dispatched: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class FleetRouter(_message.Message):
     __slots__ = ("router_id", "address", "state", "num_queued", "num_in_flight")
@@ -44,8 +73,30 @@ class FleetRouter(_message.Message):
     num_in_flight: int
     def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ...) -> None: ...
 
+class FleetSlot(_message.Message):
+    __slots__ = ("name", "role", "state", "in_state_ms", "reason", "service_id", "machine", "version", "config_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    IN_STATE_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: ServiceRole
+    state: SlotState
+    in_state_ms: float
+    reason: str
+    service_id: str
+    machine: str
+    version: str
+    config_revision: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ServiceRole, str]] = ..., state: _Optional[_Union[SlotState, str]] = ..., in_state_ms: _Optional[float] = ..., reason: _Optional[str] = ..., service_id: _Optional[str] = ..., machine: _Optional[str] = ..., version: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
+
 class GetFleetResponse(_message.Message):
-    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers")
+    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers", "slots", "config_revision", "rolling")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +104,9 @@ class GetFleetResponse(_message.Message):
     WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     WANTED_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
     num_queued: int
     num_in_flight: int
@@ -60,7 +114,52 @@ class GetFleetResponse(_message.Message):
     wanted_decode: int
     routers: _containers.RepeatedCompositeFieldContainer[FleetRouter]
     wanted_routers: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ...) -> None: ...
+    slots: _containers.RepeatedCompositeFieldContainer[FleetSlot]
+    config_revision: int
+    rolling: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[FleetSlot, _Mapping]]] = ..., config_revision: _Optional[int] = ..., rolling: _Optional[bool] = ...) -> None: ...
+
+class RollRequest(_message.Message):
+    __slots__ = ("config", "stop")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    stop: bool
+    def __init__(self, config: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
+
+class RollResponse(_message.Message):
+    __slots__ = ("config_revision",)
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    config_revision: int
+    def __init__(self, config_revision: _Optional[int] = ...) -> None: ...
+
+class ListEventsRequest(_message.Message):
+    __slots__ = ("limit", "after")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    after: int
+    def __init__(self, limit: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class FleetNote(_message.Message):
+    __slots__ = ("number", "at_unix_ms", "subject", "what", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    at_unix_ms: float
+    subject: str
+    what: str
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., at_unix_ms: _Optional[float] = ..., subject: _Optional[str] = ..., what: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ListEventsResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[FleetNote]
+    def __init__(self, events: _Optional[_Iterable[_Union[FleetNote, _Mapping]]] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "transfer_blocks", "chosen", "queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "num_streams", "first_token_ms", "cost_ms")

@@ -51,6 +51,11 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Roll = channel.unary_unary(
+                '/tandem.v1.Cluster/Roll',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
+                _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.Cluster/GetLedger',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
@@ -65,6 +70,11 @@ class ClusterStub:
                 '/tandem.v1.Cluster/GetTrace',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/tandem.v1.Cluster/ListEvents',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.FromString,
                 _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/tandem.v1.Cluster/GetMetrics',
@@ -99,6 +109,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Roll(self, request, context):
+        """Start every service again, one at a time, and give it another config, or restore the config before. The call returns
+        at once: GetFleet and ListEvents show the progress. If the cluster has a token, the call needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLedger(self, request, context):
         """List the holders of KV blocks on the workers. The router asks all workers at once and waits at most 3 s. If the
         cluster has a token, the call needs it.
@@ -116,6 +134,14 @@ class ClusterServicer:
 
     def GetTrace(self, request, context):
         """The spans of one of these requests. NOT_FOUND if the router does not keep it (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """List what happened to the fleet, with reasons: starts, deaths, drains, changes of size. The supervisor keeps the last
+        1,000 notes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +172,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.SerializeToString,
             ),
+            'Roll': grpc.unary_unary_rpc_method_handler(
+                    servicer.Roll,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.SerializeToString,
+            ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.FromString,
@@ -160,6 +191,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
@@ -260,6 +296,33 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
+    def Roll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Roll',
+            tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetLedger(request,
             target,
             options=(),
@@ -330,6 +393,33 @@ class Cluster:
             '/tandem.v1.Cluster/GetTrace',
             tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
             tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListEvents',
+            tandem__client_dot_stubs_dot_cluster__pb2.ListEventsRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

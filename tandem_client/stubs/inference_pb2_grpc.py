@@ -62,7 +62,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate tokens. The stream has TokenChunk messages and, as the last message of each choice, one Finished.
+        """Generate tokens. The stream has one Started, then TokenChunk messages and, as the last message of each choice, one
+        Finished. If it breaks with UNAVAILABLE, any router continues it: see GenerateRequest.resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

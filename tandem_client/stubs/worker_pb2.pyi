@@ -166,7 +166,7 @@ class PoolAccess(_message.Message):
     def __init__(self, device: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[DevicePath, str]]] = ..., map_handle: _Optional[bytes] = ..., process: _Optional[str] = ..., direct_metadata: _Optional[bytes] = ..., staging_base: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
 
 class AgentAddress(_message.Message):
-    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "access")
+    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "access", "protocol_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class AgentAddress(_message.Message):
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     metadata: bytes
@@ -187,7 +188,8 @@ class AgentAddress(_message.Message):
     probe_bytes: int
     location: Location
     access: PoolAccess
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class PeerChange(_message.Message):
     __slots__ = ("owner", "reader", "left")

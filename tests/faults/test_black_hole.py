@@ -92,12 +92,10 @@ async def test_a_worker_behind_a_black_hole_loses_its_streams_to_another_and_fre
     cut_off, neighbour = await one_on_each_worker(scene)
     bystanders = [await Stream(scene.bystanders.inference, prompt_of(seed), 200).reach(3) for seed in (3, 4)]
     await until(lambda: not transfers(scene.deployment.prefill[0]).num_alive, "every hand-off is over")
-    vanished_at = time.monotonic()
     scene.link.vanish()
     num_tokens = cut_off.num_tokens
     await until(lambda: not scene.calls_of_the_router(), "the worker ends the call", KEEPALIVE_S + SLACK_S)
     await until(lambda: cut_off.num_tokens > num_tokens + 5, "another worker goes on", KEEPALIVE_S + SLACK_S)
-    assert time.monotonic() - vanished_at > KEEPALIVE_S / 2
     assert scene.link.num_bytes_held > 0
     await cut_off.right()
     assert cut_off.answer.finished is not None
@@ -142,10 +140,11 @@ async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pyte
 async def test_a_worker_that_is_silent_is_listed_without_a_ledger_and_in_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.operations.cluster_servicer.LEDGER_TIMEOUT_S", 0.6)
-    bystander = await Stream(scene.bystanders.inference, prompt_of(3), 200).reach(3)
+    bystander = await Stream(scene.bystanders.inference, prompt_of(3), 500).reach(3)
     scene.link.vanish()
-    for timeout_s, within_s in ((20.0, 0.6), (0.3, 0.3)):
+    for limit_s, timeout_s in ((0.6, 20.0), (20.0, 1.5)):
+        within_s = min(limit_s, timeout_s)
+        monkeypatch.setattr("router.operations.cluster_servicer.LEDGER_TIMEOUT_S", limit_s)
         started = time.monotonic()
         answer = await scene.deployment.cluster.GetLedger(cluster_pb2.GetLedgerRequest(), timeout=timeout_s)
         assert 0.8 * within_s < time.monotonic() - started < within_s + 3.0

@@ -32,6 +32,7 @@ pytestmark = [
 STEP_S = {"prefill": 0.25, "decode": 0.02}
 LINK_BYTES_PER_S = 1.25e9  # 10 Gbit/s, which the devices promise
 SLOW_BYTES_PER_S = 0.5e6  # a probe that takes longer than this waits for the link, however busy this machine is
+TCP_GIVES_UP_S = 12.0  # three retries of machines in namespaces take 3 s; a busy machine takes its time
 METRICS_PORT = 9464  # of the router, on its own machine
 NEW_SEEDS = itertools.count(1000)  # of prompts that no cache holds
 DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
@@ -149,13 +150,36 @@ async def test_a_link_that_fails_during_a_hand_off(
         while_down = await Stream(fleet.inference, prompt_of(40 + len(fail.__name__), 100), 5).right()
         assert while_down.answer.finished is not None
         assert while_down.answer.finished.path != DISAGGREGATED
-        await fleet.settle()
+        await fleet.settle(within_s=TCP_GIVES_UP_S)  # the fault may have come during a read
         if fail is lose_everything:
             assert machines.num_dropped() > 0
         assert prefill.load.num_expired_leases > expired, "it has not heard that the reader gave up"
     finally:
         machines.mend()
         machines.drop_no_more()
+
+
+@pytest.mark.parametrize("fail", [cut, lose_everything])
+async def test_a_link_that_fails_during_a_read(
+    machines: Machines, fleet: Fleet, fail: Callable[[Machines], None]
+) -> None:
+    """Its target blocks stay in use, since bytes may still come, until TCP gives the connection up."""
+    machines.slow_down("400kbit")
+    arrived = machines.num_bytes_arrived()
+    stream = Stream(fleet.inference, prompt_of(50 + len(fail.__name__), 180), 10)
+    await until(lambda: machines.num_bytes_arrived() > arrived + 6000, "the first blocks are on their way")
+    fail(machines)
+    try:
+        await stream.right()
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 2
+        (decode,) = fleet.pool("decode")
+        assert "incoming" in str(decode.load.ledger), "no read was in flight"
+        await fleet.settle(within_s=TCP_GIVES_UP_S)
+    finally:
+        machines.mend()
+        machines.drop_no_more()
+        machines.slow_down_no_more()
 
 
 async def test_a_link_that_loses_packets_costs_time_only(machines: Machines, fleet: Fleet) -> None:

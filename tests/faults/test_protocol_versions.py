@@ -1,12 +1,14 @@
-"""Agents of two versions of the hand-off protocol meet: hand-offs fail at once and typed, and no request waits."""
+"""Two versions of the hand-off protocol: workers that state them are not paired; agents that meet fail at once."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+from typing import Any
 
 import pytest
 
-from core.handoff import PROTOCOL_VERSION, PullerState
+from core.handoff import PROTOCOL_VERSION, AgentAddress, PullerState
 from core.paths import PathState
 from kv_transfer import agent as agent_module
 from protos import handoff_pb2
@@ -55,3 +57,27 @@ async def test_peers_of_two_protocol_versions_recompute_each_request_at_once(
             assert path.state is PathState.UNREACHABLE
             await deployment.settle()
     assert f"version must be {PROTOCOL_VERSION}, is {PROTOCOL_VERSION + 1}" in caplog.text
+
+
+@pytest.mark.usefixtures("fabric")
+async def test_workers_that_state_two_versions_serve_side_by_side_and_no_hand_off_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """During a roll. The decode worker computes prompts itself, although its config forbids that."""
+    versions = itertools.count(PROTOCOL_VERSION)
+
+    def address(**fields: Any) -> AgentAddress:
+        return AgentAddress(**fields, protocol_version=next(versions))
+
+    monkeypatch.setattr(agent_module, "AgentAddress", address)
+    async with deploy(fault_config(lease_s=LEASE_S)) as deployment:
+        assert next(versions) == PROTOCOL_VERSION + 2, "two workers have stated two versions"
+        for seed in range(NUM_REQUESTS):
+            stream = Stream(deployment.inference, prompt_of(seed), timeout_s=LEASE_S / 4)
+            await stream.right()
+            assert stream.answer.finished is not None
+            assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL
+            assert stream.answer.finished.attempts == 1
+        assert pulls_ended(deployment, PullerState.COMPLETE) == pulls_ended(deployment, PullerState.FAILED) == 0
+        assert not list(transfers(deployment.decode[0]).paths), "a worker has met a peer of another version"
+        await deployment.settle()

@@ -17,7 +17,7 @@ import pytest_asyncio
 from cli import compose
 from core.handoff import PullerState
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import NO_RETRY, AsyncClient, CallFailed
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.deployment import Deployment, busy_blocks, deploy, machine_of, transfers
 from tests.support.faults import LEASE_S, Stream, expected, fault_config, prompt_of, serves_on
@@ -125,7 +125,7 @@ async def test_the_client_says_that_the_request_may_be_sent_again(scene: Scene) 
         sampling=SamplingParams(temperature=0.0),
         stop=StopConditions(max_tokens=100, ignore_eos=True),
     )
-    async with AsyncClient(scene.fleet.services["router-0"].endpoint["address"]) as client:
+    async with AsyncClient(scene.fleet.services["router-0"].endpoint["address"], resume=NO_RETRY) as client:
         tokens: list[int] = []
 
         async def follow_until_killed() -> None:

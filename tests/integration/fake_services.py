@@ -13,6 +13,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from fleet.service_host import Placement
-from fleet.supervisor import FleetSpec
+from fleet.spec import FleetSpec
 
 if TYPE_CHECKING:
     from fleet.cluster import Cluster
@@ -44,10 +45,10 @@ class FakeService:
             self._break, host or "127.0.0.1", int(port or 0), reuse_port=bool(port)
         )
         address = f"{host or '127.0.0.1'}:{self._server.sockets[0].getsockname()[1]}"
-        scale = self._placement.scale
+        control = self._placement.control
         self._report(
             "started",
-            wanted=None if scale is None else {role.value: size for role, size in (await scale({})).items()},
+            wanted=None if control is None else {role.value: size for role, size in (await control.scale({})).items()},
             address=address,
             host=self._placement.host,
             shared=self._placement.address,
@@ -111,6 +112,12 @@ def build_nothing(placement: Placement) -> FakeService:
     raise ModelNotFound(f"no model of that name for worker {placement.ordinal}")
 
 
+def without_decode(journal: str, config: ClusterConfig, text: str) -> FleetSpec:
+    """Another config, with which no decode worker starts."""
+    del text
+    return replace(fake_fleet(Path(journal), config), decode=build_nothing)
+
+
 def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
     return FleetSpec(
         config,
@@ -121,6 +128,7 @@ def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
         router_port=0,
         drain_timeout_s=7.0,
         router_drain_timeout_s=5.0,
+        reread=functools.partial(without_decode, str(journal), config),
     )
 
 

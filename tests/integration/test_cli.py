@@ -104,9 +104,17 @@ async def test_scale_grows_a_pool_and_status_shows_it(served: Served) -> None:
     assert code == 0, err
     assert "1 prefill, 2 decode" in out
     code, out, err = await tandem("status", "--once", "--ledger", "--router", served.address)
-    assert code == 0, err
+    assert code == (0 if "decode 2/2" in out else 1), err
     assert "decode 1/2" in out or "decode 2/2" in out
     assert "prefill-0" in out
+    code, out, err = await tandem("status", "--json", "--router", served.address)
+    told = json.loads(out)
+    assert code == {"healthy": 0, "degraded": 1}[told["health"]]
+    assert told["pools"]["decode"]["wanted"] == 2
+    assert [slot["name"] for slot in told["slots"]] == ["router-0", "prefill-0", "decode-0", "decode-1"]
+    code, out, err = await tandem("events", "--router", served.address)
+    assert code == 0, err
+    assert "  fleet is scaled: 1 -> 2 decode\n" in out
     code, _, err = await tandem("scale", "--decode", "100000", "--router", served.address)
     assert code == 1
     assert "decode: must be in [0, 256]" in err
@@ -121,9 +129,9 @@ async def test_a_second_ctrl_c_ends_every_process_at_once() -> None:
 
 
 async def test_without_a_router_the_error_names_the_command_that_starts_one() -> None:
-    for command in (("generate", "hi"), ("status", "--once")):
+    for expected, command in ((1, ("generate", "hi")), (2, ("status", "--once")), (2, ("status", "--json"))):
         code, _, err = await tandem(*command, "--router", "127.0.0.1:9")
-        assert (code, err) == (1, "error: no router at 127.0.0.1:9; start one with `tandem serve`\n"), command
+        assert (code, err) == (expected, "error: no router at 127.0.0.1:9; start one with `tandem serve`\n"), command
 
 
 async def test_a_fault_that_prevents_serving_is_an_error_of_one_line_before_ray_starts(tmp_path: Path) -> None:

@@ -24,8 +24,10 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, Member
-from fleet.supervisor import Host, Supervisor, SupervisorMachine
+from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
+from fleet.host import Host
+from fleet.spec import FleetSpec
+from fleet.supervisor import Supervisor
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,8 +82,8 @@ async def fleet(fleet_here: Fleet) -> AsyncIterator[Fleet]:
     """The same fleet for every test, brought back to its first size after each."""
     cluster, journal = fleet_here
     yield cluster, journal
-    if await cluster.scale({}) != SIZES:
-        await cluster.scale(SIZES)
+    if await cluster.control.scale({}) != SIZES:
+        await cluster.control.scale(SIZES)
         await journal.wait_for(event="workers", workers=SMALLEST)
 
 
@@ -170,7 +172,7 @@ async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
     fleet: Fleet,
 ) -> None:
     cluster, journal = fleet
-    await cluster.scale({D: 2})
+    await cluster.control.scale({D: 2})
     second = await journal.wait_for(name="decode-1", event="started")
     await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
     os.kill(int(str(second["pid"])), signal.SIGKILL)
@@ -183,7 +185,7 @@ async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
 
 async def test_a_worker_that_fails_by_its_own_fault_is_ended_and_the_operator_told(fleet: Fleet) -> None:
     cluster, journal = fleet
-    await cluster.scale({P: 2})
+    await cluster.control.scale({P: 2})
     started = await journal.wait_for(name="prefill-1", event="started")
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
     host, port = str(started["address"]).split(":")
@@ -209,7 +211,7 @@ async def test_a_dead_router_comes_back_at_its_address_and_hears_of_every_worker
 
 async def test_routers_share_one_port_learn_of_each_other_and_drain_when_removed(fleet: Fleet) -> None:
     cluster, journal = fleet
-    assert await cluster.scale({R: 3}) == SIZES | {R: 3}
+    assert await cluster.control.scale({R: 3}) == SIZES | {R: 3}
     for name in ("router-1", "router-2"):
         await journal.start_of(name)
     await journal.wait_for(event="routers", name="router-0", routers=["router-0", "router-1", "router-2"])
@@ -223,10 +225,10 @@ async def test_routers_share_one_port_learn_of_each_other_and_drain_when_removed
     assert again["address"] == routers[0].address
     assert await journal.wait_for(event="workers", name="router-1", workers=SMALLEST)
 
-    await cluster.scale({R: 2})
+    await cluster.control.scale({R: 2})
     drained = await journal.wait_for(event="drained")
     assert (drained["name"], drained["timeout_s"]) == ("router-1", 5.0), "the newest drains first"
-    await cluster.scale({R: 1})
+    await cluster.control.scale({R: 1})
     await journal.wait_for(event="drained", name="router-2")
     await journal.wait_for(event="routers", name="router-0", routers=["router-0"])
     assert [router.service_id for router in await cluster.routers()] == [routers[0].service_id]
@@ -240,7 +242,7 @@ async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, t
     other = Supervisor(
         replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port),
         create_no_host,
-        SupervisorMachine("this machine", ""),
+        MachineId("this machine", ""),
     )
     await other.start()
     assert await other.updates() == [
@@ -250,7 +252,7 @@ async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, t
     assert await other.updates() == [FleetStopped()]
 
 
-def create_no_host(_: Member) -> Host:
+def create_no_host(_: Member, __: FleetSpec) -> Host:
     raise AssertionError("a service starts although the port is taken")
 
 
@@ -261,21 +263,38 @@ def pid_of(service: Endpoint) -> int:
 
 async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: Fleet) -> None:
     cluster, journal = fleet
-    assert await cluster.scale({P: 3}) == SIZES | {P: 3}
+    assert await cluster.control.scale({P: 3}) == SIZES | {P: 3}
     grown = ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
     await journal.wait_for(event="workers", workers=grown)
-    assert await cluster.scale({P: 2, D: 1}) == SIZES | {P: 2}
+    assert await cluster.control.scale({P: 2, D: 1}) == SIZES | {P: 2}
     assert (await journal.wait_for(event="drained"))["timeout_s"] == 7.0
     stopped = await journal.wait_for(event="stopped")
     await journal.wait_for(event="workers", workers=[name for name in grown if name != stopped["name"]])
     assert stopped["name"] in ("prefill-1", "prefill-2")
 
 
+async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brings_the_old_config_back(
+    fleet: Fleet,
+) -> None:
+    """The new config is one with which no decode worker starts; the prefill worker goes there and back."""
+    cluster, journal = fleet
+    cores = journal.started["prefill-0"]["cores"]
+    assert await cluster.control.roll("{}") == 2
+    assert (await journal.wait_for(event="started", name="prefill-1"))["cores"] == cores
+    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
+    await journal.wait_for(event="workers", workers=["decode-0", "prefill-1"])
+    await wait_for_message(cluster, "fleet restores config 1: decode-1 did not start: no model of that name")
+    await journal.wait_for(event="started", name="prefill-0")
+    await journal.wait_for(event="workers", workers=SMALLEST)
+    await wait_for_message(cluster, "fleet has rolled: every service has config 1")
+    assert {note.subject for note in await cluster.control.notes(1000, 0)} >= {"fleet", "prefill-1", "decode-1"}
+
+
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     cluster, journal = fleet
     first: set[tuple[int, ...]] = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
     assert first == {share_of_cores(usable_cores(), local_rank, 2) for local_rank in range(2)}
-    await cluster.scale({P: 2})
+    await cluster.control.scale({P: 2})
     started = await journal.wait_for(name="prefill-1", event="started")
     assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]
     assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -24,6 +25,7 @@ from fleet.claims import GpuUse
 from fleet.cluster import Cluster, connect
 from fleet.events import FleetMessage, FleetReady, FleetStopped
 from tests.integration.fake_services import Journal, fake_fleet, wait_for_update
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,8 +94,11 @@ async def test_a_restarted_worker_gets_the_gpu_of_its_dead_predecessor(ray_here:
 
 
 async def test_explicit_shares_put_a_prefill_and_a_decode_worker_on_each_gpu(ray_here: Cluster, tmp_path: Path) -> None:
-    config = replace(CONFIG, num_prefill=2, num_decode=2, prefill_gpus=0.25, decode_gpus=0.75)
+    """Ray sets aside the memory of the config, too."""
+    memory: dict[str, Any] = {"prefill_memory_mb": 40, "decode_memory_mb": 24, "router_memory_mb": 7}
+    config = replace(CONFIG, num_prefill=2, num_decode=2, prefill_gpus=0.25, decode_gpus=0.75, **memory)
     async with fleet(ray_here, tmp_path / "journal", config) as journal:
+        await until(lambda: memory_set_aside_mb() == 2 * 40 + 2 * 24 + 7, "Ray sets memory aside")
         prefill = await gpus_of(journal, "prefill-0", "prefill-1")
         decode = await gpus_of(journal, "decode-0", "decode-1")
         assert sorted(prefill) == [(0.25, gpu) for gpu in ALL_GPUS]
@@ -111,18 +116,26 @@ async def test_a_pool_of_cpu_workers_sees_no_gpu(ray_here: Cluster, tmp_path: Pa
 async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
     ray_here: Cluster, tmp_path: Path
 ) -> None:
-    config = replace(CONFIG, start_timeout_s=8.0)
-    async with fleet(ray_here, tmp_path / "journal", config) as journal:
+    async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
         await gpus_of(journal, "prefill-0", "decode-0")
-        await ray_here.scale({ServiceRole.DECODE: 2})
+        await ray_here.control.scale({ServiceRole.DECODE: 2})
         notice = await wait_for_update(ray_here, FleetMessage)
-        assert "decode-1 did not start: no answer within 8 s (no free GPU?)" in str(notice)
-        await ray_here.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
+        assert isinstance(notice, FleetMessage)
+        assert notice.text == "decode-1 waits for a machine: no GPU is free"
+        await ray_here.control.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
         started = await journal.wait_for(name="decode-1", event="started")
         assert (started["gpus"], started["visible_gpus"]) == (1.0, journal.started["prefill-0"]["visible_gpus"])
 
 
+def memory_set_aside_mb() -> float:
+    import ray
+
+    resources = [ray.cluster_resources(), ray.available_resources()]  # type: ignore[no-untyped-call]
+    return float(resources[0]["memory"] - resources[1]["memory"]) / 2**20
+
+
 REFUSED = [
+    ({"decode_memory_mb": 10**9}, r"the services ask for 1000000000 MB of memory, but Ray has \d+ MB on this machine"),
     ({"num_decode": 2}, r"the workers need 3 GPUs, but this machine has 2"),
     ({"prefill_accelerator": "H200"}, r"prefill_accelerator = 'H200', but the GPU of this machine is H100"),
     (

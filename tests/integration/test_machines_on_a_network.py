@@ -1,4 +1,4 @@
-"""Three machines with a network between them (namespaces): the deploy scripts, a Ray cluster, `tandem serve`, real
+"""Three machines with a network between them (namespaces): the systemd units, a Ray cluster, `tandem serve`, real
 requests, and KV over UCX on TCP. What a bad link does to a hand-off is in tests/faults/test_links.py."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.command import running
 from tests.support.faults import Stream, prompt_of
 from tests.support.namespaces import CONTROL_IP, DATA, Machines, why_not
+from tests.support.units import Unit
 
 ROOT = Path(__file__).parents[2]
 HEAD = f"{CONTROL_IP['router']}:6379"
@@ -41,16 +43,20 @@ async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_p
     kv = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DATA}
 
     def of(machine: str) -> dict[str, str]:
-        return environment | (kv if machine != "router" else {}) | {"NODE_IP": CONTROL_IP[machine]}
+        return environment | (kv if machine != "router" else {})
+
+    def joining(machines: Machines, machine: str, unit: Unit) -> AbstractAsyncContextManager[str]:
+        command = unit.command(HEAD=HEAD, PLACES="1", RAY_OPTIONS=f"--node-ip-address {CONTROL_IP[machine]}")
+        joined: Any = {"wanted": "will now block", "cwd": ROOT, "environment": unit.environment | of(machine)}
+        return running(*on(machines, machine, *command), **joined)
 
     serve = [sys.executable, "-m", "cli.main", "serve", "--address", HEAD, "--model", "fake:tiny"]
     serve += ["--local-prefill", "never"]
-    joined: Any = {"wanted": "will now block", "cwd": ROOT}
     with Machines.made() as machines:
         async with (
-            running(*on(machines, "router", "bash", "deploy/head.sh"), **joined, environment=of("router")),
-            running(*on(machines, "prefill", "bash", "deploy/prefill.sh", HEAD), **joined, environment=of("prefill")),
-            running(*on(machines, "decode", "bash", "deploy/decode.sh", HEAD), **joined, environment=of("decode")),
+            joining(machines, "router", Unit.read("tandem-head.service")),
+            joining(machines, "prefill", Unit.read("tandem-worker@.service", "prefill")),
+            joining(machines, "decode", Unit.read("tandem-worker@.service", "decode")),
             running(*on(machines, "router", *serve), wanted="serving", environment=of("router"), cwd=ROOT) as line,
             machines.reachable() as reach,
         ):

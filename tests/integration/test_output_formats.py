@@ -7,7 +7,6 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -124,35 +123,6 @@ async def test_choices_of_one_call_are_those_of_consecutive_seeds(
     request.n = 3
     for choice, answer in enumerate(await deployment.generate_all(request)):
         assert answer.token_ids == expected(engine, prompt, "json_schema", **(SAMPLED | {"seed": 7 + choice}))
-
-
-@pytest.mark.parametrize("num_delivered", [1, 2, 17, 30])
-async def test_a_stream_whose_worker_dies_goes_on_within_its_format(
-    engine: CoLocatedEngine, model: str, num_delivered: int
-) -> None:
-    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands."""
-    prompt = prompt_of(LONG, seed=4)
-    config = tiny_config(model, report_stale_s=1.0, worker_lost_s=1.5)
-    config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=2.0))
-    async with deploy(config, num_decode=2) as deployment:
-        request = ask(prompt, "json_schema", **SAMPLED)
-        token_ids: list[int] = []
-        text, finished = "", None
-        async for response in deployment.inference.Generate(request, timeout=60):
-            if response.HasField("finished"):
-                finished = response.finished
-                continue
-            token_ids += response.tokens.token_ids
-            text += response.tokens.text
-            if num_delivered and len(token_ids) >= num_delivered:
-                num_delivered = 0
-                (busy,) = [worker for worker in deployment.decode if worker._view.load.num_calls]
-                await busy.stop()
-        assert finished is not None
-        assert finished.attempts == 2
-        assert finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
-        assert token_ids == expected(engine, prompt, "json_schema", **SAMPLED)
-        jsonschema.validate(json.loads(text), SCHEMA)
 
 
 async def test_a_grammar_that_becomes_too_complex_ends_its_stream_alone(

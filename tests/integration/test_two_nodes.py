@@ -1,4 +1,4 @@
-"""The deploy scripts make one cluster of three machines (loopback addresses here); each pool lands on its own kind."""
+"""The systemd units make one cluster of machines (loopback addresses here); each pool lands on its own kind."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ import pytest_asyncio
 from tests.integration.fake_services import Journal
 from tests.support.command import line_with, running
 from tests.support.ports import kept_port
+from tests.support.units import Unit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[2]
-HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
+HEAD_IP, PREFILL_IP, DECODE_IP, OTHER_DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.1.4"
 
 
-def machine(script: str, *arguments: str, environment: dict[str, str]) -> AbstractAsyncContextManager[str]:
-    """Run a script until its machine has joined."""
-    command = ("bash", str(ROOT / "deploy" / script), *arguments)
-    return running(*command, wanted="will now block", environment=environment, cwd=ROOT)
+def machine(unit: Unit, environment: dict[str, str], ip: str, **machine: str) -> AbstractAsyncContextManager[str]:
+    """Run the command of a unit until its machine has joined."""
+    command = unit.command(RAY_OPTIONS=f"--node-ip-address {ip}", **machine)
+    return running(*command, wanted="will now block", environment=unit.environment | environment, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ray
         head = f"{HEAD_IP}:{port}"
         # One after the other: on one real machine two starts at the same time fight for socket names.
         async with (
-            machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(port)}),
-            machine("prefill.sh", head, environment=environment | {"NODE_IP": PREFILL_IP}),
-            machine("decode.sh", head, "2", environment=environment | {"NODE_IP": DECODE_IP}),
+            machine(Unit.read("tandem-head.service"), environment, HEAD_IP, PORT=str(port)),
+            machine(Unit.read("tandem-worker@.service", "prefill"), environment, PREFILL_IP, HEAD=head, PLACES="1"),
+            machine(Unit.read("tandem-worker@.service", "decode"), environment, DECODE_IP, HEAD=head, PLACES="2"),
         ):
             yield RayCluster(head, environment)
 
@@ -99,3 +100,38 @@ async def test_routers_with_a_resource_run_where_it_is_and_listen_there_alone(
         started = await journal.start_of("router-0")
         assert (started["host"], started["shared"]) == (DECODE_IP, "")
         await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+
+
+async def test_a_machine_that_gets_sigterm_ends_after_its_worker_is_replaced_and_has_drained(
+    tmp_path: Path, cluster: RayCluster
+) -> None:
+    """Stands last: one of the machines of the fixture may end."""
+    async with (
+        machine(
+            Unit.read("tandem-worker@.service", "decode"),
+            cluster.environment,
+            OTHER_DECODE_IP,
+            HEAD=cluster.head,
+            PLACES="2",
+        ),
+        Journal.open(tmp_path / "journal") as journal,
+        driver(cluster, tmp_path / "journal"),
+    ):
+        leaving = (await journal.start_of("decode-0"))["host"]
+        await journal.wait_for(event="workers", workers=["decode-0", "prefill-0"])
+        ray_start = ray_start_on(str(leaving))
+        ray_start.send_signal(signal.SIGTERM)
+        replacement = await journal.start_of("decode-1")
+        assert {leaving, replacement["host"]} == {DECODE_IP, OTHER_DECODE_IP}
+        await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
+        await journal.wait_for(event="drained", name="decode-0")
+        await journal.wait_for(event="workers", workers=["decode-1", "prefill-0"])
+        gone, _ = await asyncio.to_thread(psutil.wait_procs, [ray_start], 15)
+        assert gone, "Ray ends an empty machine long before its time limit of 30 s"
+
+
+def ray_start_on(ip: str) -> psutil.Process:
+    """The process of `ray start` on this machine."""
+    return next(
+        process for process in psutil.Process().children() if {"start", "--block", ip} <= set(process.cmdline())
+    )

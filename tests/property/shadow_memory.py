@@ -7,9 +7,9 @@ from core.scheduling.sequence import Sequence
 Content = int  # hash of a cache salt and all tokens up to a position
 
 
-def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
-    """The contents that `sequence` needs in the slots of positions [start, end)."""
-    salt, tokens = sequence.request.cache_salt, (*sequence.token_ids, "dropped")
+def contents(sequence: Sequence, start: int, end: int, drafts: tuple[int, ...] = ()) -> list[Content]:
+    """The contents that `sequence` needs in the slots of positions [start, end), with `drafts` behind its tokens."""
+    salt, tokens = sequence.request.cache_salt, (*sequence.token_ids, *(drafts or ("dropped",)))
     return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
 
 
@@ -22,10 +22,10 @@ class ShadowMemory:
         size = self.block_size
         return [self.blocks[block_table[p // size]][p % size] for p in range(start, end)]
 
-    def write(self, sequence: Sequence, start: int, end: int) -> None:
-        """Write positions [start, end), computed by `sequence` or by a peer for it.
+    def write(self, sequence: Sequence, start: int, end: int, drafts: tuple[int, ...] = ()) -> None:
+        """Write positions [start, end), computed by `sequence` or by a peer for it, and those of drafts behind them.
 
         The token of the last position may be missing: a step samples it for the step ahead, and drops it at an abort.
         """
-        for position, content in enumerate(contents(sequence, start, end), start):
+        for position, content in enumerate(contents(sequence, start, end + len(drafts), drafts), start):
             self.blocks[sequence.block_table[position // self.block_size]][position % self.block_size] = content

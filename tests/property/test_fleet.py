@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import ClusterConfig
+from core.errors import InvalidRequest
+from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from fleet.claims import Claims
 from fleet.events import (
     Drained,
     DrainService,
+    FleetRules,
     FleetStopped,
     KillService,
+    MachineId,
+    MachineLeaving,
     Member,
     PublishFleet,
+    RollFleet,
     ScaleTo,
     ServiceDied,
+    ServicePlaced,
     ServiceStarted,
     Shutdown,
     StartFailed,
     StartService,
+    StopRoll,
 )
 from fleet.machine import FleetMachine
+
+LIVE = ("serving", "draining")
 
 
 class FleetUnderRandomEvents(RuleBasedStateMachine):
@@ -32,9 +45,10 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         config = ClusterConfig(max_workers=3, num_routers=2)
-        self.fleet = FleetMachine(config, drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        self.fleet_rules = FleetRules(Claims(config), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        self.fleet = FleetMachine(self.fleet_rules)
         self.now = 0.0
-        self.alive: dict[Member, str] = {}  # -> starting | serving | draining
+        self.alive: dict[Member, str] = {}  # -> placing | starting | serving | draining
         self.dead: list[Member] = []
         self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
         self.ended = False
@@ -43,10 +57,10 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def send(self, event: object) -> None:
         for action in self.fleet.handle(event, self.now):  # type: ignore[arg-type]
             match action:
-                case StartService(member):
+                case StartService(member=member):
                     assert member.name not in [other.name for other in self.alive]
                     assert not self.ended
-                    self.alive[member] = "starting"
+                    self.alive[member] = "placing"
                 case DrainService(member):
                     assert self.alive[member] == "serving"
                     if self.ended and member.role is not ServiceRole.ROUTER:
@@ -55,8 +69,8 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                 case KillService(member):
                     self.mark_dead(member)
                 case PublishFleet(router, workers, routers):
-                    assert self.alive[router] != "starting"
-                    assert all(self.alive[serving.member] != "starting" for serving in (*workers, *routers))
+                    assert self.alive[router] in LIVE
+                    assert all(self.alive[serving.member] in LIVE for serving in (*workers, *routers))
                     self.published[router] = action
                 case FleetStopped():
                     assert not self.alive
@@ -74,6 +88,21 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def scale(self, sizes: dict[ServiceRole, int], empty: bool) -> None:
         self.send(ScaleTo(sizes | ({ServiceRole.DECODE: 0} if empty else {})))
 
+    @rule(data=st.data(), machine=st.sampled_from("abc"))
+    def a_place_is_found(self, data: st.DataObject, machine: str) -> None:
+        if member := self.member_in(data, "placing"):
+            self.alive[member] = "starting"
+            self.send(ServicePlaced(member, MachineId(machine, "")))
+
+    @rule(machine=st.sampled_from("abc"), in_s=st.none() | st.floats(0.0, 100.0))
+    def a_machine_leaves(self, machine: str, in_s: float | None) -> None:
+        self.send(MachineLeaving(MachineId(machine, ""), in_s))
+
+    @rule(event=st.sampled_from(["roll", "stop"]))
+    def an_operator_rolls(self, event: str) -> None:
+        with contextlib.suppress(InvalidRequest):  # there is a roll already, or none to stop
+            self.send(RollFleet(self.fleet_rules) if event == "roll" else StopRoll())
+
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "starting"):
@@ -88,7 +117,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        if member := self.member_in(data, "starting", "serving", "draining"):
+        if member := self.member_in(data, "placing", "starting", "serving", "draining"):
             self.mark_dead(member)
             self.send(ServiceDied(member, "killed"))
 
@@ -113,8 +142,16 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         self.fleet.check()
 
     @invariant()
+    def as_many_services_are_wanted_as_do_not_drain_or_replace_another(self) -> None:
+        for role, wanted in self.fleet.wanted.items():
+            present = [slot for slot in self.fleet.status(self.now).slots if slot.role is role]
+            staying = [slot for slot in present if slot.state is not SlotState.DRAINING]
+            leaving = [slot for slot in staying if slot.state is SlotState.SERVING and slot.reason]
+            assert len(staying) - len(leaving) <= wanted <= len(staying)
+
+    @invariant()
     def all_routers_have_the_same_lists_of_everything_that_serves(self) -> None:
-        live = {member for member, state in self.alive.items() if state != "starting"}
+        live = {member for member, state in self.alive.items() if state in LIVE}
         routers = {member for member in live if member.role is ServiceRole.ROUTER}
         assert self.published.keys() == routers
         for publication in self.published.values():
@@ -124,8 +161,40 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                 serving.draining == (self.alive[serving.member] == "draining") for serving in publication.routers
             )
 
+    def once_everything_succeeds(self) -> None:
+        """Every start finds a machine and serves, every drain ends, and time passes, until nothing changes."""
+        for _ in range(500):
+            for member, state in list(self.alive.items()):
+                if state == "placing":
+                    self.alive[member] = "starting"
+                    self.send(ServicePlaced(member, MachineId("new", "")))
+                elif state == "starting":
+                    self.alive[member] = "serving"
+                    self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+                elif state == "draining":
+                    self.mark_dead(member)
+                    self.send(Drained(member))
+                else:
+                    continue
+                break
+            else:
+                deadline = self.fleet.next_deadline()
+                if deadline is None:
+                    return
+                self.now = max(self.now, deadline)
+                self.send(Tick())
+            self.fleet.check()
+        raise AssertionError("the fleet does not come to rest")
+
     def teardown(self) -> None:
-        """From any state, no member is left after a shutdown and the last deadline."""
+        """From any state, the fleet comes to rest as wanted; and no member is left after a shutdown."""
+        self.once_everything_succeeds()
+        status = self.fleet.status(self.now)
+        assert not status.rolling
+        assert {slot.revision for slot in status.slots} == {status.revision}
+        assert {slot.state for slot in status.slots} == {SlotState.SERVING}
+        for role, wanted in status.wanted.items():
+            assert sum(slot.role is role for slot in status.slots) == wanted
         self.ended = True
         self.send(Shutdown())
         for _ in range(50):

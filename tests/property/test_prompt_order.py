@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.scheduling.prompt_order import QUANTUM_S, PromptOrder
+from core.scheduling.prompt_order import QUANTUM_S, PromptOrder, _Level
 
 CHUNK_S = 0.2
 ROUNDING_S = 1e-6
@@ -155,6 +161,112 @@ def test_tenants_that_leave_and_return_take_no_more_than_one_that_stays() -> Non
             order.add(name, 0, name, chunk_s)
         order.check()
     assert abs(served["e"] / sum(served.values()) - 0.2) < 0.02
+
+
+@pytest.mark.parametrize("short_s", [0.01, 0.3, 0.45])
+@pytest.mark.parametrize("num_returning", [1, 3])
+def test_a_tenant_of_short_prompts_gets_one_allowance_a_round_however_often_it_returns(
+    short_s: float, num_returning: int
+) -> None:
+    """It got two: two thirds of the work beside one tenant that stays."""
+    worker = Worker()
+    worker.add("stays", 1e6, tenant="stays")
+    for number in range(num_returning):
+        worker.add(f"{number}", short_s, tenant=f"{number}")
+    served: defaultdict[str, float] = defaultdict(float)
+    while worker.now < 200.0:
+        name, work = worker.step()
+        served[name] += work
+        if name not in worker.left:
+            worker.add(name, short_s, tenant=name)
+    for name in served:
+        assert abs(served[name] / worker.now - 1.0 / len(served)) < 0.02
+
+
+def test_rounds_that_begin_for_some_prompts_make_up_for_the_excess_of_a_tenant_that_left() -> None:
+    """As while a hand-off waits for long. The excess of `guest` is two rounds; three have begun when it returns."""
+    order, chunk_s = PromptOrder(), QUANTUM_S
+    for name in ("a", "b", "guest"):
+        order.add(name, 0, name, 100.0)
+    order.serve("guest", 3 * QUANTUM_S, 0.0)
+    order.discard("guest")
+    for _ in range(4):
+        for _ in range(2):
+            name = order.first_of(["a", "b"])
+            assert name is not None
+            order.serve(name, chunk_s, 100.0)
+    order.add("guest", 0, "guest", chunk_s)
+    turns = []
+    for _ in range(3):
+        name = order.first()
+        assert name is not None
+        turns.append(name)
+        order.serve(name, chunk_s, 100.0)
+    assert "guest" in turns
+
+
+class Rounds:
+    """The work of some tenants when each round begins that all of them have a part in."""
+
+    def __init__(self, tenants: Iterable[str]) -> None:
+        self.served = dict.fromkeys(tenants, 0.0)
+        self.begun: list[dict[str, float]] = []
+
+    def watched(self) -> AbstractContextManager[object]:
+        begin = _Level.begin_rounds
+
+        def watch(level: _Level, shares: Collection[Any]) -> None:
+            if self.served.keys() <= {share.tenant for share in shares}:
+                self.begun.append(dict(self.served))
+            begin(level, shares)
+
+        return patch.object(_Level, "begin_rounds", watch)
+
+    def check(self) -> None:
+        """Each tenant has its share of ten rounds within 2 %."""
+        for before, after in zip(self.begun, self.begun[10:], strict=False):
+            work = {tenant: after[tenant] - before[tenant] for tenant in self.served}
+            assert all(abs(part / sum(work.values()) - 1.0 / len(work)) <= 0.02 + ROUNDING_S for part in work.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.sampled_from([0.01, 0.1, 0.33, 0.6, 1e6]), min_size=2, max_size=4))
+def test_each_tenant_gets_its_share_of_ten_rounds_whatever_comes_and_goes_and_waits(
+    data: st.DataObject, sizes: list[float]
+) -> None:
+    """Tenant k always has a prompt of sizes[k]. Other tenants come, are served, and cancel; some steps compute only
+    some prompts, as while a hand-off waits."""
+    worker, tenants = Worker(), {f"k{number}": size for number, size in enumerate(sizes)}
+    rounds, changes = Rounds(tenants), st.sampled_from(["", "", "", "come", "cancel", "wait", "urgent"])
+    for tenant, size in tenants.items():
+        worker.add(tenant, size, tenant=tenant)
+    others: dict[str, str] = {}  # tenants of other prompts
+    waits = False  # a hand-off
+    with rounds.watched():
+        for number in range(5000):
+            change = data.draw(changes) if number < 120 else ""
+            others = {name: tenant for name, tenant in others.items() if name in worker.left}
+            if change in ("come", "urgent"):
+                others[f"o{number}"] = f"o{data.draw(st.integers(0, 3))}"
+                priority = -1 if change == "urgent" else 0
+                worker.add(f"o{number}", data.draw(works), priority, others[f"o{number}"])
+            elif change == "cancel" and others:
+                name = data.draw(st.sampled_from(sorted(others)))
+                worker.order.discard(name)
+                del worker.left[name]
+                continue
+            waits ^= change == "wait"
+            some = worker.order.first_of([*tenants, *sorted(others)[:1]]) if waits else worker.order.first()
+            assert some is not None
+            work = worker.compute(some)
+            if some in tenants:
+                rounds.served[some] += work
+                if some not in worker.left:
+                    worker.add(some, tenants[some], tenant=some)
+            if len(rounds.begun) > 22:
+                break
+    assert len(rounds.begun) > 22
+    rounds.check()
 
 
 @settings(max_examples=100)

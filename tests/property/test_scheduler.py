@@ -3,7 +3,8 @@
 The model records for each slot the prefix that its KV was computed from. Every slot that a chunk reads must hold the
 prefix of its own sequence, so the test sees each read of a stale, evicted or foreign block. A chunk may write only
 blocks that no other sequence holds, that no peer reads, and that are neither reserved nor in the prefix cache. A step
-may be planned while another is in flight. Sequences of a step may fail alone.
+may be planned while another is in flight. Sequences of a step may fail alone. Decodes compute guesses, right and wrong
+ones, in all the room that a step has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence as Items
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +31,7 @@ from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Rank, Sequence
 from core.scheduling.step_budget import MIN_PROMPT_TOKENS
-from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.step import Proposal, SampledToken, ScheduledChunk, StepOutput, StepPlan, TokenEvent
 from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4
@@ -68,11 +70,30 @@ class Lease:
     expected: list[list[Content]]  # of the offered slots only
 
 
+def sample(chunk: ScheduledChunk, draw: random.Random) -> tuple[SampledToken, ...]:
+    sampled = [draw.choice(TOKENS)]
+    for guess in chunk.drafts:
+        if guess != sampled[-1]:
+            break
+        sampled.append(draw.choice(TOKENS))
+    return tuple(map(SampledToken, sampled))
+
+
+def take_all(chances: Items[Items[float]], *_: float) -> list[int]:
+    """In place of `choose_drafts`."""
+    return [len(of_one) for of_one in chances]
+
+
 def computed_part(plan: StepPlan, failed: Set[str]) -> StepPlan:
     return replace(plan, chunks=tuple(chunk for chunk in plan.chunks if chunk.sequence.sequence_id not in failed))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = patch("core.scheduling.step_planner.choose_drafts", take_all)
+        self.patches.start()
+
     @initialize(
         num_blocks=st.integers(4, 10),
         max_running=st.integers(1, 5),
@@ -299,6 +320,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.sequence.block_table is sequence.block_table
             end = chunk.start + chunk.num_tokens
             assert chunk.samples == (end >= len(sequence.token_ids))
+            assert not chunk.drafts or (chunk.samples and end + len(chunk.drafts) < sequence.max_num_tokens)
             if oldest:
                 assert chunk.start == sequence.num_computed_tokens
                 if sequence.sequence_id not in self.failed_before:
@@ -307,7 +329,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert end == sequence.num_planned_tokens
                 assert chunk.promised == (chunk.start == len(sequence.token_ids))
                 assert sequence.finish_reason is None, "an ended sequence is planned"
-            written = set(sequence.block_table[chunk.start // BLOCK_SIZE : (end - 1) // BLOCK_SIZE + 1])
+            last = chunk.start + chunk.num_rows - 1
+            written = set(sequence.block_table[chunk.start // BLOCK_SIZE : last // BLOCK_SIZE + 1])
             assert all(holders[block] == 1 for block in written), "writes a block that another sequence holds"
             assert not written & (findable | leased | incoming), "writes a block that others may read"
 
@@ -323,7 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence.sequence_id]
             end = chunk.start + chunk.num_tokens
-            self.memory.write(sequence, chunk.start, end)
+            self.memory.write(sequence, chunk.start, end, chunk.drafts)
         for chunk in plan.chunks:
             self.assert_readable(self.sequences[chunk.sequence.sequence_id], chunk.start + chunk.num_tokens)
 
@@ -340,11 +363,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.steps[0]
         if offers:
             self.offer_finished_prompts(computed_part(plan, failed))
-        sampled = {
-            c.sequence.sequence_id: (SampledToken(draw.choice(TOKENS)),)
-            for c in computed_part(plan, failed).chunks
-            if c.samples
-        }
+        sampled = {c.sequence.sequence_id: sample(c, draw) for c in computed_part(plan, failed).chunks if c.samples}
+        guesses = {name: Proposal(tuple(draw.choices(TOKENS, k=draw.randrange(6)))) for name in sampled}
         before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
         aborted = {
             c.sequence.sequence_id
@@ -352,11 +372,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.sequences[c.sequence.sequence_id].finish_reason is not None
         }
         errors = {name: OutOfDeviceMemory("no memory") for name in failed}
-        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, errors))
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, errors, proposed=guesses))
         assert all(self.sequences[name].finish_reason is FinishReason.ERROR for name in failed - aborted)
         assert {event.sequence_id for event in events} == sampled.keys() - aborted
-        for event in events:
-            self.assert_token_counts_once(event, before[event.sequence_id], *sampled[event.sequence_id])
+        for name in sampled.keys() - aborted:
+            own = [event for event in events if event.sequence_id == name]
+            self.assert_tokens_count_once(own, before[name], sampled[name])
         ended = {event.sequence_id for event in events if event.finish_reason is not None} | aborted | failed
         self.forget_those_that_left([self.sequences[name] for name in ended])
 
@@ -378,11 +399,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if chunk.samples and sequence.sample_limit == 1 and sequence.finish_reason is None:
                 self.lease(sequence, chunk.start + chunk.num_tokens)
 
-    def assert_token_counts_once(self, event: TokenEvent, before: list[int], token: SampledToken) -> None:
-        sequence = self.sequences[event.sequence_id]
-        assert sequence.token_ids == [*before, token.token_id]
-        assert event.index == len(before) - sequence.request.num_prompt_tokens
-        assert event.finish_reason is sequence.finish_reason
+    def assert_tokens_count_once(
+        self, events: list[TokenEvent], before: list[int], sampled: tuple[SampledToken, ...]
+    ) -> None:
+        """The tokens up to the first that ends the sequence."""
+        sequence = self.sequences[events[0].sequence_id]
+        assert [event.token for event in events] == list(sampled[: len(events)])
+        assert sequence.token_ids == [*before, *(event.token.token_id for event in events)]
+        first = len(before) - sequence.request.num_prompt_tokens
+        assert [event.index for event in events] == list(range(first, first + len(events)))
+        assert all(event.finish_reason is None for event in events[:-1])
+        assert events[-1].finish_reason is sequence.finish_reason
+        assert sequence.finish_reason is not None or len(events) == len(sampled)
 
     def forget_those_that_left(self, ended: list[Sequence]) -> None:
         """An ended sequence leaves once no step in flight contains it, and then holds no block."""
@@ -433,6 +461,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.memory.slots(found, 0, end) == contents(sequence, 0, end)
 
     def teardown(self) -> None:
+        self.patches.stop()
         if not hasattr(self, "scheduler") or sys.exc_info()[0] is not None:
             return  # `start` did not run, or a rule has failed
         self.run_to_the_end()

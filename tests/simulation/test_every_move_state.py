@@ -15,8 +15,8 @@ from core.handoff import HandoffMessage, PullerState
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveState
 from decode_worker.pull_queue import PullQueue
-from router.requests.events import ClientCancelled
 from router.requests.routed_request import request_id_of
+from simulator.network import first_id
 from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario
 from simulator.simulation import Simulation
 from simulator.worker_shell import WorkerShell
@@ -44,7 +44,7 @@ def _small_world() -> Scenario:
     """Ten requests within a second, and two drains."""
     scenario = draining(make_scenario(SEED), num_requests=10, num_drains=2)
     requests = tuple(replace(client, arrives_at=0.3 + 0.03 * n) for n, client in enumerate(scenario.requests))
-    return replace(scenario, calm=False, requests=requests)
+    return replace(scenario, calm=False, requests=requests, num_routers=1)
 
 
 class Ambush:
@@ -132,23 +132,23 @@ def later(delay_s: float, kind: str, side: str) -> Callable[[Ambush, WorkerShell
 
 
 def router_death(ambush: Ambush, _: WorkerShell, __: Move) -> None:
-    ambush.simulation._kill_router(RouterDeath(ambush.simulation.world.now, 0.1))
+    ambush.simulation._kill_router(RouterDeath(0, ambush.simulation.world.now, 0.1))
 
 
 def cancel(ambush: Ambush, _: WorkerShell, move: Move) -> None:
-    request_id = request_id_of(move.sequence.sequence_id)
-    if ambush.simulation.oracle.cancelled(request_id):
-        ambush.simulation.router.post(ClientCancelled(request_id))
+    simulation = ambush.simulation
+    expected = simulation.oracle._requests[first_id(request_id_of(move.sequence.sequence_id))]
+    simulation.clients.cancel(expected.call.client)
 
 
 def deadline(ambush: Ambush, source: WorkerShell, move: Move) -> None:
     """The deadline of the request passes at the router and at the source, in any order."""
     simulation, dispatch_id = ambush.simulation, move.sequence.sequence_id
     request_id, due = request_id_of(dispatch_id), simulation.world.now + 0.001
-    expected = simulation.oracle._requests[request_id]
+    expected = simulation.oracle._requests[first_id(request_id)]
     expected.deadline, expected.call.client = due, replace(expected.call.client, timeout_s=1.0)
-    simulation.router.machine._deadlines.set(("request", request_id), due)
-    simulation.router._timer.update()
+    simulation.routers[0].machine._deadlines.set(("request", request_id), due)
+    simulation.routers[0]._timer.update()
     source.machine.core.open_calls.deadlines.set(dispatch_id, source.clock + 0.001)
     source._timer.update()
 

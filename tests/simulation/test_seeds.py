@@ -28,6 +28,7 @@ FAULTS_THAT_MUST_HAPPEN = (
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
+    "right guess", "wrong guess",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "half-pulled together", "half-pulled while another is blocked", "hand-off gives way",
@@ -35,7 +36,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "move copying", "move pausing", "move handed_over", "resumed by the router", "refused move",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
-    "failed with its router",
+    "failed with its router", "resumed", "finished before it was resumed",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
 )  # fmt: skip
 

@@ -12,9 +12,9 @@ from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailabl
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
 from core.scheduling.block_pool import BlockPool
-from core.scheduling.scheduler import Scheduler
+from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
-from core.step import SampledToken
+from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
 from kv_transfer.protocol.events import Actions, OfferEnded, PullFailed
@@ -27,8 +27,11 @@ from router.requests.moves import OpenMoves
 from router.requests.routed_request import Dispatch, RoutedRequest
 from simulator.agent import ReadFaults
 from simulator.authorship import Authorship
+from simulator.clients import ResumingClients
+from simulator.memory import Memory
 from simulator.network import Call, NetworkFaults
-from simulator.scenario import Fault, Scenario, make_scenario, other_choices
+from simulator.router_shell import RouterShell
+from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, other_choices
 from simulator.simulation import run_scenario
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
@@ -275,6 +278,70 @@ def test_a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step_is_
     monkeypatch.setattr(Scheduler, "_finish", finish_and_free)
     monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
     assert "is not its own" in first_failure()
+
+
+def test_a_runner_that_takes_wrong_guesses_for_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Memory._sample
+
+    def take_all(self: Memory, chunk: ScheduledChunk) -> tuple[SampledToken, ...]:
+        return (*map(SampledToken, chunk.drafts), *sample(self, chunk)[-1:])
+
+    monkeypatch.setattr(Memory, "_sample", take_all)
+    assert "is right" in first_failure()
+
+
+def test_a_scheduler_that_plans_ahead_of_guesses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ahead starts where the chunk without drafts would have ended."""
+    monkeypatch.setattr(_StepInFlight, "has_drafts", False)
+    monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
+    assert first_failure() != ""
+
+
+def dying_routers(scenario: Scenario) -> Scenario:
+    """Two routers die in turn, all the time. Every client resumes."""
+    deaths = tuple(RouterDeath(number % 2, at=0.5 + number / 10, duration_s=0.05) for number in range(30))
+    clients = tuple(replace(client, resumes=True) for client in scenario.requests)
+    return replace(scenario, calm=False, num_routers=2, requests=clients, router_deaths=deaths)
+
+
+def test_every_request_survives_routers_that_die_all_the_time() -> None:
+    assert first_failure(dying_routers) == ""
+
+
+def test_a_router_that_starts_a_resumed_answer_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = RouterMachine._on_arrived
+    monkeypatch.setattr(
+        RouterMachine, "_on_arrived", lambda self, event, now: arrived(self, replace(event, delivered=()), now)
+    )
+    assert "received tokens from index 0" in first_failure(dying_routers)
+
+
+def test_a_router_that_counts_only_its_own_tokens_of_a_resumed_answer_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcome = RoutedRequest.outcome
+
+    def own(self: RoutedRequest, *arguments: Any) -> events.Outcome:
+        found = outcome(self, *arguments)
+        return replace(found, num_output_tokens=found.num_output_tokens - found.num_resumed_tokens)
+
+    monkeypatch.setattr(RoutedRequest, "outcome", own)
+    assert "usage counts" in first_failure(dying_routers)
+
+
+def test_a_client_that_gives_up_with_its_router_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResumingClients, "_pause", ResumingClients._give_up)
+    assert "was lost with its router, though its client resumes" in first_failure(dying_routers)
+
+
+def test_a_client_that_forgets_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrive = RouterShell.arrive
+
+    def forget(self: RouterShell, *arguments: Any, delivered: tuple[int, ...] = (), **options: Any) -> None:
+        arrive(self, *arguments, delivered=delivered[:-1], **options)
+
+    monkeypatch.setattr(RouterShell, "arrive", forget)
+    assert "is next" in first_failure(dying_routers)
 
 
 # ---- moves

@@ -97,6 +97,8 @@ class Deployment:
         """Generate every choice to its end."""
         answers = [Answer() for _ in range(request.n or 1)]
         async for response in self.inference.Generate(request, timeout=timeout_s):
+            if response.HasField("started"):
+                continue
             event = response.tokens if response.HasField("tokens") else response.finished
             answer = answers[event.choice]
             if response.HasField("finished"):
@@ -170,7 +172,7 @@ def make_request(
 ) -> inference_pb2.GenerateRequest:
     """A greedy request that runs to max_tokens, unless the arguments say otherwise."""
     stop = {name: fields.pop(name) for name in ("stop_strings", "stop_token_ids", "min_tokens") if name in fields}
-    names = ("n", "logprobs", "cache_salt", "priority", "model", "user", "request_id", "output_format")
+    names = ("n", "logprobs", "cache_salt", "priority", "model", "user", "request_id", "output_format", "speculation")
     own = {name: fields.pop(name) for name in names if name in fields}
     request = inference_pb2.GenerateRequest(
         sampling=inference_pb2.SamplingParams(temperature=temperature, **fields),  # type: ignore[arg-type]
@@ -242,15 +244,18 @@ async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
 async def wait_until_met(deployment: Deployment) -> None:
     """Wait until the path of each pair of workers is measured, so that no measurement runs during the test."""
 
+    def version(worker: WorkerService) -> int:
+        return machine_of(worker).transfers.address.protocol_version
+
     def met(worker: WorkerService) -> bool:
         measured = [path for path in machine_of(worker).transfers.paths if path.state is not PathState.CONNECTING]
-        return len(measured) == len(deployment.prefill)
+        return len(measured) == sum(version(prefill) == version(worker) for prefill in deployment.prefill)
 
     await until(lambda: all(map(met, deployment.decode)), "the paths of all pairs are measured", SETTLE_TIMEOUT_S)
 
 
 def place(ordinal: int) -> Placement:
-    return Placement(ordinal=ordinal, host="", address="", num_threads=1, scale=None)
+    return Placement(ordinal=ordinal, host="", address="", num_threads=1, control=None)
 
 
 def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from cli.remote_router import RemoteRouter
+from cli.remote_router import remote_routers
 from core.config import GatewayConfig, TelemetryConfig
 from gateway.fleets import Fleets
 from gateway.server import HttpServer
@@ -14,7 +14,7 @@ from tandem_client import Credentials
 
 def over_the_wire(*addresses: str) -> Fleets:
     """Routers that run already, as `tandem gateway` has them."""
-    return Fleets([RemoteRouter(address, Credentials()) for address in addresses])
+    return Fleets(remote_routers(addresses, Credentials()))
 
 
 @contextlib.asynccontextmanager

@@ -28,6 +28,7 @@ from tests.support.processes import Site
 CONTROL_IP = {"router": "10.88.0.1", "prefill": "10.88.0.2", "decode": "10.88.0.3"}
 DATA_IP = {"prefill": "10.88.1.1", "decode": "10.88.1.2"}
 CONTROL, DATA = "ctl", "dat"  # devices inside a namespace
+TCP_RETRIES = 3  # then TCP gives a silent connection up: after 3 s, as `tandem doctor` asks for with 5 and 13 s
 _CLONE_NEWNET = 0x4000_0000
 # Instructions of a socket filter (linux/filter.h) and its verdicts (linux/pkt_cls.h): `tc` drops packets with them.
 _LOAD, _JUMP_IF_ABOVE, _RETURN = 0x20, 0x25, 0x06
@@ -92,6 +93,7 @@ class Machines:
         self._join(("prefill", DATA), ("decode", DATA))
         for machine, address in DATA_IP.items():
             self._up(machine, DATA, f"{address}/30")
+            self.inside(machine, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
 
     def _join(self, one: tuple[str, str], other: tuple[str, str]) -> None:
         """A cable between a device of one machine and a device of another."""

@@ -103,8 +103,9 @@ class Fleet:
     async def start(cls, *arguments: object, **options: object) -> AsyncIterator[Fleet]:
         fleet = cls(*arguments, **options)  # type: ignore[arg-type]
         try:
-            names = [f"{role}-{ordinal}" for role, size in fleet.sizes.items() for ordinal in range(size)]
-            await asyncio.gather(*(fleet.spawn(name) for name in [*names, "router-0"]))
+            sizes = {"router": 1, **fleet.sizes}
+            names = [f"{role}-{ordinal}" for role, size in sizes.items() for ordinal in range(size)]
+            await asyncio.gather(*(fleet.spawn(name) for name in names))
             await fleet.publish()
             yield fleet
         finally:
@@ -152,18 +153,21 @@ class Fleet:
             service.watching = asyncio.create_task(service.watch())
 
     async def publish(self) -> None:
-        """Send the list of workers to the router, as a supervisor does, and wait until each worker has reported."""
-        workers = [service.endpoint for name, service in self.services.items() if name != "router-0" and service.alive]
+        """Send the list of workers to the routers, as a supervisor does, and wait until each worker has reported."""
+        routers = self.pool("router")
+        workers = [each.endpoint for each in self.services.values() if each not in routers and each.alive]
         workers += map(line_of, self.others)
-        stdin = self.services["router-0"].process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(workers).encode() + b"\n")
         async with asyncio.timeout(START_TIMEOUT_S):
-            while await self._num_serving() != len(workers):
-                await asyncio.sleep(0.02)
+            for router in routers:
+                assert router.process.stdin is not None
+                router.process.stdin.write(json.dumps(workers).encode() + b"\n")
+                while await self._num_serving(router) != len(workers):
+                    await asyncio.sleep(0.02)
 
-    async def _num_serving(self) -> int:
-        fleet = await self.cluster.GetFleet(cluster_pb2.GetFleetRequest())
+    @staticmethod
+    async def _num_serving(router: ServiceProcess) -> int:
+        cluster = cluster_pb2_grpc.ClusterStub(router.channel)  # type: ignore[no-untyped-call]
+        fleet = await cluster.GetFleet(cluster_pb2.GetFleetRequest())
         return sum(worker.state == worker_pb2.WORKER_STATE_SERVING for worker in fleet.workers)
 
     async def kill(self, name: str) -> None:

@@ -84,8 +84,9 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
 
 @contextlib.asynccontextmanager
-async def scripted_router(texts: list[str]) -> AsyncIterator[ScriptedRouter]:
-    router = ScriptedRouter(texts)
+async def scripted_router(texts: list[str], router: ScriptedRouter | None = None) -> AsyncIterator[ScriptedRouter]:
+    """`router`: another one than a `ScriptedRouter` with these texts."""
+    router = router or ScriptedRouter(texts)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
     router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -49,7 +49,7 @@ def endpoint_of(line: dict[str, Any]) -> Endpoint:
 
 async def serve() -> None:
     role = Role(**json.loads(sys.stdin.readline()))
-    placement = Placement(ordinal=role.ordinal, host=role.host, address="", num_threads=1, scale=None)
+    placement = Placement(ordinal=role.ordinal, host=role.host, address="", num_threads=1, control=None)
     service = BUILDERS[role.name](from_mapping(role.config), placement)
     endpoint = await service.start()
     if role.step_delay_s:

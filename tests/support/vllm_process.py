@@ -21,7 +21,7 @@ BUILDERS = {"prefill": vllm.build_prefill_worker, "decode": vllm.build_decode_wo
 async def serve(role: str, ordinal: int, core: int, config: dict[str, dict[str, object]]) -> None:
     endpoint_out = os.dup(1)
     os.dup2(2, 1)  # vLLM logs to both; nobody reads a pipe after the endpoint, and a full one would stop the process
-    placement = Placement(ordinal, host="", address="", num_threads=1, scale=None, cores=(core,), gpus=0.0)
+    placement = Placement(ordinal, host="", address="", num_threads=1, control=None, cores=(core,), gpus=0.0)
     service = BUILDERS[role](from_mapping(config), placement)
     endpoint = await service.start()
     os.write(endpoint_out, json.dumps(asdict(endpoint) | {"role": endpoint.role.value}).encode() + b"\n")

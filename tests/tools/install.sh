@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Install what some tests use beside the Python environment: Debian's Chromium, Prometheus and Alertmanager, and the Node
-# modules of examples/. Needs root and Debian; without these programs the tests that need them are skipped.
+# Install what some tests use beside the Python environment: Debian's Chromium, Prometheus and Alertmanager, kubectl,
+# Compose and systemd, which check the files of deploy/, and the Node modules of examples/. Needs root and Debian; without
+# these programs the tests that need them are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 missing=()
-for pair in chromium:chromium prometheus:prometheus alertmanager:prometheus-alertmanager; do
+for pair in chromium:chromium prometheus:prometheus alertmanager:prometheus-alertmanager kubectl:kubernetes-client \
+    docker-compose:docker-compose systemd-analyze:systemd; do
     command -v "${pair%%:*}" prometheus-"${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
 done
 if [ "${#missing[@]}" -gt 0 ]; then

@@ -16,7 +16,7 @@ from engine.runner import StepLimits
 from fleet.service_host import Placement
 from tests.support.deployment import tiny_config
 
-PLACE = Placement(ordinal=2, host="", address="", num_threads=1, scale=None)
+PLACE = Placement(ordinal=2, host="", address="", num_threads=1, control=None)
 
 
 def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -32,3 +33,14 @@ def test_an_interpreter_of_vllm_that_is_missing_is_a_fault_only_of_a_config_that
     (finding,) = doctor.vllm(from_mapping({"engine": {"name": "vllm"}, "vllm": python}))
     assert (finding.health, finding.text) == (Health.FAIL, "/nowhere/bin/python is not there")
     assert not list(doctor.vllm(from_mapping({"vllm": python})))
+
+
+@pytest.mark.parametrize(("retries", "health"), [(15, Health.WARN), (5, Health.OK)])
+def test_a_machine_whose_tcp_waits_for_a_quarter_of_an_hour_is_told_what_to_set(
+    retries: int, health: Health, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tcp_retries2").write_text(f"{retries}\n")
+    monkeypatch.setattr("cli.doctor.TCP_RETRIES", tmp_path / "tcp_retries2")
+    (finding,) = doctor.network()
+    assert finding.health is health
+    assert ("tcp_retries2=5" in finding.fix) == (health is Health.WARN)

@@ -21,7 +21,7 @@ from cli.checks import (
     check_telemetry,
     warn_without_collector,
 )
-from cli.serve import gpu_use, slow_start_hint
+from cli.serve import gpu_use
 from core.config import (
     ClusterConfig,
     EngineConfig,
@@ -103,23 +103,6 @@ def test_the_error_for_an_unreadable_credentials_file_names_its_option() -> None
     with pytest.raises(ConfigError, match=r"\[security\] tls_cert: cannot read /no/host.pem"):
         check_credentials(SecurityConfig(tls_cert="/no/host.pem", tls_key="/no/host.key", tls_ca="/no/ca.pem"))
     check_credentials(SecurityConfig())
-
-
-@pytest.mark.parametrize(
-    ("address", "says", "says_not"),
-    [
-        ("", "the logs are in /tmp/session/logs", "ray status"),
-        (
-            "10.0.0.1:6379",
-            "a machine with a free 'prefill' or 'decode'; `RAY_AUTH_MODE=token ray status --address 10.",
-            "/tmp/session",
-        ),
-    ],
-)
-def test_the_error_for_a_slow_start_names_the_logs_or_the_ray_command(address: str, says: str, says_not: str) -> None:
-    hint = slow_start_hint(ClusterConfig(address=address), "/tmp/session/logs")
-    assert says in hint
-    assert says_not not in hint
 
 
 def test_a_missing_collector_only_causes_a_warning() -> None:

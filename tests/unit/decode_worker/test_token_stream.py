@@ -135,6 +135,28 @@ async def test_a_router_that_reads_nothing_for_too_long_loses_its_stream(monkeyp
             await writer
 
 
+async def test_a_token_too_many_while_the_limit_of_a_write_expires_ends_the_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The timer has cancelled the write, and the write has not ended yet."""
+    monkeypatch.setattr(token_stream, "MAX_PENDING", 1)
+    monkeypatch.setattr(token_stream, "MAX_WRITE_S", 0.01)
+    router = Router()
+    stream, writer = started(router)
+    assert await router.next() == []
+    router.reading.clear()
+    stream.add(1, 0, SampledToken(1))
+    async with asyncio.timeout(5):
+        while stream._write_limit is None or not stream._write_limit.expired():
+            await asyncio.sleep(0)
+    assert not writer.done()
+    for index in (1, 2, 3):
+        stream.add(1, index, SampledToken(1))
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerUnavailable, match="too slowly"):
+            await writer
+
+
 async def test_the_tokens_that_wait_are_written_before_the_stream_ends() -> None:
     router = Router()
     stream, writer = started(router)

@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,6 +181,31 @@ def test_a_max_context_beyond_the_models_context_is_refused() -> None:
 def test_the_error_for_an_unknown_built_in_model_lists_the_known_models() -> None:
     with pytest.raises(ModelNotFound, match="random:qwen3-tiny"):
         build_runner(EngineConfig(model="random:nothing"))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 6, 10])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2}], ids=str)
+def test_guesses_give_the_tokens_of_a_run_without_them(
+    runner: Runner, num_right: int, sampling: dict[str, Any]
+) -> None:
+    """Right guesses give their tokens and one more; the first wrong one ends the run."""
+    if isinstance(runner, GpuRunner):
+        assert not runner.proposes, "then no step has drafts"
+        return
+    tokens = Engine(runner).generate(request("a", PROMPT, **sampling))["a"]
+    options: dict[str, Any] = {"num_logprobs": 2, "temperature": 0.0, **sampling}
+    run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2, 3], **options),)))
+    drafts = [*tokens[1 : 1 + num_right], *(1 + token for token in tokens[1 + num_right : 12])]
+    decode = _chunk([*PROMPT, tokens[0]], 45, 1, [0, 1, 2, 3], **options)
+    bystander = _chunk(PROMPT[:20], 0, 20, [4, 5], name="b")
+    alone = run_step(runner, StepPlan(1, (bystander, decode))).sampled
+    several = run_step(runner, StepPlan(2, (decode._replace(drafts=tuple(drafts)), bystander))).sampled
+    assert [token.token_id for token in several["a"]] == tokens[1 : 2 + num_right]
+    assert several["a"][0].logprob == pytest.approx(alone["a"][0].logprob, abs=1e-5)
+    assert several["b"] == alone["b"]
+    after = _chunk([*PROMPT, *tokens[: 2 + num_right]], 46 + num_right, 1, [0, 1, 2, 3], **options)
+    if 2 + num_right < len(tokens):
+        assert run_step(runner, StepPlan(3, (after,))).sampled["a"][0].token_id == tokens[2 + num_right]
 
 
 def test_a_bfloat16_runner_stores_kv_in_bfloat16() -> None:

@@ -7,7 +7,16 @@ import pytest
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
-from fleet.claims import Claim, Claims, GpuUse, check_accelerators, check_room, num_gpus, show_only_own_gpu
+from fleet.claims import (
+    Claim,
+    Claims,
+    GpuUse,
+    check_accelerators,
+    check_memory,
+    check_room,
+    num_gpus,
+    show_only_own_gpu,
+)
 
 P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 CPU_MACHINE = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
@@ -46,6 +55,24 @@ def test_each_pool_asks_for_its_own_share_and_type() -> None:
         "num_cpus": 0, "num_gpus": 0.75, "resources": {"decode": 1.0}, "accelerator_type": "H200",
     }  # fmt: skip
     assert Claim().options() == {"num_cpus": 0, "num_gpus": 0.0, "resources": {}}
+
+
+def test_each_role_asks_for_its_own_memory_with_a_gpu_and_without() -> None:
+    config = ClusterConfig(prefill_memory_mb=512, decode_memory_mb=2048, router_memory_mb=64)
+    for use in (GpuUse.NEVER, GpuUse.ALWAYS):
+        claims = Claims(config, use)
+        assert [claims.of(role, []).memory_mb for role in (P, D, R)] == [512, 2048, 64]
+    assert claims.of(D, []).options()["memory"] == 2048 * 1024 * 1024
+    assert str(claims.of(D, [])) == "'decode' and GPU and 2048 MB of memory"
+
+
+def test_a_single_machine_with_too_little_memory_is_refused_by_name() -> None:
+    claims, machine = Claims(ClusterConfig(decode_memory_mb=600)), {"memory": 1000.0 * 1024 * 1024}
+    check_memory(claims, {P: 1, D: 1, R: 1}, machine)
+    with pytest.raises(
+        ConfigError, match=r"ask for 1200 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
+    ):
+        check_memory(claims, {P: 1, D: 2, R: 1}, machine)
 
 
 def test_a_pool_without_gpus_runs_beside_a_pool_with_gpus() -> None:
@@ -122,28 +149,36 @@ def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
     check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
 
 
-HINTS = [
-    (GpuUse.NEVER, {}, ""),
-    (GpuUse.ALWAYS, {}, " (no free GPU?)"),
-    (GpuUse.NEVER, {"address": "head:6379"}, " (no machine with a free 'decode'?)"),
-    (GpuUse.ALWAYS, {"address": "head:6379"}, " (no machine with a free 'decode' and GPU?)"),
+REASONS = [
+    (GpuUse.NEVER, {}, "Ray has not placed it yet"),
+    (GpuUse.ALWAYS, {}, "no GPU is free"),
+    (GpuUse.ALWAYS, {"decode_memory_mb": 64}, "no GPU is free or 64 MB of memory are not free"),
+    (
+        GpuUse.NEVER,
+        {"address": "head:6379", "decode_memory_mb": 64},
+        "no machine has a free 'decode' and 64 MB of memory",
+    ),
+    (GpuUse.NEVER, {"address": "head:6379"}, "no machine has a free 'decode'"),
+    (GpuUse.ALWAYS, {"address": "head:6379"}, "no machine has a free 'decode' and GPU"),
     (
         GpuUse.ALWAYS,
         {"address": "head:6379", "decode_gpus": 0.5, "decode_accelerator": "H200"},
-        " (no machine with a free 'decode' and 0.5 of one H200?)",
+        "no machine has a free 'decode' and 0.5 of one H200",
     ),
     (
         GpuUse.IF_PRESENT,
         {"address": "head:6379"},
-        " (no machine with a free 'decode', and a free GPU if it has any?)",
+        "no machine has a free 'decode', and a free GPU if it has any",
     ),
-    (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, " (no machine with a free 'decode'?)"),
+    (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, "no machine has a free 'decode'"),
 ]
 
 
-@pytest.mark.parametrize(("use", "options", "hint"), HINTS)
-def test_the_hint_for_a_slow_start_names_what_may_be_missing(use: GpuUse, options: dict[str, str], hint: str) -> None:
-    assert Claims(ClusterConfig(**options), use).wait_hint(D) == hint  # type: ignore[arg-type]
+@pytest.mark.parametrize(("use", "options", "reason"), REASONS)
+def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing(
+    use: GpuUse, options: dict[str, str], reason: str
+) -> None:
+    assert Claims(ClusterConfig(**options), use).wait_reason(D) == reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("given", "visible"), [(["3"], "3"), (["GPU-8f2e"], "GPU-8f2e"), ([], "")])

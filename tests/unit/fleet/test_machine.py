@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import ClusterConfig
 from core.errors import InvalidRequest
+from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.events import (
     Drained,
     DrainService,
-    FleetAction,
     FleetFailed,
-    FleetMessage,
     FleetReady,
     FleetStopped,
     KillService,
-    Member,
-    PublishFleet,
     ScaleTo,
-    ServiceDied,
     ServiceStarted,
     Shutdown,
     StartFailed,
     StartService,
 )
-from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, STABLE_S, FleetMachine
-
-P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
-
-
-class Fleet:
-    """A machine, its clock, its newest actions and the members that it has started."""
-
-    def __init__(self, **options: object) -> None:
-        config = ClusterConfig(max_workers=4, start_timeout_s=50.0, restart_backoff_s=1.0, **options)  # type: ignore[arg-type]
-        self.machine = FleetMachine(config, drain_timeout_s=30.0, router_drain_timeout_s=10.0)
-        self.now = 100.0
-        self.members: dict[str, Member] = {}
-        self.send(Tick())
-
-    def send(self, event: object, after_s: float = 0.0) -> list[FleetAction]:
-        self.now += after_s
-        self.actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]
-        self.machine.check()
-        for action in self.actions:
-            if isinstance(action, StartService):
-                self.members[action.member.name] = action.member
-        return self.actions
-
-    def started(self, name: str, address: str = "") -> list[FleetAction]:
-        member = self.members[name]
-        return self.send(ServiceStarted(member, f"{name}-{member.start:x}", address or f"host:{member.start}"))
-
-    def died(self, name: str, after_s: float = 0.0) -> list[FleetAction]:
-        return self.send(ServiceDied(self.members[name], "killed"), after_s)
-
-    def all_started(self) -> Fleet:
-        for name in list(self.members):
-            self.started(name)
-        return self
-
-    def of(self, kind: type) -> list[FleetAction]:
-        return [action for action in self.actions if isinstance(action, kind)]
-
-    def names(self, kind: type) -> list[str]:
-        return [action.member.name for action in self.of(kind)]  # type: ignore[union-attr]
-
-    def published(self) -> list[str] | None:
-        """The newest list of workers that a router has received."""
-        lists = [action.workers for action in self.actions if isinstance(action, PublishFleet)]
-        return [serving.member.name for serving in lists[-1]] if lists else None
+from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S, STABLE_S
+from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 
 
 def test_the_first_tick_starts_the_router_and_both_pools() -> None:
@@ -128,7 +79,7 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
     assert fleet.published() is None, "a draining worker was removed from the router's list"
     fleet.send(Drained(fleet.members["prefill-1"]))
-    assert FleetMessage("prefill-1 has drained") in fleet.of(FleetMessage)
+    assert fleet.printed() == ["prefill-1 has drained"]
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]
 
 
@@ -188,6 +139,7 @@ def test_a_size_out_of_range_is_refused_and_changes_nothing(sizes: dict[ServiceR
 def test_before_the_fleet_has_served_a_permanent_start_failure_fails_the_fleet_once() -> None:
     fleet = Fleet()
     for name in ("decode-0", "prefill-0"):
+        fleet.placed(name)
         fleet.send(StartFailed(fleet.members[name], "no such model", permanent=True))
         assert bool(fleet.of(FleetFailed)) == (name == "decode-0")
 
@@ -195,8 +147,9 @@ def test_before_the_fleet_has_served_a_permanent_start_failure_fails_the_fleet_o
 def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_times() -> None:
     fleet = Fleet()
     for pause_s in (1.0, 2.0):
+        fleet.placed("decode-0")
         fleet.send(StartFailed(fleet.members["decode-0"], "out of memory", permanent=False))
-        assert fleet.of(FleetMessage)
+        assert fleet.printed()
         fleet.send(Tick(), after_s=pause_s)
     fleet.died("decode-0")
     assert [str(action) for action in fleet.of(FleetFailed)] == ["FleetFailed(reason='decode-0: killed')"]
@@ -205,49 +158,100 @@ def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_ti
 def test_one_death_before_the_fleet_has_served_does_not_fail_it() -> None:
     fleet = Fleet()
     fleet.died("decode-0")
-    assert fleet.of(FleetMessage) == [FleetMessage("decode-0 died: killed; starting it again in 1 s")]
+    assert fleet.printed() == ["decode-0 died: killed; starting it again in 1 s"]
     assert not fleet.of(FleetFailed)
 
 
 def test_a_fleet_that_has_served_reports_each_start_and_each_drain() -> None:
     fleet = Fleet()
     fleet.all_started()
-    assert fleet.of(FleetMessage) == []
+    assert fleet.printed() == []
     fleet.died("decode-0")
     fleet.send(Tick(), after_s=1.0)
     fleet.started("decode-0")
-    assert FleetMessage("decode-0 serves") in fleet.of(FleetMessage)
+    assert fleet.printed() == ["decode-0 serves"]
 
 
 def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
     fleet = Fleet().all_started()
     fleet.died("decode-0")
     fleet.send(Tick(), after_s=1.0)
+    fleet.placed("decode-0")
     fleet.send(StartFailed(fleet.members["decode-0"], "no such model", permanent=True))
     assert not fleet.of(FleetFailed)
     fleet.send(Tick(), after_s=2.0)
     assert fleet.names(StartService) == ["decode-0"]
 
 
+def test_a_start_without_an_answer_is_killed_and_attempted_again() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo({D: 2}))
+    fleet.placed("decode-1")
+    fleet.send(Tick(), after_s=50.0)
+    assert fleet.names(KillService) == ["decode-1"]
+    says = "decode-1 did not start: no answer within 50 s (cluster.start_timeout_s); starting it again in 1 s"
+    assert fleet.printed() == [says]
+
+
+def test_before_the_fleet_has_served_a_start_without_an_answer_fails_the_fleet() -> None:
+    fleet = Fleet()
+    for name in ("router-0", "prefill-0"):
+        fleet.started(name)
+    fleet.placed("decode-0")
+    fleet.send(Tick(), after_s=50.0)
+    assert fleet.of(FleetFailed) == [FleetFailed("decode-0: no answer within 50 s (cluster.start_timeout_s)")]
+
+
 @pytest.mark.parametrize(
-    ("role", "options", "hint"),
+    ("role", "options", "reason"),
     [
-        (D, {}, ""),
-        (D, {"address": "head:6379"}, " (no machine with a free 'decode'?)"),
-        (R, {"address": "head:6379"}, ""),
-        (R, {"address": "head:6379", "router_resource": "edge"}, " (no machine with a free 'edge'?)"),
+        (D, {}, "Ray has not placed it yet"),
+        (D, {"address": "head:6379"}, "no machine has a free 'decode'"),
+        (R, {"address": "head:6379"}, "Ray has not placed it yet"),
+        (R, {"address": "head:6379", "router_resource": "edge"}, "no machine has a free 'edge'"),
     ],
 )
-def test_a_start_without_an_answer_is_killed_and_attempted_again(
-    role: ServiceRole, options: dict[str, str], hint: str
+def test_a_worker_that_waits_for_a_machine_says_why_once_and_is_never_killed_for_it(
+    role: ServiceRole, options: dict[str, str], reason: str
 ) -> None:
     fleet = Fleet(**options).all_started()
     fleet.send(ScaleTo({role: 2}))
-    fleet.send(Tick(), after_s=50.0)
     name = f"{role.value}-1"
-    assert fleet.names(KillService) == [name]
-    says = f"{name} did not start: no answer within 50 s{hint}; starting it again in 1 s"
-    assert fleet.of(FleetMessage) == [FleetMessage(says)]
+    assert fleet.state_of(name) == ("placing", reason)
+    fleet.send(Tick(), after_s=PLACING_NOTICE_S)
+    assert fleet.printed() == [f"{name} waits for a machine: {reason}"]
+    assert fleet.send(Tick(), after_s=1e6) == []
+    fleet.placed(name)
+    assert fleet.state_of(name) == ("starting", "")
+    assert fleet.machine.next_deadline() == fleet.now + 50.0, "the time limit begins on the machine"
+
+
+def test_a_worker_that_waits_for_a_machine_goes_when_it_is_not_wanted_any_more() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo({D: 2}))
+    fleet.send(ScaleTo({D: 1}))
+    assert fleet.names(KillService) == ["decode-1"]
+    assert not fleet.of(DrainService)
+
+
+def test_shrinking_removes_a_worker_without_a_machine_before_one_that_starts() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo({D: 3}))
+    fleet.placed("decode-2")
+    fleet.send(ScaleTo({D: 2}))
+    assert fleet.names(KillService) == ["decode-1"]
+
+
+def test_the_status_of_a_fleet_lists_every_slot_with_its_state_and_machine() -> None:
+    fleet = Fleet(num_prefill=2)
+    fleet.placed("prefill-1", "m-7")
+    fleet.send(ServiceStarted(fleet.members["prefill-1"], "prefill-1.ab", "host:1", "1.2.3"), after_s=2.0)
+    status = fleet.machine.status(fleet.now + 3.0)
+    assert status.wanted == {P: 2, D: 1, R: 1}
+    assert [slot.name for slot in status.slots] == ["router-0", "prefill-0", "prefill-1", "decode-0"]
+    assert status.slots[2] == SlotStatus(
+        "prefill-1", P, SlotState.SERVING, 3.0, "", "prefill-1.ab", "m-7.local", "1.2.3", revision=1
+    )
 
 
 def test_at_shutdown_every_router_drains_before_any_worker() -> None:

@@ -61,7 +61,7 @@ async def test_the_address_that_a_host_gives_answers(host: str, monkeypatch: pyt
         monkeypatch.setattr(effect, lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the host sets it, the test puts it back
     service_host = ServiceHost()
-    placement = Placement(ordinal=0, host="", address="", num_threads=1, scale=None)
+    placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None)
     found = await service_host.start(pickle.dumps(functools.partial(Listening, host)), placement)
     assert isinstance(found, Endpoint)
     assert found.address.rpartition(":")[0] in ("127.0.0.1", "[::1]")

@@ -27,7 +27,7 @@ def test_each_field_of_sampling_reaches_the_wire() -> None:
     body = chat(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=-0.5, seed=7, logit_bias={"5": -100}, stop="end", stop_token_ids=[3], ignore_eos=True,
-        min_tokens=2, cache_salt="salt", priority=-3, user="alice",
+        min_tokens=2, cache_salt="salt", priority=-3, user="alice", speculation=False,
     )  # fmt: skip
     wire = common_request(body, 9, "m", "id-1")
     sampling = wire.sampling
@@ -40,11 +40,14 @@ def test_each_field_of_sampling_reaches_the_wire() -> None:
     assert (wire.stop.max_tokens, wire.stop.min_tokens, wire.stop.ignore_eos) == (9, 2, True)
     assert (wire.cache_salt, wire.priority, wire.user) == ("salt", -3, "alice")
     assert (wire.model, wire.request_id) == ("m", "id-1")
+    assert wire.HasField("speculation")
+    assert not wire.speculation
 
 
 def test_a_field_that_is_not_given_stays_unset_on_the_wire() -> None:
     wire = common_request(chat(temperature=None), None, "", "id")
     assert wire.sampling.ListFields() == []
+    assert not wire.HasField("speculation")
     assert not wire.stop.HasField("max_tokens")
 
 

@@ -24,9 +24,9 @@ def count_prices(router: DrivenRouter) -> Callable[[], int]:
     priced: list[Any] = []
     choose = router.machine.workers.choose
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         priced.append(args)
-        return choose(*args)
+        return choose(*args, **options)
 
     router.machine.workers.choose = counted  # type: ignore[method-assign, assignment]
 

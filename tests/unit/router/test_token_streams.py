@@ -79,6 +79,20 @@ def test_tokens_that_never_follow_the_end_are_generated_by_another_worker() -> N
     assert router.only(events.Finish).outcome.attempts == 2
 
 
+def test_a_late_answer_of_the_prefill_worker_is_not_the_fault_of_the_decode_worker() -> None:
+    """All tokens of the stream have arrived. Only the prefill worker sends the first one with its log-probabilities."""
+    router = DrivenRouter()
+    router.arrive(request(num_logprobs=0))
+    first, *others = [SampledToken(token, -0.5) for token in (11, 12, 13, 14)]
+    router.decoded(num_tokens=4)
+    router.sampled_tokens(1, *others)
+    router.pass_time(MISSING_TOKENS_S + 0.1)
+    assert router.dispatches() == [("r#1", "P", "D")]
+    router.post(events.PrefillReturned("r#1", events.PrefillResult(0, first, None, 0, 0.0, 0.0)))
+    assert router.delivered() == [11, 12, 13, 14]
+    assert router.only(events.Finish).outcome.attempts == 1
+
+
 def test_a_lost_stream_sends_every_request_with_tokens_to_come_to_another_worker() -> None:
     router = decoding("a", "b", decode=("D1",), max_tokens=2)
     router.tokens(0, 11, dispatch="a#1")

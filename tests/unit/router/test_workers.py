@@ -195,3 +195,22 @@ def test_a_worker_that_has_measured_nothing_is_priced_like_its_peers() -> None:
 
 def test_without_any_measurement_the_prior_holds() -> None:
     assert costs(table(record("d"))) == {"d": PRIOR.token_s}
+
+
+def test_a_sequence_that_goes_on_stays_with_the_decode_worker_that_has_all_but_its_newest_blocks() -> None:
+    size = LAYOUT.block_size
+    running = request(prompt=range(1, 8 * size + 1))
+    blocks = sequence_hashes(running.token_ids, size)
+    workers = table(record("P", ServiceRole.PREFILL), record("D0"), record("D1"))
+    workers.take_report("P", WorkerChanges(blocks=((blocks, True),)), 0.0)
+
+    def chosen(avoid: frozenset[str] = frozenset()) -> tuple[str | None, str]:
+        candidate = workers.choose(hashes_of(running), avoid, 0.0, goes_on=True)
+        assert candidate is not None
+        return candidate.prefill_worker, candidate.decode_worker
+
+    workers.take_report("D1", WorkerChanges(blocks=((blocks[:5], True),)), 0.0)
+    assert chosen()[0] == "P", "D1 lacks more than the newest blocks"
+    workers.take_report("D1", WorkerChanges(blocks=((blocks[5:6], True),)), 0.0)
+    assert chosen() == (None, "D1")
+    assert chosen(frozenset({"D1"})) == ("P", "D0")

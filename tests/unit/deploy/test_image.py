@@ -6,15 +6,22 @@ import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_image_contains_every_package_of_pyproject() -> None:
+def test_the_image_contains_the_packages_of_pyproject_and_no_others() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (\w+) (\w+)$", dockerfile, re.MULTILINE)
-    assert packages <= {source for source, target in copied if source == target}
+    assert [(source, target) for source, target in copied if source != target] == []
+    assert sorted(source for source, _ in copied) == sorted({*packages, "deploy"})
+
+
+def test_the_base_of_the_image_can_be_chosen() -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    (base,) = re.findall(r"^ARG BASE=(\S+)\nFROM \$\{BASE\}$", dockerfile, re.MULTILINE)
+    assert base == "python:3.11-slim", "the version of Python that constraints.txt is made for"
 
 
 def test_every_package_that_is_shipped_stands_on_a_floor() -> None:

@@ -10,9 +10,9 @@ import pytest
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
-from fleet import ray_hosts
-from fleet.ray_hosts import scale_fleet
+from fleet import supervisor_control
 from fleet.supervisor import Refusal
+from fleet.supervisor_control import SupervisorControl
 
 
 class Supervisor:
@@ -35,15 +35,15 @@ async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeyp
         raise AssertionError("ray.get_actor blocks the loop")
 
     monkeypatch.setattr("ray.get_actor", get_actor)
-    assert await scale_fleet(Supervisor({ServiceRole.DECODE: 2}), {}) == {ServiceRole.DECODE: 2}
+    assert await SupervisorControl(Supervisor({ServiceRole.DECODE: 2})).scale({}) == {ServiceRole.DECODE: 2}
 
 
 async def test_a_refusal_names_the_field() -> None:
     with pytest.raises(InvalidRequest, match="decode: at most 4"):
-        await scale_fleet(Supervisor(Refusal("decode", "at most 4")), {ServiceRole.DECODE: 5})
+        await SupervisorControl(Supervisor(Refusal("decode", "at most 4"))).scale({ServiceRole.DECODE: 5})
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_hosts, "SCALE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(supervisor_control, "CALL_TIMEOUT_S", 0.01)
     with pytest.raises(WorkerUnavailable, match="does not answer within"):
-        await scale_fleet(Supervisor(None), {})
+        await SupervisorControl(Supervisor(None)).scale({})

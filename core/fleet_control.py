@@ -1,0 +1,71 @@
+"""The supervisor of the fleet as operators see and steer it, through a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
+
+
+class SlotState(Enum):
+    WAITING = "waiting"  # pauses after a failure
+    PLACING = "placing"  # waits for a machine with room
+    STARTING = "starting"  # has a machine
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes its requests
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    name: str  # such as decode-1
+    role: ServiceRole  # of the service that runs, or starts next
+    state: SlotState
+    in_state_s: float
+    reason: str = ""  # of the state, or of leaving it; empty if the service serves and stays
+    service_id: str = ""  # of a service that serves or drains
+    machine: str = ""  # name of its machine, once it has one
+    version: str = ""  # of the software of a service that serves or drains
+    revision: int = 0  # of the config with which it has started, from 1; 0 = not started yet
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    wanted: PoolSizes
+    slots: tuple[SlotStatus, ...]  # by role and number
+    revision: int = 0  # of the config of new starts
+    rolling: bool = False  # services of other revisions are being replaced
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNote:
+    """Something that happened to the fleet, with its reason."""
+
+    number: int  # counts all notes of the supervisor from 1
+    at_unix_s: float
+    subject: str  # a slot, a machine or "fleet"
+    what: str
+    reason: str = ""
+
+
+class FleetControl(Protocol):
+    """Every method raises `WorkerUnavailable` if the supervisor is dead or silent."""
+
+    async def scale(self, sizes: PoolSizes) -> PoolSizes:
+        """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`."""
+
+    async def status(self) -> FleetStatus: ...
+
+    async def roll(self, config: str) -> int:
+        """Begin to start every service again. Returns the revision that they get. Raises `InvalidRequest`.
+
+        `config` is the new one as JSON, one object for each table; empty = the config stays.
+        """
+
+    async def stop_roll(self) -> int:
+        """Begin to restore the revision before the present roll, and return it. Raises `InvalidRequest`."""
+
+    async def notes(self, limit: int, after: int) -> list[FleetNote]:
+        """The newest notes with a higher number than `after`, at most `limit`, oldest first."""

@@ -1,0 +1,41 @@
+"""The process of one service, as the supervisor sees it. fleet/ray_hosts.py makes Ray actors of hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.service import Endpoint, FleetRouter
+from fleet.events import MachineId
+from fleet.service_host import StartFault
+
+
+class HostDied(Exception):
+    """The process of a host has ended, or was ended because a call into it failed. Every later call raises this too."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """The place of a service among the services of its machine."""
+
+    rank: int  # among the workers of the machine; 0 for a router, which shares no cores
+    num_workers: int  # wanted in the fleet
+
+
+class Host(Protocol):
+    """One process that hosts one service. Every method but `kill` raises `HostDied`."""
+
+    async def machine(self) -> MachineId:
+        """Wait for the placement."""
+
+    async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
+        """`address` as in `Placement`."""
+
+    async def wait(self) -> None:
+        """Return when the service was stopped."""
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
+
+    def kill(self) -> None: ...

@@ -1,0 +1,25 @@
+"""Calls of Ray actors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fleet.host import HostDied
+
+
+async def await_actor(call: Any) -> Any:
+    """The result of an actor call. Raises `HostDied` if the actor is dead or dies."""
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.RayActorError as error:
+        raise HostDied(f"its process ended; its log is in {log_dir()}") from error
+
+
+def log_dir() -> str:
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    return os.path.join(node.get_session_dir_path(), "logs")

@@ -1,0 +1,140 @@
+"""The slots of a fleet: its numbered places, each with the newest start of its service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.fleet_control import SlotState, SlotStatus
+from core.lifecycle import ServiceRole
+from fleet.events import MachineId, Member, PublishFleet, Serving, SlotId
+
+ROLES = tuple(ServiceRole)
+# The slots that a shrinking pool keeps, first to last.
+KEPT_FIRST = (SlotState.SERVING, SlotState.STARTING, SlotState.PLACING, SlotState.WAITING)
+LIVE = (SlotState.SERVING, SlotState.DRAINING)
+PLACED = (SlotState.STARTING, *LIVE)
+
+
+@dataclass(slots=True)
+class Slot:
+    member: Member  # the newest start
+    state: SlotState
+    since: float
+    deadline: float | None  # WAITING: starts then; PLACING: says so then; STARTING: fails then; DRAINING: killed then
+    reason: str = ""  # of the state, or of leaving it
+    failures: int = 0  # since the slot was last stable
+    service_id: str = ""
+    address: str = ""
+    machine: MachineId | None = None
+    version: str = ""
+    replaces: SlotId | None = None  # the slot drains when this one serves; until then this one is not counted
+    leave_at: float | None = None  # a serving slot drains then, also if its replacement does not serve
+    machine_ends_at: float | None = None
+    revision: int = 0  # of the config of the newest start
+
+    def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
+        self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
+        self.leave_at = None
+
+    def check(self) -> None:
+        name, state = self.member.name, self.state
+        assert state is not SlotState.SERVING or self.deadline is None, f"{name} serves until a deadline"
+        assert state in (SlotState.SERVING, SlotState.PLACING) or self.deadline is not None, f"{name} has no deadline"
+        assert (state in LIVE) == bool(self.service_id and self.address), f"{name}: wrong name or address"
+        assert state is SlotState.SERVING or self.leave_at is None, f"{name} does not serve and will leave"
+        assert (state in PLACED) == (self.machine is not None), f"{name}: wrong machine"
+
+
+class Slots:
+    """The slots by their names."""
+
+    def __init__(self) -> None:
+        self._slots: dict[SlotId, Slot] = {}
+
+    def __iter__(self) -> Iterator[Slot]:
+        """A copy, so that slots may be added and removed meanwhile."""
+        return iter(list(self._slots.values()))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, role: ServiceRole, now: float) -> Slot:
+        """A slot with the lowest free number, due to start now."""
+        number = next(n for n in range(len(self._slots) + 1) if SlotId(role, n) not in self._slots)
+        member = Member(SlotId(role, number), role, 0)
+        slot = self._slots[member.slot] = Slot(member, SlotState.WAITING, now, now)
+        return slot
+
+    def remove(self, slot: Slot) -> None:
+        del self._slots[slot.member.slot]
+
+    def get(self, slot_id: SlotId) -> Slot | None:
+        return self._slots.get(slot_id)
+
+    def newest(self, member: Member) -> Slot | None:
+        """The slot of a member, unless the slot has started again since."""
+        slot = self._slots.get(member.slot)
+        return slot if slot is not None and slot.member == member else None
+
+    def staying(self, role: ServiceRole) -> list[Slot]:
+        """Slots of a role that do not drain, those to keep first; the oldest first among equals. A slot and its
+        replacement are one."""
+        slots = [s for s in self if s.member.role is role and s.state is not SlotState.DRAINING and not s.replaces]
+        return sorted(slots, key=lambda s: (KEPT_FIRST.index(s.state), s.leave_at is not None, s.member.start))
+
+    def replaced_by(self, slot: Slot) -> Slot | None:
+        """The serving slot that this one replaces."""
+        return self._slots[slot.replaces] if slot.replaces is not None else None
+
+    def replacement_of(self, slot: Slot) -> Slot | None:
+        return next((other for other in self._slots.values() if other.replaces == slot.member.slot), None)
+
+    def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
+        """The serving and the draining members of these roles, by their start."""
+        live = [
+            Serving(slot.member, slot.service_id, slot.address, _drains_as_router(slot))
+            for slot in self
+            if slot.member.role in roles and slot.state in LIVE
+        ]
+        return tuple(sorted(live, key=lambda serving: serving.member.start))
+
+    def publications(self) -> dict[Member, PublishFleet]:
+        """The lists that every live router must have."""
+        routers, workers = self.live(ServiceRole.ROUTER), self.live(ServiceRole.PREFILL, ServiceRole.DECODE)
+        return {router.member: PublishFleet(router.member, workers, routers) for router in routers}
+
+    def status(self, now: float) -> tuple[SlotStatus, ...]:
+        """By role and number."""
+        slots = sorted(self, key=lambda s: (ROLES.index(s.member.slot.pool), s.member.ordinal))
+        return tuple(
+            SlotStatus(
+                slot.member.name,
+                slot.member.role,
+                slot.state,
+                now - slot.since,
+                slot.reason,
+                slot.service_id,
+                "" if slot.machine is None else str(slot.machine),
+                slot.version,
+                slot.revision,
+            )
+            for slot in slots
+        )
+
+    def check(self) -> None:
+        for slot_id, slot in self._slots.items():
+            assert slot_id == slot.member.slot, f"{slot.member.name} is in slot {slot_id}"
+            slot.check()
+            replaced = self.replaced_by(slot)
+            assert replaced is None or replaced.state is SlotState.SERVING, f"{slot.member.name} replaces no service"
+            assert replaced is None or slot.state not in LIVE, f"{slot.member.name} serves beside what it replaces"
+            assert slot.leave_at is None or self.replacement_of(slot), f"{slot.member.name} is not replaced"
+        replaced_ids = [slot.replaces for slot in self if slot.replaces]
+        assert len(set(replaced_ids)) == len(replaced_ids), "a slot has two replacements"
+        starts = [slot.member.start for slot in self if slot.member.start]
+        assert len(set(starts)) == len(starts), "two members share a start"
+
+
+def _drains_as_router(slot: Slot) -> bool:
+    return slot.member.role is ServiceRole.ROUTER and slot.state is SlotState.DRAINING

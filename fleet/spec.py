@@ -1,0 +1,72 @@
+"""The services that a supervisor keeps alive, as one revision of the config says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from core.config import ClusterConfig
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
+from fleet.claims import Claims, GpuUse
+from fleet.events import FleetRules
+from fleet.service_host import ServiceFactory
+
+# The address that routers listen on, from the machine's address as in `Placement`. Pickled by name.
+RouterHost = Callable[[str], str]
+
+
+# A spec from another config, as in `FleetControl.roll`. Raises `InvalidRequest`. Pickled by name.
+Reread = Callable[[str], "FleetSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Another Python than that of `tandem serve`, for the processes of workers."""
+
+    python: str
+    variables: Mapping[str, str]  # of the environment
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """The services that a supervisor keeps alive."""
+
+    config: ClusterConfig
+    router: ServiceFactory
+    prefill: ServiceFactory
+    decode: ServiceFactory
+    router_host: RouterHost
+    router_port: int  # 0 = any free port
+    drain_timeout_s: float  # of a worker
+    router_drain_timeout_s: float
+    gpu_use: GpuUse = GpuUse.NEVER  # of the workers
+    gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
+    interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
+    reread: Reread | None = None  # None: the config cannot change
+
+    def factory(self, role: ServiceRole) -> ServiceFactory:
+        factories = {
+            ServiceRole.ROUTER: self.router,
+            ServiceRole.PREFILL: self.prefill,
+            ServiceRole.DECODE: self.decode,
+        }
+        return factories[role]
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """At the start."""
+        config = self.config
+        return {
+            ServiceRole.PREFILL: config.num_prefill,
+            ServiceRole.DECODE: config.num_decode,
+            ServiceRole.ROUTER: config.num_routers,
+        }
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(self.config, self.gpu_use, self.gpus_per_worker)
+
+    @property
+    def rules(self) -> FleetRules:
+        return FleetRules(self.claims, self.drain_timeout_s, self.router_drain_timeout_s)

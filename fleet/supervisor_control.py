@@ -1,0 +1,62 @@
+"""The supervisor, as routers and `tandem serve` reach it: calls of its actor with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import InvalidRequest, WorkerUnavailable
+from core.fleet_control import FleetNote, FleetStatus
+from core.service import PoolSizes
+from fleet.host import HostDied
+from fleet.ray_calls import await_actor
+from fleet.supervisor import Refusal
+
+CALL_TIMEOUT_S = 5.0
+ROLL_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorControl:
+    """A `core.fleet_control.FleetControl`, once bound to the handle of the supervisor actor.
+
+    Looking up the actor by name would block the loop, which carries every stream.
+    """
+
+    supervisor: Any
+
+    async def scale(self, sizes: PoolSizes) -> PoolSizes:
+        wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes))
+        return wanted
+
+    async def status(self) -> FleetStatus:
+        status: FleetStatus = await _answer(self.supervisor.status.remote())
+        return status
+
+    async def roll(self, config: str) -> int:
+        revision: int = await _answer(self.supervisor.roll.remote(config), ROLL_TIMEOUT_S)
+        return revision
+
+    async def stop_roll(self) -> int:
+        revision: int = await _answer(self.supervisor.stop_roll.remote())
+        return revision
+
+    async def notes(self, limit: int, after: int) -> list[FleetNote]:
+        notes: list[FleetNote] = await _answer(self.supervisor.notes.remote(limit, after))
+        return notes
+
+
+async def _answer(call: Any, timeout_s: float = 0.0) -> Any:
+    """Raises `InvalidRequest` for a `Refusal`."""
+    limit_s = timeout_s or CALL_TIMEOUT_S
+    try:
+        async with asyncio.timeout(limit_s):
+            answer = await await_actor(call)
+    except HostDied as error:
+        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
+    except TimeoutError as error:
+        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {limit_s:g} s") from error
+    if isinstance(answer, Refusal):
+        raise InvalidRequest(answer.field, answer.message)
+    return answer

@@ -1,0 +1,207 @@
+"""kill -9 of one of two routers under streams: each stream goes on at the other router, by content.
+
+The routers are processes. The workers are in the process of the test: their steps are slow, so that the kill comes in
+mid-stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+
+from cli import compose
+from kv_transfer.transports.memory_transport import MemoryFabric
+from tandem_client import AsyncClient, Client
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tests.support.deployment import Deployment, deploy, make_request, trailers_of
+from tests.support.faults import Prompt, expected, fault_config, prompt_of
+from tests.support.gateway import over_the_wire, serving_gateway
+from tests.support.processes import Fleet
+from tests.support.steps import slow_down
+from tests.support.waiting import until
+from text.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_STREAMS = 16
+NUM_OUTPUT = 150
+BLOCK_SIZE = 16
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Scene:
+    deployment: Deployment
+    fleet: Fleet
+
+    @property
+    def addresses(self) -> list[str]:
+        """The one to be killed comes first."""
+        return [self.fleet.services[name].endpoint["address"] for name in ("router-0", "router-1")]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running() -> AsyncIterator[Scene]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "FABRIC", MemoryFabric())
+        config = fault_config(local_prefill="auto")
+        async with deploy(config) as deployment:
+            slow_down(deployment.decode[0], 0.02)
+            config = replace(config, router=replace(config.router, port=0))
+            workers = list(deployment.endpoints.values())
+            async with Fleet.start(config, {"router": 2}, others=workers) as fleet:
+                yield Scene(deployment, fleet)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def scene(running: Scene) -> AsyncIterator[Scene]:
+    yield running
+    await running.deployment.settle()
+    await running.fleet.heal()
+
+
+@dataclass
+class Read:
+    """What the caller of a client gets."""
+
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finished: list[inference_pb2.Finished] = field(default_factory=list)
+    num_started: int = 0
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        self.num_started += response.HasField("started")
+        if response.HasField("finished"):
+            self.finished.append(response.finished)
+        self.indices += range(response.tokens.index, response.tokens.index + len(response.tokens.token_ids))
+        self.token_ids += response.tokens.token_ids
+        self.times.append(time.monotonic())
+
+    def is_right(self) -> None:
+        assert self.token_ids == expected(self.prompt, NUM_OUTPUT)
+        assert self.indices == list(range(NUM_OUTPUT))
+        assert self.num_started == 1
+        (finished,) = self.finished
+        assert finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        assert finished.usage.prompt_tokens == len(self.prompt)
+        assert finished.usage.completion_tokens == NUM_OUTPUT
+
+
+def long_request(prompt: Prompt) -> inference_pb2.GenerateRequest:
+    return make_request(token_ids=prompt, max_tokens=NUM_OUTPUT)
+
+
+async def read(client: AsyncClient, prompt: Prompt, into: Read) -> None:
+    async for response in client.generate(long_request(prompt), TIMEOUT_S):
+        into.take(response)
+
+
+def read_blocking(addresses: list[str], prompt: Prompt, into: Read) -> None:
+    with Client(addresses) as client:
+        for response in client.generate(long_request(prompt), TIMEOUT_S):
+            into.take(response)
+
+
+async def test_streams_of_a_killed_router_go_on_at_the_other_one_with_at_most_one_block_computed_again(
+    scene: Scene,
+) -> None:
+    reads = [Read(prompt_of(seed)) for seed in range(NUM_STREAMS)]
+    async with AsyncClient(scene.addresses) as client:
+        reading = [asyncio.create_task(read(client, each.prompt, each)) for each in reads[1:]]
+        blocking = asyncio.to_thread(read_blocking, scene.addresses, reads[0].prompt, reads[0])
+        reading.append(asyncio.create_task(blocking))
+        await until(lambda: all(len(each.token_ids) >= 5 for each in reads), "all streams run")
+        assert not any(each.finished for each in reads), "a stream had ended: nothing was tested"
+        await scene.fleet.kill("router-0")
+        await asyncio.gather(*reading)
+    for each in reads:
+        each.is_right()
+        assert 1 <= each.finished[0].recomputed_tokens <= BLOCK_SIZE
+        assert each.finished[0].request_id.startswith("router-0."), "the name of the request changed"
+
+
+async def test_choices_of_a_killed_router_go_on_one_after_the_other(scene: Scene) -> None:
+    request = make_request(token_ids=prompt_of(40), max_tokens=NUM_OUTPUT, temperature=1.0, n=3, seed=2**63 - 2)
+    (*wanted,) = await scene.deployment.generate_all(request)
+    found: dict[int, list[int]] = {choice: [] for choice in range(3)}
+    ended: list[inference_pb2.Finished] = []
+    async with AsyncClient(scene.addresses) as client:
+        async for response in client.generate(request, TIMEOUT_S):
+            if response.HasField("tokens"):
+                found[response.tokens.choice] += response.tokens.token_ids
+            elif response.HasField("finished"):
+                ended.append(response.finished)
+            services = scene.fleet.services
+            if services["router-0"].alive and all(len(token_ids) >= 5 for token_ids in found.values()):
+                await scene.fleet.kill("router-0")
+    assert not scene.fleet.services["router-0"].alive, "no choice ran long enough: nothing was tested"
+    assert found == {choice: answer.token_ids for choice, answer in enumerate(wanted)}
+    assert sorted((end.choice, end.seed) for end in ended) == [
+        (choice, answer.finished.seed) for choice, answer in enumerate(wanted) if answer.finished is not None
+    ]
+
+
+async def test_another_grpc_client_gets_a_status_to_retry_and_resumes_by_itself(scene: Scene) -> None:
+    prompt, token_ids = prompt_of(60), []
+    started = inference_pb2.Started()
+
+    async def follow_until_killed() -> None:
+        async for response in scene.fleet.inference.Generate(long_request(prompt), timeout=TIMEOUT_S):
+            if response.HasField("started"):
+                started.CopyFrom(response.started)
+            token_ids.extend(response.tokens.token_ids)
+            if len(token_ids) >= 5 and scene.fleet.services["router-0"].alive:
+                await scene.fleet.kill("router-0")
+
+    with pytest.raises(grpc.aio.AioRpcError) as broken:
+        await follow_until_killed()
+    assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "tandem-retryable" not in trailers_of(broken.value), "a router gave the status"
+    request = long_request(prompt)
+    request.request_id, request.sampling.seed = started.request_id, started.seed
+    request.stop.max_tokens, request.resume[:] = started.max_tokens, token_ids
+    other = inference_pb2_grpc.InferenceStub(scene.fleet.services["router-1"].channel)  # type: ignore[no-untyped-call]
+    async for response in other.Generate(request, timeout=TIMEOUT_S):
+        token_ids += response.tokens.token_ids
+    assert token_ids == expected(prompt, NUM_OUTPUT)
+
+
+async def test_http_streams_through_tandem_gateway_do_not_break(scene: Scene) -> None:
+    tokenizer = load_tokenizer("fake:tiny")
+    prompts = [prompt_of(70 + seed) for seed in range(NUM_STREAMS + 1)]
+    texts: list[list[str]] = [[] for _ in prompts]
+    ends: list[str] = []
+
+    async def follow(url: str, number: int) -> None:
+        body = {"prompt": prompts[number], "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+        async with (
+            httpx.AsyncClient(timeout=TIMEOUT_S) as http,
+            http.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer,
+        ):
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    texts[number] += [choice["text"] for choice in event["choices"]]
+                elif line:
+                    ends.append(line)
+
+    async with serving_gateway(over_the_wire(*scene.addresses)) as url:
+        following = [asyncio.create_task(follow(url, number)) for number in range(NUM_STREAMS)]
+        await until(lambda: all(len(found) >= 5 for found in texts[:NUM_STREAMS]), "all streams run")
+        assert not ends, "a stream had ended: nothing was tested"
+        await scene.fleet.kill("router-0")
+        await asyncio.gather(*following, follow(url, NUM_STREAMS))  # one more, in the moment of the death
+    assert ends == ["data: [DONE]"] * (NUM_STREAMS + 1)
+    for prompt, found in zip(prompts, texts, strict=True):
+        assert "".join(found) == tokenizer.decode(expected(prompt, NUM_OUTPUT))

@@ -1,0 +1,199 @@
+"""Whatever path a request takes, its tokens are those of one engine that nothing disturbs.
+
+Each way of drawing, also inside an output format, on each path: two pools with a chunked prompt, a prefix hit, local
+prefill, preemption, and the death of the decode worker. All steps compute guesses, and the reference computes none: the
+guesses are right, wrong, and right for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from core.request import Request, SamplingParams
+from router.serving.output_formats import format_grammar
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import OutputFormat
+from tests.support.deployment import Answer, Deployment, deploy, machine_of, make_request, tiny_config
+from tests.support.drafts import Oracle, compute_every_guess
+from tests.support.reference import CoLocatedEngine
+from tests.support.steps import slow_down
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_OUTPUT = 60
+ITEMS = OutputFormat(regex=r'(\{"name": "[a-z]{3,9}", "colour": "(red|green)"\}, ){6}')
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.75, "top_p": 0.875, "top_k": 40, "seed": 11},
+    "penalties": {"temperature": 0.75, "seed": 12, "repetition_penalty": 1.25, "presence_penalty": 0.5},
+    "bias": {"temperature": 0.5, "seed": 13, "logit_bias": {7: 2.0, 9: -1.0}},
+    "min tokens": {"temperature": 1.0, "seed": 14, "logit_bias": {2: 4.0}, "stop_token_ids": [2], "min_tokens": 33},
+    "format": {"temperature": 0.0, "output_format": ITEMS},
+    "format, sampled": {"temperature": 1.0, "seed": 15, "presence_penalty": 0.5, "output_format": ITEMS},
+}
+every_draw = pytest.mark.parametrize("draw", DRAWS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def oracle() -> AsyncIterator[Oracle]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield compute_every_guess(monkeypatch)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(model: str, oracle: Oracle) -> AsyncIterator[Deployment]:  # noqa: ARG001
+    async with deploy(tiny_config(model, transport="nixl"), num_decode=2) as deployment:
+        yield deployment
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
+    yield running
+    await running.settle()
+    running.drop_caches(running.workers)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = random.Random(seed * 10_007 + length)
+    return tuple(generator.randrange(1, 250) for _ in range(length))
+
+
+def read(oracle: Oracle, engine: CoLocatedEngine, prompt: tuple[int, ...], draw: str) -> list[int]:
+    """The tokens of one engine that computes no guesses. From now on the oracle knows them."""
+    given = dict(DRAWS[draw])
+    form = given.pop("output_format", None)
+    given["stop_token_ids"] = frozenset(given.pop("stop_token_ids", ()))
+    params = SamplingParams(
+        max_tokens=NUM_OUTPUT,
+        ignore_eos=form is None,
+        speculation=False,
+        grammar=format_grammar(form) if form is not None else "",
+        **given,
+    )
+    tokens = engine.generate(Request("reference", prompt, len(prompt), params))
+    oracle.texts.append([*prompt, *tokens])
+    return tokens
+
+
+def ask(prompt: tuple[int, ...], draw: str, **fields: Any) -> inference_pb2.GenerateRequest:
+    given = {"max_tokens": NUM_OUTPUT, "ignore_eos": "output_format" not in DRAWS[draw], **DRAWS[draw], **fields}
+    return make_request(token_ids=prompt, **given)
+
+
+async def answer_all(deployment: Deployment, prompts: list[tuple[int, ...]], draw: str) -> list[Answer]:
+    answers = await asyncio.gather(*(deployment.generate_all(ask(prompt, draw)) for prompt in prompts))
+    return [answer for (answer,) in answers]
+
+
+def check_drafts(answer: Answer, *, num_right: int = 1) -> None:
+    assert answer.finished is not None
+    usage = answer.finished.usage
+    assert num_right <= usage.accepted_drafts < usage.drafted_tokens, "no guess was right, or none was wrong"
+
+
+@every_draw
+async def test_two_pools_chunks_and_a_prefix_hit(
+    deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine, draw: str
+) -> None:
+    """The prompts need three chunks, and one of them is computed already."""
+    prompts = [prompt_of(150, seed) for seed in (1, 2, 3)] + [prompt_of(150, 1)[:100]]
+    expected = [read(oracle, engine, prompt, draw) for prompt in prompts]
+    for answer, tokens in zip(await answer_all(deployment, prompts, draw), expected, strict=True):
+        assert answer.token_ids == tokens
+        assert answer.indices == list(range(len(tokens)))
+        assert answer.finished is not None
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        check_drafts(answer, num_right=len(tokens) // 3)
+
+
+@every_draw
+async def test_local_prefill_while_sequences_are_preempted(
+    model: str, oracle: Oracle, engine: CoLocatedEngine, draw: str
+) -> None:
+    prompts = [prompt_of(60, seed) for seed in range(20, 24)]
+    expected = [read(oracle, engine, prompt, draw) for prompt in prompts]
+    async with deploy(tiny_config(model, local_prefill="auto"), num_prefill=0) as deployment:
+        (worker,) = deployment.decode
+        slow_down(worker, 0.02)  # so that they run together
+        pool = machine_of(worker).core.pool
+        kept = pool.allocate(pool.num_blocks - 11)  # two sequences start, and only one can end
+        assert kept is not None
+        answers = await answer_all(deployment, prompts, draw)
+        assert [answer.token_ids for answer in answers] == expected
+        assert machine_of(worker).core.scheduler.num_preemptions > 0, "nothing happened"
+        assert all(a.finished and a.finished.path == inference_pb2.REQUEST_PATH_LOCAL for a in answers)
+        check_drafts(answers[0])
+        pool.release(kept)
+        await deployment.settle()
+
+
+@pytest.mark.parametrize(
+    ("draw", "num_delivered"),
+    [("penalties", n) for n in (1, 2, 15, 31, 32, 33, 45)] + [("format, sampled", n) for n in (1, 2, 17, 30)]
+    + [("min tokens", 20), ("greedy", 7)],
+)  # fmt: skip
+async def test_a_stream_whose_worker_dies(
+    model: str, oracle: Oracle, engine: CoLocatedEngine, draw: str, num_delivered: int
+) -> None:
+    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands."""
+    prompt = prompt_of(80, 7)
+    tokens = read(oracle, engine, prompt, draw)
+    config = tiny_config(model, report_stale_s=1.0, worker_lost_s=1.5)
+    config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=2.0))
+    async with deploy(config, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.05)
+        answer = Answer()
+        async for response in deployment.inference.Generate(ask(prompt, draw, logprobs=2), timeout=60):
+            if response.HasField("finished"):
+                answer.finished = response.finished
+            if not response.HasField("tokens"):
+                continue
+            answer.token_ids += response.tokens.token_ids
+            assert len(response.tokens.logprobs) == len(response.tokens.token_ids)
+            if num_delivered and len(answer.token_ids) >= num_delivered:
+                num_delivered = 0
+                (busy,) = [worker for worker in deployment.decode if worker._view.load.num_calls]
+                await busy.stop()
+        assert answer.token_ids == tokens
+        assert answer.finished is not None
+        assert answer.finished.attempts == 2
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        check_drafts(answer, num_right=0)
+
+
+async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine) -> None:
+    prompt = prompt_of(50, 4)
+    tokens = read(oracle, engine, prompt, "greedy")
+    (answer,) = await deployment.generate_all(ask(prompt, "greedy", speculation=False))
+    assert answer.token_ids == tokens
+    assert answer.finished is not None
+    assert answer.finished.usage.drafted_tokens == answer.finished.usage.accepted_drafts == 0
+
+
+async def test_an_output_ends_inside_a_run_of_guesses(
+    deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine
+) -> None:
+    prompt = prompt_of(50, 5)
+    tokens = read(oracle, engine, prompt, "greedy")
+    whole = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT)
+    for last in range(20, 30):
+        short = await deployment.generate(token_ids=prompt, max_tokens=last)
+        assert short.token_ids == tokens[:last]
+        first = tokens.index(tokens[last])
+        stopped = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, stop_token_ids=[tokens[last]])
+        assert stopped.token_ids == tokens[: first + 1]
+        assert stopped.finished is not None
+        assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
+    stop = whole.text[40:44]
+    at_string = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, stop_strings=[stop])
+    assert at_string.text == whole.text[: whole.text.index(stop)]
+    assert at_string.finished is not None
+    assert at_string.finished.stop_match == stop

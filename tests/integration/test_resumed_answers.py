@@ -1,0 +1,168 @@
+"""An answer that is resumed at another router, at any index, is the answer that nothing disturbed.
+
+The client has the first tokens of an answer and the text that they complete. The other router continues both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cli.compose import build_router
+from tandem_client.resuming import Answer
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs.inference_pb2 import OutputFormat
+from tests.support.deployment import Deployment, deploy, make_request, place, tiny_config, trailers_of
+from text.text_stream import TextStream
+from text.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODEL = "random:smollm2-tiny"  # a token is a byte, so most characters of the outputs below have several
+TOKENIZER = load_tokenizer(MODEL)
+BLOCK_SIZE = 16
+NUM_OUTPUT = 28
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.0, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+}  # fmt: skip
+SNOWMEN = OutputFormat(regex="(☃|é|😀|ab){5,12}")
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": SAMPLED | {"logprobs": 2},
+    "a seed that the router draws": {"temperature": 1.0, "ignore_eos": False, "max_tokens": 12},
+    "whole characters": SAMPLED | {"output_format": SNOWMEN, "ignore_eos": False},
+    "a stop string": SAMPLED | {"output_format": SNOWMEN, "ignore_eos": False, "stop_strings": ["b☃", "☃😀", "☃éa"]},
+    "a stop string late": SAMPLED
+    | {"output_format": SNOWMEN, "ignore_eos": False, "stop_strings": ["☃", "é", "😀"], "min_tokens": 9},
+}
+
+
+@dataclass
+class Received:
+    """One call of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
+    started: inference_pb2.Started | None = None
+
+
+@dataclass
+class TwoRouters:
+    deployment: Deployment
+    others: inference_pb2_grpc.InferenceStub  # of the second router
+
+    @property
+    def has_prefill(self) -> bool:
+        return bool(self.deployment.prefill)
+
+    async def undisturbed(self, request: inference_pb2.GenerateRequest) -> Received:
+        return await receive(self.deployment.inference, request)
+
+    async def resume(
+        self, request: inference_pb2.GenerateRequest, whole: Received, index: int, salt: str = ""
+    ) -> Received:
+        """Continue behind the first `index` tokens of `whole`, at the other router."""
+        answer = Answer(request)
+        assert whole.started is not None
+        answer.take(inference_pb2.GenerateResponse(started=whole.started))
+        chunk = inference_pb2.TokenChunk(token_ids=whole.token_ids[:index])
+        answer.take(inference_pb2.GenerateResponse(tokens=chunk))
+        following = answer.next_request()
+        following.cache_salt = salt and f"{salt} {index}"
+        return await receive(self.others, following)
+
+
+async def receive(stub: inference_pb2_grpc.InferenceStub, request: inference_pb2.GenerateRequest) -> Received:
+    received = Received()
+    async for response in stub.Generate(request, timeout=30.0):
+        match response.WhichOneof("event"):
+            case "started":
+                assert received.started is None, "two first messages"
+                received.started = response.started
+            case "tokens":
+                chunk = response.tokens
+                received.indices += range(chunk.index, chunk.index + len(chunk.token_ids))
+                received.token_ids += chunk.token_ids
+                received.text += chunk.text
+                received.logprobs += [entry.logprob for entry in chunk.logprobs]
+            case "finished":
+                received.finished = response.finished
+    return received
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["auto", "never"])
+async def routers(request: pytest.FixtureRequest) -> AsyncIterator[TwoRouters]:
+    """`params`: prompts are computed by the decode worker, or by a prefill worker."""
+    config = tiny_config(MODEL, local_prefill=request.param)
+    async with deploy(config, num_prefill=int(request.param == "never")) as deployment:
+        second = build_router(config, place(1))
+        try:
+            address = (await second.start()).address
+            await second.set_workers(list(deployment.endpoints.values()))
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield TwoRouters(deployment, inference_pb2_grpc.InferenceStub(channel))
+        finally:
+            await second.stop()
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers: TwoRouters, case: str) -> None:
+    options = CASES[case]
+    request = make_request(**({"text": "the start of a story", "max_tokens": NUM_OUTPUT} | options))
+    if "seed" not in options:
+        request.sampling.ClearField("seed")
+    whole = await routers.undisturbed(request)
+    assert whole.indices == list(range(len(whole.token_ids)))
+    if "stop_strings" in options:
+        assert whole.finished.stop_match in options["stop_strings"], "no stop string matched: nothing was tested"
+    # With another salt, no worker has the KV, so a prefill worker computes the start of the answer.
+    salt = case if routers.has_prefill else ""
+    resumed = await asyncio.gather(
+        *(routers.resume(request, whole, index, salt) for index in range(1, len(whole.token_ids) + 1))
+    )
+    for index, rest in enumerate(resumed, start=1):
+        first = TextStream(TOKENIZER.detokenizer(), request.stop.stop_strings, request.stop.min_tokens)
+        text, _ = first.push(whole.token_ids[:index])
+        assert text + rest.text == whole.text, index
+        assert whole.token_ids[:index] + rest.token_ids == whole.token_ids
+        assert rest.indices == list(range(index, len(whole.token_ids)))
+        assert rest.logprobs == pytest.approx(whole.logprobs[index:], abs=1e-4)
+        assert rest.finished.finish_reason == whole.finished.finish_reason
+        assert rest.finished.stop_match == whole.finished.stop_match
+        assert rest.finished.seed == whole.finished.seed
+        assert rest.finished.usage.prompt_tokens == whole.finished.usage.prompt_tokens
+        assert rest.finished.usage.completion_tokens == len(whole.token_ids)
+        assert rest.finished.attempts == (1 if rest.token_ids else 0)
+        assert rest.started == (whole.started if rest.token_ids else None)
+    if routers.has_prefill:
+        paths = {rest.finished.path for rest in resumed}
+        assert inference_pb2.REQUEST_PATH_DISAGGREGATED in paths, "the decode worker computed every start"
+
+
+async def test_a_resumed_answer_computes_at_most_one_block_again(routers: TwoRouters) -> None:
+    request = make_request(text="b" * 100, max_tokens=80)
+    whole = await routers.undisturbed(request)
+    for index in (40, 47, 60):
+        rest = await routers.resume(request, whole, index)
+        assert 1 <= rest.finished.recomputed_tokens <= BLOCK_SIZE
+        assert rest.finished.usage.cached_tokens == whole.finished.usage.prompt_tokens
+    assert whole.finished.recomputed_tokens == 0
+
+
+async def test_a_call_with_several_choices_is_refused_by_name(routers: TwoRouters) -> None:
+    request = make_request(text="a", n=2)
+    request.resume.append(1)
+    with pytest.raises(grpc.aio.AioRpcError, match="resume: needs n = 1") as refused:
+        await routers.undisturbed(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert trailers_of(refused.value)["tandem-field"] == "resume"

@@ -1,0 +1,226 @@
+"""Which guesses a step computes, and what becomes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+import core.scheduling.step_planner
+from core.cost.step_cost import StepCost
+from core.lifecycle import FinishReason
+from core.scheduling.drafts import FIRST_CHANCES, MAX_DRAFTS, DraftChances, RowCosts, choose_drafts
+from core.scheduling.sequence import Sequence
+from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven, make_sequence
+
+PROMPT = (1, 2, 3, 4, 5)
+
+
+class Guessing(Driven):
+    """Steps take every guess that there is room for. The token at position p is 10 + p."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+        super().__init__(**sizes)
+
+        def choose(chances: list[list[float]], *_: float) -> list[int]:
+            return [len(of_one) for of_one in chances]
+
+        monkeypatch.setattr(core.scheduling.step_planner, "choose_drafts", choose)
+
+    def finish_step(self, plan: StepPlan, proposed: dict[str, Proposal], eos_at: int | None = None) -> list[TokenEvent]:
+        """`proposed`: for the next step."""
+        sampled = {}
+        for chunk in plan.chunks:
+            position = chunk.start + chunk.num_tokens
+            tokens = [self.token_at(position, eos_at)]
+            for draft in chunk.drafts:
+                if draft != tokens[-1]:
+                    break
+                position += 1
+                tokens.append(self.token_at(position, eos_at))
+            sampled[chunk.sequence.sequence_id] = tuple(map(SampledToken, tokens))
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, proposed=proposed))
+        self.scheduler.check()
+        self.pool.check()
+        return events
+
+    @staticmethod
+    def token_at(position: int, eos_at: int | None = None) -> int:
+        return EOS if position == eos_at else 10 + position
+
+
+def guesses(first: int, count: int, wrong_at: int | None = None) -> Proposal:
+    """For positions from `first` on."""
+    return Proposal(tuple(Guessing.token_at(p) + (p == wrong_at) for p in range(first, first + count)))
+
+
+@pytest.mark.parametrize(("wrong_at", "num_tokens"), [(None, 5), (6, 1), (8, 3), (9, 4)])
+def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
+    monkeypatch: pytest.MonkeyPatch, wrong_at: int | None, num_tokens: int
+) -> None:
+    driven = Guessing(monkeypatch)
+    sequence = driven.add("a", PROMPT, max_tokens=20)
+    driven.finish_step(driven.begin(), {"a": guesses(6, 4, wrong_at)})
+    plan = driven.begin()
+    assert [chunk.num_rows for chunk in plan.chunks] == [5]
+    events = driven.finish_step(plan, {})
+    assert [event.token.token_id for event in events] == [16 + i for i in range(num_tokens)]
+    assert [event.index for event in events] == list(range(1, 1 + num_tokens))
+    assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 == 5 + num_tokens
+    assert (driven.scheduler.num_drafts, driven.scheduler.num_right_drafts) == (4, num_tokens - 1)
+    assert driven.begin().chunks[0].start == sequence.num_computed_tokens
+
+
+@pytest.mark.parametrize(("last", "reason"), [("eos", FinishReason.STOP), ("max_tokens", FinishReason.LENGTH)])
+def test_an_output_ends_inside_a_run_of_right_guesses(
+    monkeypatch: pytest.MonkeyPatch, last: str, reason: FinishReason
+) -> None:
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=20 if last == "eos" else 4)
+    driven.finish_step(driven.begin(), {"a": guesses(6, 6)})
+    events = driven.finish_step(driven.begin(), {}, eos_at=8 if last == "eos" else None)
+    assert [event.token.token_id for event in events] == [16, 17, EOS if last == "eos" else 18]
+    assert [event.finish_reason for event in events] == [None, None, reason]
+    assert driven.scheduler.schedule() is None
+    assert driven.pool.num_available == driven.pool.num_blocks
+
+
+def test_drafts_never_pass_the_last_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=4)
+    driven.finish_step(driven.begin(), {"a": guesses(6, MAX_DRAFTS)})
+    (chunk,) = driven.begin().chunks
+    assert len(chunk.drafts) == 2, "the last of four tokens is sampled, and needs no draft behind it"
+
+
+def test_full_blocks_of_right_guesses_alone_are_found_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=20)
+    driven.finish_step(driven.begin(), {"a": guesses(6, 8, wrong_at=11)})
+    driven.finish_step(driven.begin(), {})  # slots 5 to 13 are written, those up to 10 with right tokens
+    text = (*PROMPT, *(Guessing.token_at(p) for p in range(5, 14)))
+    other = make_sequence("b", text)
+    driven.scheduler.hold_cached_prefix(other, len(text))
+    assert len(other.block_table) == 11 // BLOCK_SIZE
+    driven.scheduler.drop_blocks(other)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 0), (4, 4)])
+def test_guesses_leave_a_free_block_to_each_running_sequence(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_drafts: int
+) -> None:
+    """The next token fills the second block."""
+    driven = Guessing(monkeypatch, num_blocks=num_blocks)
+    driven.add("a", range(1, 8), max_tokens=5)
+    driven.finish_step(driven.begin(), {"a": guesses(8, 6)})
+    assert driven.begin().num_drafts == min(num_drafts, 3), "three tokens at most come behind the next one"
+
+
+def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=20)
+    driven.finish_step(driven.begin(), {"a": guesses(6, 4)})
+    plan = driven.begin()
+    assert plan.num_drafts == 4
+    assert driven.scheduler.schedule() is None, "the start of the next chunk is not known"
+    driven.finish_step(plan, {})
+    assert driven.begin().num_drafts == 0
+    assert driven.scheduler.schedule() is not None
+
+
+def test_guesses_for_a_token_that_came_from_elsewhere_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposal made before another step of the sequence is out of date."""
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=20)
+    driven.add("b", (7, 8, 9), max_tokens=20)
+    driven.finish_step(driven.begin(), {"a": guesses(6, 4)})
+    sequence = driven.scheduler.get("a")
+    assert sequence is not None
+    sequence.proposed_at -= 1
+    assert driven.begin().num_drafts == 0
+
+
+# ---- the choice
+
+
+def test_a_step_takes_the_guesses_that_give_more_tokens_a_second() -> None:
+    sure, half, hopeless = [0.9, 0.81, 0.73], [0.5, 0.25], [0.1]
+    assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.002, 1.0) == [3, 1, 0]
+    assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.005, 1.0) == [2, 0, 0]
+    assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.030, 1.0) == [0, 0, 0]
+
+
+def test_drafts_keep_the_step_inside_its_limit() -> None:
+    assert choose_drafts([[0.99] * 15], 1, 0.030, 0.001, 0.0045) == [4]
+
+
+def test_a_small_gain_is_not_worth_the_wait_for_the_step_before() -> None:
+    assert choose_drafts([[0.2]], 1, 0.001, 0.00001, 1.0) == [0]
+
+
+def after(right: bool, times: int) -> list[float]:
+    chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
+    for _ in range(times):
+        guessed = 50 if right else 51
+        chances.learn(sequence, (), Proposal((guessed,), match=3))
+        sequence.token_ids.append(50)
+        chances.learn(sequence, (50,), Proposal((50, 50), match=3))
+    return chances.cumulative(sequence, 2)
+
+
+def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less() -> None:
+    prior = FIRST_CHANCES[2]
+    right, wrong = after(True, 40), after(False, 40)
+    assert right[0] > prior > wrong[0]
+    assert right[1] <= right[0]
+    assert wrong[1] <= wrong[0]
+
+
+def test_the_luck_of_one_sequence_is_not_that_of_another() -> None:
+    chances = DraftChances()
+    lucky, unlucky = (make_sequence(name, PROMPT, max_tokens=1000) for name in "ab")
+    for _ in range(30):
+        for sequence, guess in ((lucky, 50), (unlucky, 51)):
+            chances.learn(sequence, (), Proposal((guess,), match=3))
+            sequence.token_ids.append(50)
+            chances.learn(sequence, (50,), Proposal((guess,), match=3))
+    assert chances.cumulative(lucky, 1)[0] > 0.85
+    assert chances.cumulative(unlucky, 1)[0] < 0.25
+
+
+def test_one_slow_step_does_not_end_all_drafts() -> None:
+    costs, sequence_s = RowCosts(), 0.001
+    before = costs.row_s(4, sequence_s)
+    costs.record(4, 4, extra_s=30.0, sequence_s=sequence_s)
+    assert costs.row_s(4, sequence_s) <= 1.25 * before
+    for _ in range(60):
+        costs.record(4, 4, extra_s=4 * 0.0007, sequence_s=sequence_s)
+    assert costs.row_s(4, sequence_s) == pytest.approx(0.0007, rel=0.05)
+    assert costs.row_s(64, sequence_s) == 2 * sequence_s, "of steps with many more decodes nothing is known"
+
+
+def test_where_a_row_costs_as_much_as_a_step_the_runner_need_not_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven()
+    driven.scheduler.step_cost = StepCost(0.0, 1e-3, 0.0, 1e-4, 0.0)
+    monkeypatch.setattr(RowCosts, "row_s", lambda *_: 2e-3)
+    driven.add("a", PROMPT, max_tokens=20)
+    assert not driven.begin().wants_proposals
+
+
+def test_a_sequence_that_refuses_guesses_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner proposes none; the scheduler computes none where it is told that nobody proposes."""
+    driven = Guessing(monkeypatch)
+    driven.scheduler._speculates = False
+    driven.add("a", PROMPT, max_tokens=20)
+    assert not driven.begin().wants_proposals
+
+
+def test_the_sequence_counts_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch)
+    added: list[Sequence] = [driven.add(name, [ord(name), *PROMPT[1:]], max_tokens=20) for name in "ab"]
+    driven.finish_step(driven.begin(), {"a": guesses(6, 3), "b": wrong_from_the_start(guesses(6, 3))})
+    driven.finish_step(driven.begin(), {})
+    assert [(s.num_drafts, s.num_right_drafts) for s in added] == [(3, 3), (3, 0)]
+
+
+def wrong_from_the_start(proposal: Proposal) -> Proposal:
+    return proposal._replace(token_ids=(9, *proposal.token_ids[1:]))

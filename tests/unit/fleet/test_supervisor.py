@@ -1,0 +1,224 @@
+"""The supervisor with hosts that start no process. It watches machines, rolls with the config that it has read, goes on
+when Ray fails a kill or a member dies early, and reports its own failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from core.config import ClusterConfig
+from core.errors import TandemError, WorkerUnavailable
+from core.lifecycle import ServiceRole
+from core.service import Endpoint, FleetRouter, Service
+from fleet import supervisor
+from fleet.events import FleetAction, FleetEvent, FleetFailed, FleetMessage, MachineId, Member, ScaleTo
+from fleet.host import HostDied, LocalRank
+from fleet.machine import FleetMachine
+from fleet.service_host import Placement
+from fleet.spec import FleetSpec
+from fleet.supervisor import FleetUpdate, Refusal, Supervisor
+from tests.support.waiting import until
+
+HERE, THERE = MachineId("here", "10.0.0.1"), MachineId("there", "10.0.0.2")
+
+
+class FakeHost:
+    """A service that starts at once on the machine where the test wants it, and drains at once, until it dies."""
+
+    def __init__(self, site: Site, member: Member, spec: FleetSpec) -> None:
+        self._site, self.member, self.spec = site, member, spec
+        self._hangs, self._ray_is_away = site.hang_next, site.hang_next
+        site.hang_next = False
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.local_rank: LocalRank | None = None
+        site.hosts.append(self)
+
+    async def machine(self) -> MachineId:
+        return self._site.machine
+
+    async def start(self, address: str, local_rank: LocalRank) -> Endpoint:
+        self.local_rank = local_rank
+        if self._hangs:
+            raise HostDied(await self._death)
+        return Endpoint(f"{self.member.name}.{self.member.start:x}", address or "127.0.0.1:1", self.member.role, "1.2")
+
+    async def wait(self) -> None:
+        raise HostDied(await self._death)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._site.drained.append((self.member.name, timeout_s))
+
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
+
+    def kill(self) -> None:
+        if self._ray_is_away:
+            raise ConnectionError("the GCS does not answer")
+        self.die("killed")
+
+    def die(self, reason: str) -> None:
+        if not self._death.done():
+            self._death.set_result(reason)
+
+
+class Site:
+    """A supervisor, and what its hosts and its machines do."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self.machine = THERE
+        self.hosts: list[FakeHost] = []
+        self.hang_next = False  # at its start, while Ray does not answer
+        self.updates: list[FleetUpdate] = []
+        self.drained: list[tuple[str, float]] = []
+        self.leaving: Mapping[MachineId, float | None] = {}
+        self.supervisor = Supervisor(spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving)
+
+    async def _leaving(self) -> Mapping[MachineId, float | None]:
+        return self.leaving
+
+    async def serving(self) -> list[str]:
+        return [slot.name for slot in (await self.supervisor.status()).slots if slot.state.value == "serving"]
+
+    async def comes_to_serve(self, *names: str) -> None:
+        async with asyncio.timeout(5.0):
+            while sorted(await self.serving()) != sorted(names):
+                await asyncio.sleep(0.005)
+
+    async def reports(self, subject: str, what: str) -> FleetMessage:
+        async with asyncio.timeout(5.0):
+            while True:
+                for update in self.updates:
+                    if isinstance(update, FleetMessage) and (update.subject, update.what) == (subject, what):
+                        return update
+                self.updates += await self.supervisor.updates()
+
+    async def fails(self, reason: str) -> None:
+        async with asyncio.timeout(5.0):
+            while FleetFailed(reason) not in self.updates:
+                self.updates += await self.supervisor.updates()
+
+    @property
+    def has_failed(self) -> bool:
+        return any(isinstance(update, FleetFailed) for update in self.updates)
+
+    def host(self, name: str) -> FakeHost:
+        """The newest one of a slot."""
+        return next(host for host in reversed(self.hosts) if host.member.name == name)
+
+
+def build(placement: Placement) -> Service:
+    raise AssertionError(f"no process starts: {placement}")
+
+
+def router_host(machine: str) -> str:
+    del machine
+    return "127.0.0.1"
+
+
+def reread(config: str) -> FleetSpec:
+    return replace(SPEC, drain_timeout_s=float(config))
+
+
+CLUSTER = ClusterConfig(start_timeout_s=0.05, restart_backoff_s=0.01)
+SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, reread=reread)
+
+
+@pytest_asyncio.fixture
+async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(supervisor, "MACHINES_INTERVAL_S", 0.01)
+    site = Site(SPEC)
+    await site.supervisor.start()
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    yield site
+    if not site.has_failed:
+        await site.supervisor.shutdown()
+        await until(lambda: not site.supervisor._hosts, "every host has ended", 5.0)
+    for task in site.supervisor._tasks:
+        task.cancel()
+    claim = site.supervisor._claim
+    assert claim is not None
+    claim.close()
+
+
+async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
+    site.machine = MachineId("elsewhere", "10.0.0.3")
+    site.leaving = {THERE: 100.0, HERE: 100.0}
+    await site.comes_to_serve("router-1", "prefill-1", "decode-1")
+    assert sorted(site.drained) == [("decode-0", 30.0), ("prefill-0", 30.0), ("router-0", 10.0)]
+    notes = [(note.number, note.subject, note.what, note.reason) for note in await site.supervisor.notes(1000, 0)]
+    assert [number for number, *_ in notes] == list(range(1, len(notes) + 1))
+    assert any(note[1:] == ("decode-0", "is replaced by decode-1", "10.0.0.2 leaves") for note in notes)
+
+
+async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(site: Site) -> None:
+    site.machine = MachineId("doomed", "10.0.0.9")
+    site.leaving = {site.machine: 100.0}
+    await until(lambda: site.supervisor._leaving == site.leaving, "the supervisor has seen it", 5.0)
+    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await until(lambda: len([h for h in site.hosts if h.member.name == "decode-1"]) > 1, "it starts again", 5.0)
+    site.machine = THERE
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
+
+
+async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:
+    ranks = {name: site.host(f"{name}-0").local_rank for name in ("prefill", "decode")}
+    assert await site.supervisor.roll("7.5") == 2
+    await site.comes_to_serve("router-1", "prefill-1", "decode-1")
+    assert {host.spec.drain_timeout_s for host in site.hosts[3:]} == {7.5}
+    assert {name: site.host(f"{name}-1").local_rank for name in ranks} == ranks
+    assert not (await site.supervisor.status()).rolling
+    assert await site.supervisor.roll("") == 3
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    assert site.host("decode-0").spec.drain_timeout_s == 7.5, "without a new config, the present one stays"
+
+
+async def test_a_roll_that_cannot_begin_is_refused_as_a_value(site: Site) -> None:
+    assert await site.supervisor.stop_roll() == Refusal("roll", "no roll that could be stopped")
+
+
+async def test_a_kill_that_ray_fails_is_reported_and_the_fleet_goes_on(site: Site) -> None:
+    """The new decode worker hangs at its start, so its start is timed out and its host killed."""
+    site.hang_next = True
+    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    message = await site.reports("decode-1", "could not be killed")
+    assert message.reason == "ConnectionError: the GCS does not answer"
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
+    assert not isinstance(await site.supervisor.scale({ServiceRole.DECODE: 1}), Refusal)
+    await site.reports("decode-1", "has drained")
+    assert not site.has_failed
+
+
+async def test_a_member_that_dies_before_its_drain_begins_has_drained(site: Site) -> None:
+    site.host("decode-0").die("out of memory")
+    await site.supervisor.scale({ServiceRole.DECODE: 0})  # the supervisor learns of the death first
+    await site.reports("decode-0", "has drained")
+    assert not site.has_failed
+
+
+async def test_a_task_of_the_supervisor_that_fails_is_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_host(*_: object) -> FakeHost:
+        raise RuntimeError("no such resource")
+
+    monkeypatch.setattr(site.supervisor, "_create_host", create_host)
+    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.fails("the supervisor has a bug: RuntimeError('no such resource')")
+
+
+async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would answer the sizes of before, and never start a worker again."""
+    handle = FleetMachine.handle
+
+    def fail(machine: FleetMachine, event: FleetEvent, now: float) -> list[FleetAction]:
+        if isinstance(event, ScaleTo):
+            raise KeyError("a slot")
+        return handle(machine, event, now)
+
+    monkeypatch.setattr(FleetMachine, "handle", fail)
+    with pytest.raises(TandemError, match="KeyError"):
+        await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.fails("the supervisor has a bug: KeyError('a slot')")
+    with pytest.raises(WorkerUnavailable):
+        await site.supervisor.scale({ServiceRole.DECODE: 3})

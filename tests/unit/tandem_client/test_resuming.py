@@ -1,0 +1,165 @@
+"""An answer goes on at another router with the tokens that the caller has, and the caller gets each token once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from core.errors import QueueFull, WorkerUnavailable
+from tandem_client import AsyncClient, CallFailed, Client, RetryPolicy
+from tandem_client.resuming import Answer
+from tandem_client.stubs.inference_pb2 import (
+    Finished,
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    Started,
+    TokenChunk,
+)
+from tests.support.scripted_router import Failure, ScriptedRouter, fail, scripted_router
+
+LOST: Failure = (grpc.StatusCode.UNAVAILABLE, "Socket closed", ())  # as gRPC itself: no trailers
+OUTPUT = [10, 11, 12, 13, 14, 15]
+
+
+def started(**fields: Any) -> GenerateResponse:
+    values = {"request_id": "r", "seed": 5, "prompt_tokens": 7, "max_tokens": 9} | fields
+    return GenerateResponse(started=Started(**values))
+
+
+def chunk(*token_ids: int, choice: int = 0, text: str = "") -> GenerateResponse:
+    return GenerateResponse(tokens=TokenChunk(choice=choice, token_ids=token_ids, text=text))
+
+
+def end(choice: int = 0) -> GenerateResponse:
+    return GenerateResponse(finished=Finished(choice=choice, finish_reason=2))
+
+
+@dataclass
+class DyingRouter(ScriptedRouter):
+    """Sends Started, and some tokens of OUTPUT before each call fails; the last call ends well."""
+
+    num_before: list[int] = field(default_factory=list)  # tokens of each failing call
+    prompt_tokens: list[int] = field(default_factory=list)  # of each Started; then 7
+    failure: Failure = LOST
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
+        self.requests.append(request)
+        yield started(prompt_tokens=self.prompt_tokens.pop(0) if self.prompt_tokens else 7)
+        rest = OUTPUT[len(request.resume) :]
+        if self.num_before:
+            for token_id in rest[: self.num_before.pop(0)]:
+                yield chunk(token_id, text=f"{token_id} ")
+            await fail(context, [self.failure])
+        for token_id in rest:
+            yield chunk(token_id, text=f"{token_id} ")
+        yield end()
+
+
+async def test_an_answer_goes_on_behind_the_tokens_that_the_caller_has() -> None:
+    router = DyingRouter([], num_before=[2, 0, 3])
+    async with scripted_router([], router), AsyncClient(router.address) as client:
+        completion = await client.complete("hello", temperature=1.0)
+    assert list(completion.token_ids) == OUTPUT
+    assert completion.text == "10 11 12 13 14 15 "
+    assert [list(request.resume) for request in router.requests] == [[], OUTPUT[:2], OUTPUT[:2], OUTPUT[:5]]
+    first, second = router.requests[:2]
+    assert not first.sampling.HasField("seed")
+    assert (second.sampling.seed, second.request_id, second.stop.max_tokens) == (5, "r", 9)
+    assert (second.text, second.sampling.temperature) == ("hello", 1.0)
+
+
+async def test_the_next_of_several_addresses_gets_the_answer() -> None:
+    first, second = DyingRouter([], num_before=[3, 3]), DyingRouter([])
+    async with scripted_router([], first), scripted_router([], second):
+        async with AsyncClient([first.address, second.address]) as client:
+            assert list((await client.complete("hello")).token_ids) == OUTPUT
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+
+
+async def test_attempts_without_a_new_token_are_bounded() -> None:
+    router = DyingRouter([], num_before=[1] + [0] * 20)
+    async with scripted_router([], router), AsyncClient(router.address, resume=RetryPolicy(max_attempts=3)) as client:
+        with pytest.raises(CallFailed, match="went away in the middle of the answer"):
+            await client.complete("hello")
+    assert len(router.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "failure", "resumes"),
+    [(2, LOST, True), (2, WorkerUnavailable("drains"), True), (0, LOST, True), (0, QueueFull("full"), False)],
+)
+async def test_a_refusal_before_the_first_token_is_the_callers_and_every_other_loss_is_not(
+    num_tokens: int, failure: Failure, resumes: bool
+) -> None:
+    router = DyingRouter([], num_before=[num_tokens], failure=failure)
+    async with scripted_router([], router), AsyncClient(router.address) as client:
+        responses = client.generate(GenerateRequest(text="hello"), 20.0)
+        if resumes:
+            assert [token for each in [r async for r in responses] for token in each.tokens.token_ids] == OUTPUT
+        else:
+            with pytest.raises(CallFailed, match="full"):
+                [r async for r in responses]
+    assert len(router.requests) == 1 + resumes
+
+
+async def test_a_router_that_counts_another_prompt_does_not_continue() -> None:
+    router = DyingRouter([], num_before=[2], prompt_tokens=[7, 8])
+    async with scripted_router([], router), AsyncClient(router.address) as client:
+        with pytest.raises(CallFailed, match="counts 8 prompt tokens, the first one counted 7") as failed:
+            await client.complete("hello")
+    assert not failed.value.retryable
+
+
+async def test_the_blocking_client_resumes_too() -> None:
+    router = DyingRouter([], num_before=[2, 3])
+
+    def complete(address: str) -> list[int]:
+        with Client(address) as client:
+            return list(client.complete("hello").token_ids)
+
+    async with scripted_router([], router):
+        assert await asyncio.to_thread(complete, router.address) == OUTPUT
+
+
+def test_choices_are_continued_one_after_the_other_each_with_its_seed() -> None:
+    request = GenerateRequest(text="hello", n=3, sampling=SamplingParams(seed=2**63 - 2))
+    answer = Answer(request)
+    answer.take(started(seed=2**63 - 2))
+    for response in (chunk(1), chunk(2, choice=1), chunk(3, choice=2), end(choice=0)):
+        answer.take(response)
+    following = answer.next_request()
+    assert (following.n, following.sampling.seed, list(following.resume)) == (1, 2**63 - 1, [2])
+    assert answer.take(started(seed=2**63 - 1)) is None
+    taken = answer.take(chunk(4))
+    assert taken is not None
+    assert taken.tokens.choice == 1
+    answer.take(end())
+    assert answer.call_has_ended
+    assert not answer.has_ended
+    following = answer.next_request()
+    assert (following.sampling.seed, list(following.resume)) == (0, [3])
+
+
+def test_the_rest_of_the_text_comes_once() -> None:
+    answer = Answer(GenerateRequest(text="hello"))
+    answer.take(started())
+    answer.take(chunk(1))
+    assert answer.take(chunk(text="rest")) is not None
+    answer.next_request()
+    assert answer.take(chunk(text="rest")) is None
+    answer.take(end())
+    assert answer.has_ended
+
+
+def test_a_caller_may_resume_by_itself_through_the_client() -> None:
+    answer = Answer(GenerateRequest(text="hello", resume=[1, 2]))
+    answer.take(started())
+    answer.take(chunk(3))
+    assert list(answer.next_request().resume) == [1, 2, 3]
