@@ -151,14 +151,20 @@ class ResumingClients:
         self._oracle.finished(request_id, outcome)
 
     def failed(self, request_id: str, error: TandemError) -> None:
-        self._open.pop(first_id(request_id), None)
-        self._oracle.failed(request_id, error)
+        if not self._tries_again(request_id, error):
+            self._open.pop(first_id(request_id), None)
+            self._oracle.failed(request_id, error)
 
     def refused(self, request_id: str, error: TandemError) -> None:
-        found = self._open[first_id(request_id)]
-        if isinstance(error, QueueFull) and found.num_calls > 1:
-            found.is_lost = True
-            self._pause(found)
-            return
-        del self._open[first_id(request_id)]
-        self._oracle.refused(request_id, error)
+        if not self._tries_again(request_id, error):
+            del self._open[first_id(request_id)]
+            self._oracle.refused(request_id, error)
+
+    def _tries_again(self, request_id: str, error: TandemError) -> bool:
+        """A resumed choice may be one without tokens of a call that has some: its router does not know."""
+        found = self._open.get(first_id(request_id))
+        if found is None or found.num_calls == 1 or not isinstance(error, QueueFull):
+            return False
+        found.is_lost = True
+        self._pause(found)
+        return True
