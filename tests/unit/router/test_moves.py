@@ -18,12 +18,12 @@ SOURCE, TARGET = "r#1", "r#2"
 class MovingRouter(DrivenRouter):
     """Two decode workers. "r" has four of its twenty tokens from D1, which drains."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, num_logprobs: int | None = None) -> None:
         super().__init__(decode=("D1", "D2"))
         self.report("D2", state=WorkerState.DRAINING)
         self.report("D1")
-        self.arrive(request(max_tokens=20, **options))
-        logprob = None if "num_logprobs" not in options else -1.0
+        self.arrive(request(max_tokens=20, num_logprobs=num_logprobs))
+        logprob = None if num_logprobs is None else -1.0
         first = events.PrefillResult(0, SampledToken(10, logprob), None, 0, 0.0, 0.0)
         self.post(events.PrefillReturned(SOURCE, first))
         self.sampled_tokens(1, *(SampledToken(token, logprob) for token in (11, 12, 13)))
