@@ -30,6 +30,7 @@ from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router.requests import events
 from simulator.agent import SimulatedAgent
+from simulator.checks import HandOffsAsk
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
 from simulator.network import Call
@@ -74,6 +75,7 @@ class WorkerShell:
             spec.location,
         )  # fmt: skip
         self.machine = self._build_machine()
+        self._hand_offs = HandOffsAsk(self.machine) if isinstance(self.machine, DecodeMachine) else None
         self.view = WorkerMachineView(self.machine)
         self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
         world.after(spec.worker.idle_report_interval_s, self._report_idle)
@@ -113,6 +115,8 @@ class WorkerShell:
         self.machine.check()
         if isinstance(self.machine, DecodeMachine):
             self._count_pulls(self.machine.pulls)
+        if self._hand_offs is not None:
+            self._world.counts["hand-off waits for blocks"] += self._hand_offs.check() > 0
 
     def _count_pulls(self, pulls: PullQueue) -> None:
         """Count the events after which hand-offs compete for blocks."""

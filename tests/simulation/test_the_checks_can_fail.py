@@ -16,6 +16,7 @@ from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
+from decode_worker.pull_queue import PulledPrompt, PullQueue
 from kv_transfer.protocol.events import Actions, PullFailed
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
@@ -210,6 +211,17 @@ def test_a_decode_worker_that_forgets_a_cancelled_call_is_caught(monkeypatch: py
 
     monkeypatch.setattr(DecodeMachine, "_end", forget)
     assert "KeyError" in first_failure()  # its sequence has no call any more
+
+
+def test_a_hand_off_that_waits_behind_every_older_prompt_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decode worker that computes prompts, too, in a pool with room for all."""
+
+    def is_behind(self: PullQueue, pull: PulledPrompt) -> bool:
+        older = [s for s in self._scheduler.waiting if s.rank < pull.sequence.rank]
+        return any(not sequence.block_table for sequence in older)
+
+    monkeypatch.setattr(PullQueue, "_is_behind_a_prompt", is_behind)
+    assert "has not asked" in first_failure()
 
 
 def never_calm(scenario: Scenario) -> Scenario:
