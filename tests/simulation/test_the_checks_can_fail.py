@@ -11,6 +11,7 @@ import pytest
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
+from core.request import Request
 from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
@@ -344,8 +345,10 @@ def test_a_client_that_gives_up_with_its_router_is_caught(monkeypatch: pytest.Mo
 def test_a_client_that_forgets_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     arrive = RouterShell.arrive
 
-    def forget(self: RouterShell, *arguments: Any, delivered: tuple[int, ...] = (), **options: Any) -> None:
-        arrive(self, *arguments, delivered=delivered[:-1], **options)
+    def forget(
+        self: RouterShell, request: Request, timeout_s: float, others: Any = (), delivered: tuple[int, ...] = ()
+    ) -> None:
+        arrive(self, request, timeout_s, others, delivered[:-1])
 
     monkeypatch.setattr(RouterShell, "arrive", forget)
     assert "is next" in first_failure(dying_routers)
