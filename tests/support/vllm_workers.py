@@ -82,7 +82,7 @@ async def deploy_fakes(
         fleet = FakeFleet(FakeCluster(), router_service, client)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):
-                engine = FakeEngine(fleet.cluster, step_s)
+                engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}")
                 await fleet.add(role, ordinal, engine, worker or WorkerConfig())
                 stack.push_async_callback(fleet.services[f"{role.value}-{ordinal}"].stop)
         yield fleet
