@@ -113,6 +113,7 @@ phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks
 soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
 	$(BIN)/python -m tests.tools.soak
 	$(BIN)/python -m simulator --seeds 100..299
+	$(BIN)/python -m simulator --seeds 30..129 --vllm
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m slow tests/vllm  # skipped without `make vllm`
 

@@ -285,12 +285,12 @@ class HandOffsAsk:
 
 def check_paths(seed: int, nodes: Iterable[WorkerShell]) -> None:
     """Without faults, every decode worker has a fine path to every prefill worker."""
-    nodes = list(nodes)
+    nodes = [node for node in nodes if not node.spec.has_vllm]
     for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
         fine = {path.peer for path in reader.machine.transfers.paths if path.state is PathState.FINE}
-        owners = {node.agent.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
+        owners = {node.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
         if fine != owners:
-            raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")
+            raise SimulationError(f"seed {seed}: {reader.name} has fine paths to {fine}, not to {owners}")
 
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShell]) -> None:
@@ -305,7 +305,7 @@ def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShe
     for node in nodes:
         kept = node.kept_blocks
         if any(kept.values()) or not node.machine.idle or node.calls:
-            raise SimulationError(f"seed {seed}: {node.agent.name} still has {kept}, calls {list(node.calls)}")
-        known, held = set(node.pool.registered_hashes()), router.workers.index.held(node.spec.worker_id)
+            raise SimulationError(f"seed {seed}: {node.name} still has {kept}, calls {list(node.calls)}")
+        known, held = node.cached_blocks, router.workers.index.held(node.spec.worker_id)
         if known != held:
-            raise SimulationError(f"seed {seed}: the router's index of {node.agent.name} is wrong: {known ^ held}")
+            raise SimulationError(f"seed {seed}: the router's index of {node.name} is wrong: {known ^ held}")

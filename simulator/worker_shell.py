@@ -11,6 +11,7 @@ Reports follow worker/reports.py: at once after a change, then at most one per `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +30,11 @@ from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router.requests import events
-from simulator.agent import SimulatedAgent
+from simulator.agent import ReadFaults, SimulatedAgent
 from simulator.checks import HandOffsAsk
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
-from simulator.network import Call
+from simulator.network import Call, Network
 from simulator.steps import SimulatedExecutor
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
@@ -60,6 +61,15 @@ class WorkerShell:
         self._changed = False  # since the last report
         self._next_report_at = 0.0
         self._used_sum, self._num_samples = 0.0, 0
+        self._hand_offs: HandOffsAsk | None = None  # of a decode worker
+        self.name = f"{spec.worker_id}@{incarnation:04x}"
+        self._build(incarnation)
+        self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
+        world.after(spec.worker.idle_report_interval_s, self._report_idle)
+
+    def _build(self, incarnation: int) -> None:
+        """The machine, and what it drives."""
+        spec = self.spec
         self.pool = BlockPool(spec.num_blocks)
         block_size = spec.layout.block_size
         memory = (
@@ -67,18 +77,20 @@ class WorkerShell:
             if spec.has_content
             else BlankMemory(block_size)
         )
-        name = f"{spec.worker_id}@{incarnation:04x}"
-        self.agent = SimulatedAgent(name, self.pool, memory, spec, self.post)
-        self.executor = SimulatedExecutor(world, spec, self.pool, memory, self.post)
+        self.agent = SimulatedAgent(self.name, self.pool, memory, spec, self.post)
+        self.executor = SimulatedExecutor(self._world, spec, self.pool, memory, self.post)
         self.address = AgentAddress(
-            name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
+            self.name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
             spec.location,
         )  # fmt: skip
-        self.machine = self._build_machine()
-        self._hand_offs = HandOffsAsk(self.machine) if isinstance(self.machine, DecodeMachine) else None
-        self.view = WorkerMachineView(self.machine)
-        self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
-        world.after(spec.worker.idle_report_interval_s, self._report_idle)
+        self.machine: Any = self._build_machine()
+        if not self.is_prefill:
+            self._hand_offs = HandOffsAsk(self.machine)
+        self.view: Any = WorkerMachineView(self.machine)
+
+    def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
+        """`agents` has those of the fleet by name."""
+        self.agent.join(self._world, network, agents, faults)
 
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
         spec = self.spec
@@ -103,7 +115,7 @@ class WorkerShell:
             return
         actions = self.machine.handle(event, self.clock)
         if self._world.is_checked and not isinstance(event, Tick):
-            self._world.note(f"{self.agent.name} <- {describe(event)}")
+            self._world.note(f"{self.name} <- {describe(event)}")
         for action in actions:
             self._perform(action)
         if self._world.is_checked:
@@ -198,7 +210,7 @@ class WorkerShell:
     def cancel(self, call_id: str) -> None:
         """The caller cancelled the call, or its connection broke."""
         if self.calls.pop(call_id, None) is not None:
-            self._world.note(f"{self.agent.name} <- cancel of {call_id}")
+            self._world.note(f"{self.name} <- cancel of {call_id}")
             self.post(PrefillCancelled(call_id) if self.is_prefill else DecodeCancelled(call_id))
 
     def _end_call(self, call_id: str, result: Any) -> None:
@@ -258,10 +270,31 @@ class WorkerShell:
         return self._used_sum / max(1, self._num_samples)
 
     @property
+    def cached_blocks(self) -> set[int]:
+        """Sequence hashes in the prefix cache."""
+        return set(self.pool.registered_hashes())
+
+    @property
     def kept_blocks(self) -> dict[str, int]:
         """Blocks with a holder or a reader, by column of the ledger."""
         ledger = self.pool.ledger()
         return {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
+
+    def count(self, counts: Counter[str]) -> None:
+        """Add what happened in the machine."""
+        transfers = self.machine.transfers.counters
+        counts["expired lease"] += transfers.offers["expired"]
+        counts["completed pull"] += transfers.pulls["complete"]
+        counts["failed pull"] += transfers.pulls["failed"]
+        counts["cancelled pull"] += transfers.pulls["cancelled"]
+        counts["digest mismatch"] += transfers.num_digest_mismatches
+        counts["READY repeated"] += transfers.num_ready_repeated
+        scheduler = self.machine.core.scheduler
+        counts["preemption"] += scheduler.num_preemptions
+        counts["right guess"] += scheduler.num_right_drafts
+        counts["wrong guess"] += scheduler.num_drafts - scheduler.num_right_drafts
+        for why, count in transfers.dropped.items():
+            counts[f"dropped: {why.value}"] += count
 
     # ---- faults of the process
 
@@ -294,8 +327,11 @@ class WorkerShell:
 
     def die(self, silent: bool, killed: bool) -> None:
         self.alive, self.silent, self.killed = False, silent, killed
-        self.executor.alive = self.agent.alive = False
+        self._end_parts()
         self.token_streams.clear()
+
+    def _end_parts(self) -> None:
+        self.executor.alive = self.agent.alive = False
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:
@@ -303,6 +339,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
         timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), kv_block_seconds=done.kv_block_seconds,
+        handoff=done.handoff,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class WorkerSpec:
     transfer: TransferConfig
     step_cost: StepCost
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    has_vllm: bool = False
     # Costs
     known_cost: StepCost = PRIOR  # the worker's own estimate at its start
     step_noise: float = 0.0  # standard deviation of the logarithm of a step's time
@@ -33,3 +34,6 @@ class WorkerSpec:
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
+    engine_death: float = 0.0  # ... that a step ends the engine of a vLLM worker
+    engine_hang: float = 0.0  # ... that a step of it never ends
+    load_failure: float = 0.0  # ... that it cannot load the KV of a hand-off

@@ -88,6 +88,11 @@ class FakeCore:
     def num_open(self) -> int:
         return len(self._sequences) + len(self._lost)
 
+    @property
+    def cached_blocks(self) -> set[int]:
+        """Sequence hashes in the prefix cache."""
+        return set(self._cached)
+
     def submit(self, prompt: Prompt) -> None:
         request, token_ids = prompt.request, prompt.request.token_ids
         if prompt.handoff:

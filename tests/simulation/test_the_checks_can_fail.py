@@ -30,19 +30,25 @@ from simulator.clients import ResumingClients
 from simulator.memory import Memory
 from simulator.network import Call, NetworkFaults
 from simulator.router_shell import RouterShell
-from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, other_choices
+from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, make_vllm_scenario, other_choices
 from simulator.simulation import run_scenario
+from simulator.vllm_shell import VllmShell
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
+from vllm_worker.engine import Prompt
+from vllm_worker.fake_engine import FakeCore
+from vllm_worker.machine import VllmMachine, _Call
 
 MAX_SEEDS = 30
 
 
-def first_failure(change: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> str:
+def first_failure(
+    change: Callable[[Scenario], Scenario] = lambda scenario: scenario, make: Callable[[int], Scenario] = make_scenario
+) -> str:
     """The message of the first seed that fails; empty where none does."""
     for seed in range(1, MAX_SEEDS):
         try:
-            run_scenario(change(make_scenario(seed)))
+            run_scenario(change(make(seed)))
         except SimulationError as error:
             return str(error)
     return ""
@@ -352,3 +358,38 @@ def test_a_client_that_forgets_a_token_is_caught(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(RouterShell, "arrive", forget)
     assert "is next" in first_failure(dying_routers)
+
+
+# ---- vLLM inside the workers
+
+
+def test_a_vllm_worker_that_numbers_a_resumed_stream_from_zero_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Call, "next_index", property(lambda call: call.num_tokens))
+    assert first_failure(make=make_vllm_scenario) != ""
+
+
+def test_a_vllm_worker_that_waits_for_a_hung_engine_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: VllmMachine) -> float | None:
+        return self.open_calls.deadlines.next()
+
+    monkeypatch.setattr(VllmMachine, "next_deadline", never)
+    assert "DeadlineExceeded" in first_failure(make=make_vllm_scenario)
+
+
+def test_an_engine_that_loads_the_kv_of_another_prompt_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = FakeCore.submit
+
+    def swapped(self: FakeCore, prompt: Prompt) -> None:
+        kept = self._cluster.kept
+        if prompt.handoff in kept and len(kept) > 1:
+            kept[prompt.handoff] = next(reversed(kept.values()))
+        submit(self, prompt)
+
+    monkeypatch.setattr(FakeCore, "submit", swapped)
+    failure = first_failure(make=make_vllm_scenario)
+    assert any(sign in failure for sign in ("is right", "finished by"))  # the KV has other tokens, and their number
+
+
+def test_an_engine_that_keeps_kv_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmShell, "_expire", lambda *_: None)
+    assert "prompts kept for others" in first_failure(make=make_vllm_scenario)

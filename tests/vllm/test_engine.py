@@ -34,15 +34,16 @@ async def watched(process: VllmProcess) -> AsyncIterator[WatchedEngine]:
         await watching
 
 
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    require_vllm()
+    directory = tmp_path_factory.mktemp("vllm")
+    with started_workers(directory, ("prefill", 0), ("decode", 0), engines_alone=True) as started:
+        yield started
+
+
 class TestVllm(EngineContract):
     most_late_reports = 8  # between two processes
-
-    @pytest.fixture(scope="class")
-    def engines(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-        require_vllm()
-        directory = tmp_path_factory.mktemp("vllm")
-        with started_workers(directory, ("prefill", 0), ("decode", 0), engines_alone=True) as started:
-            yield started
 
     @pytest.fixture
     async def pair(self, engines: Engines) -> AsyncIterator[EnginePair]:
