@@ -21,7 +21,7 @@ from core.request import Request, SamplingParams
 from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import VOCAB_SIZE
 from simulator.network import NetworkFaults
-from simulator.worker_spec import WorkerSpec
+from simulator.worker_spec import EngineFaults, WorkerSpec
 
 NUM_REQUESTS = 50
 NUM_HARSH_REQUESTS = 90
@@ -137,13 +137,7 @@ def make_vllm_scenario(seed: int) -> Scenario:
     """The same with vLLM inside the workers, whose engines die, hang and fail to load KV."""
     scenario, chance = make_scenario(seed), random.Random(f"engines of {seed}")
     model = scenario.workers[0]
-    faults = dict.fromkeys(("engine_death", "engine_hang", "load_failure"), 0.0)
-    if not scenario.calm:
-        faults = {
-            "engine_death": chance.choice((0.0, 0.01)),
-            "engine_hang": chance.choice((0.0, 0.005)),
-            "load_failure": chance.choice((0.0, 0.1)),
-        }
+    faults = EngineFaults(chance.choice((0.0, 0.01)), chance.choice((0.0, 0.005)), chance.choice((0.0, 0.1)))
 
     def with_vllm(spec: WorkerSpec) -> WorkerSpec:
         return replace(
@@ -153,7 +147,7 @@ def make_vllm_scenario(seed: int) -> Scenario:
             num_blocks=model.num_blocks,
             transfer=replace(spec.transfer, lease_s=VLLM_LEASE_S),
             worker=replace(spec.worker, step_timeout_s=VLLM_STEP_TIMEOUT_S),
-            **faults,
+            engine=EngineFaults() if scenario.calm else faults,
         )
 
     router = replace(scenario.router, local_prefill=chance.choice(("never", "never", "auto")))

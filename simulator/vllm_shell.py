@@ -67,7 +67,7 @@ class VllmShell(WorkerShell):
         world = self._world
         if prompt.handoff:
             world.counts["kept KV is gone"] += prompt.handoff not in self._cluster.kept
-            self.engine.loses_loads = world.chance(self.spec.load_failure)
+            self.engine.loses_loads = world.chance(self.spec.engine.lost_load)
             if self.engine.loses_loads:
                 world.counts["load fails"] += 1
                 world.trouble(self.spec.worker_id)
@@ -83,9 +83,9 @@ class VllmShell(WorkerShell):
         self._is_stepping = True
         step = self.engine.next_step()
         duration_s = spec.step_cost.seconds(StepWork(step.num_decodes, 0, step.prompt_tokens, 0.0))
-        if world.chance(spec.engine_hang):
+        if world.chance(spec.engine.hang):
             self._begin_trouble("engine hangs")
-        elif world.chance(spec.engine_death):
+        elif world.chance(spec.engine.death):
             self._begin_trouble("engine dies")
             world.after(duration_s, self._die_in_engine)
         else:

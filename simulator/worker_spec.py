@@ -13,6 +13,15 @@ from simulator.cost_model import LinkCost
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFaults:
+    """Of the engine of a vLLM worker."""
+
+    death: float = 0.0  # probability that a step ends the engine
+    hang: float = 0.0  # ... that a step never ends
+    lost_load: float = 0.0  # ... that the KV of a hand-off cannot be loaded
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     worker_id: str
     role: ServiceRole
@@ -34,6 +43,4 @@ class WorkerSpec:
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
-    engine_death: float = 0.0  # ... that a step ends the engine of a vLLM worker
-    engine_hang: float = 0.0  # ... that a step of it never ends
-    load_failure: float = 0.0  # ... that it cannot load the KV of a hand-off
+    engine: EngineFaults = field(default_factory=EngineFaults)

@@ -178,8 +178,15 @@ class FakeCore:
 class FakeEngine(FakeCore):
     """An `Engine`, with a step each `step_s`. `refuses_start`, `die`, `hangs` and `loses_loads` are the faults."""
 
-    def __init__(self, cluster: FakeCluster, step_s: float = 0.001, name: str = "") -> None:
-        super().__init__(cluster, name)
+    def __init__(
+        self,
+        cluster: FakeCluster,
+        step_s: float = 0.001,
+        name: str = "",
+        info: EngineInfo = INFO,
+        next_token: NextToken = next_token,
+    ) -> None:
+        super().__init__(cluster, name, info, next_token)
         self._step_s = step_s
         self._stepping: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
