@@ -15,6 +15,7 @@ import openai
 import pydantic
 import pytest
 
+from benchmarks.asking import ask, ask_worker, random_prompts
 from core.config import TelemetryConfig, WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
@@ -198,7 +199,8 @@ async def test_tools_and_formats_hold_on_the_way_through_two_engines() -> None:
         assert isinstance(chat.choices[0].message.parsed, Order)
         named: Any = {"type": "function", "function": {"name": "order"}}
         answer = await client.chat.completions.create(**CHAT, tools=tools, tool_choice=named)
-        (call,) = answer.choices[0].message.tool_calls or ()
+        assert answer.choices[0].message.tool_calls is not None
+        (call,) = answer.choices[0].message.tool_calls
         assert call.type == "function"
         Order.model_validate_json(call.function.arguments)
         assert fleet.cluster.num_handoffs == 2
@@ -229,3 +231,14 @@ async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: P
     }  # fmt: skip
     assert len({span["context"]["trace_id"] for span in spans.values()}) == 1
     assert spans["decode_worker.decode"]["attributes"]["tandem.tokens"] == 8
+
+
+async def test_the_benchmark_of_a_worker_times_every_token() -> None:
+    async with deploy_fakes(num_prefill=0) as fleet:
+        prompts = random_prompts(4, 20)
+        answers = await ask_worker(fleet.endpoints["decode-0"].address, prompts, 9)
+        assert [len(answer.times) for answer in answers] == [9] * 4
+        assert all(answer.times == sorted(answer.times) for answer in answers)
+        answer = await ask(fleet.client, PROMPT, 5, 30.0, 0.0)
+        assert len(answer.times) == 5
+        assert answer.promised_ttft_s is not None
