@@ -65,12 +65,14 @@ class VllmShell(WorkerShell):
 
     def _submit(self, prompt: Prompt) -> None:
         world = self._world
-        if prompt.handoff:
-            world.counts["kept KV is gone"] += prompt.handoff not in self._cluster.kept
-            self.engine.loses_loads = world.chance(self.spec.engine.lost_load)
-            if self.engine.loses_loads:
-                world.counts["load fails"] += 1
-                world.trouble(self.spec.worker_id)
+        self.engine.loses_loads = bool(prompt.handoff) and world.chance(self.spec.engine.lost_load)
+        if self.engine.loses_loads:
+            is_gone = world.chance(0.5)
+            world.counts["kept KV is gone" if is_gone else "load fails"] += 1
+            world.trouble(self.spec.worker_id)
+            self.engine.loses_loads = not is_gone
+            if is_gone:  # its owner has ended the lease early
+                self._cluster.kept.pop(prompt.handoff, None)
         self.engine.submit(prompt)
         self._plan_step()
 
