@@ -83,9 +83,10 @@ class WorkerShell:
             self.name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
             spec.location,
         )  # fmt: skip
-        self.machine: Any = self._build_machine()
-        if not self.is_prefill:
-            self._hand_offs = HandOffsAsk(self.machine)
+        machine = self._build_machine()
+        self.machine: Any = machine
+        if isinstance(machine, DecodeMachine):
+            self._hand_offs = HandOffsAsk(machine)
         self.view: Any = WorkerMachineView(self.machine)
 
     def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
