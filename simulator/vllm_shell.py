@@ -65,14 +65,14 @@ class VllmShell(WorkerShell):
 
     def _submit(self, prompt: Prompt) -> None:
         world = self._world
-        self.engine.loses_loads = bool(prompt.handoff) and world.chance(self.spec.engine.lost_load)
-        if self.engine.loses_loads:
-            is_gone = world.chance(0.5)
+        fails = bool(prompt.handoff) and world.chance(self.spec.engine.lost_load)
+        is_gone = fails and world.chance(0.5)  # its owner has ended the lease early
+        if fails:
             world.counts["kept KV is gone" if is_gone else "load fails"] += 1
             world.trouble(self.spec.worker_id)
-            self.engine.loses_loads = not is_gone
-            if is_gone:  # its owner has ended the lease early
-                self._cluster.kept.pop(prompt.handoff, None)
+        if is_gone:
+            self._cluster.kept.pop(prompt.handoff, None)
+        self.engine.loses_loads = fails and not is_gone
         self.engine.submit(prompt)
         self._plan_step()
 
