@@ -70,8 +70,9 @@ bench-goodput: setup  ## Measure requests inside their limits beside the undivid
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
 
-bench-vllm: vllm  ## The same with vLLM inside the workers, beside vLLM alone and Tandem's own engine (40 minutes)
-	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
+bench-vllm: vllm  ## A worker beside bare AsyncLLM, a kill under load, and goodput beside vLLM alone (60 minutes)
+	$(BIN)/python -m benchmarks.vllm
+	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D 0P2D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
 
 bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
 	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))
@@ -113,6 +114,7 @@ phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks
 soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
 	$(BIN)/python -m tests.tools.soak
 	$(BIN)/python -m simulator --seeds 100..299
+	$(BIN)/python -m simulator --seeds 30..129 --vllm
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m slow tests/vllm  # skipped without `make vllm`
 

@@ -208,6 +208,8 @@ class FleetMachine:
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
         for slot in self._slots:
+            if self._slots.newest(slot.member) is None:
+                continue  # a failure before it in this loop has removed it
             if slot.leave_at is not None and now >= slot.leave_at:
                 replacement = self._slots.replacement_of(slot)
                 assert replacement is not None, "check() says so"

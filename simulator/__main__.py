@@ -24,14 +24,21 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--seed", type=int, help="run one seed")
     which.add_argument("--seeds", type=_seed_range, help="run a range of seeds, first..last, both included")
     parser.add_argument("--verbose", action="store_true", help="print every event")
-    parser.add_argument("--harsh", action="store_true", help="run the seeds with more requests and many more faults")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--harsh", dest="kind", action="store_const", const="harsh", default="plain",
+        help="run the seeds with more requests and many more faults",
+    )  # fmt: skip
+    kind.add_argument(
+        "--vllm", dest="kind", action="store_const", const="vllm", help="run them with vLLM inside the workers"
+    )
     options = parser.parse_args(arguments)
     seeds = options.seeds if options.seed is None else [options.seed]
     totals: Counter[str] = Counter()
     failed = []
     for seed in seeds:
         try:
-            totals += run_seed(seed, print if options.verbose else None, harsh=options.harsh).counts
+            totals += run_seed(seed, print if options.verbose else None, kind=options.kind).counts
         except AssertionError as error:
             failed.append(seed)
             print(f"seed {seed} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
@@ -41,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{count:9d}  {name}")
     if failed:
         print(f"{len(failed)} of {len(seeds)} seeds failed. Replay with", file=sys.stderr)
+        flag = "" if options.kind == "plain" else f"--{options.kind} "
         for seed in failed:
-            print(f"python -m simulator {'--harsh ' * options.harsh}--seed {seed} --verbose", file=sys.stderr)
+            print(f"python -m simulator {flag}--seed {seed} --verbose", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -7,13 +7,15 @@
 4. A request moves at most once for each drain, and without other faults a drain has nothing computed again.
 5. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 
-simulator/authorship.py checks who computes the tokens.
+simulator/authorship.py checks who computes the tokens. `HandOffsAsk` checks after each event of a decode worker that a
+hand-off asks its owner once the pool has room for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from core.errors import (
     DeadlineExceeded,
@@ -28,14 +30,19 @@ from core.errors import (
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
+from core.scheduling.sequence import Rank
+from core.step import StepPlan
+from decode_worker.machine import DecodeMachine
 from router.requests.events import Deliver, Outcome
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
 from simulator.memory import Continuation
 from simulator.network import first_id
 from simulator.scenario import ClientRequest, Scenario
-from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
+
+if TYPE_CHECKING:
+    from simulator.worker_shell import WorkerShell  # which checks hand-offs
 
 TOLERANCE_S = 0.001  # of a timer after a deadline
 
@@ -245,14 +252,56 @@ class Oracle:
         return expected
 
 
+class HandOffsAsk:
+    """A hand-off asks its owner at once if the pool covers it beside all that ranks before it.
+
+    If the planning of a step makes room for the hand-off, it asks when that step ends.
+    """
+
+    def __init__(self, machine: DecodeMachine) -> None:
+        self._scheduler, self._pool, self._pulls = machine.core.scheduler, machine.core.pool, machine.pulls
+        self._fits_since: dict[Rank, StepPlan | None] = {}  # the oldest step then, by the rank of a hand-off
+
+    def check(self) -> int:
+        """Returns how many hand-offs have not asked."""
+        waiting = [pull for pull in self._pulls.by_id.values() if pull.lacks_blocks and not pull.admitted]
+        if not waiting:
+            self._fits_since.clear()
+            return 0
+        scheduler, free, claims = self._scheduler, self._num_free(), self._claims()
+        fits_since, self._fits_since = self._fits_since, {}
+        for pull in waiting:
+            rank = pull.sequence.rank
+            needed = pull.num_missing + sum(max(missing, 0) for other, missing in claims if other < rank)
+            if needed > free:
+                continue
+            step = self._fits_since[rank] = fits_since.get(rank, scheduler.oldest_step)
+            if step is None or step is not scheduler.oldest_step:
+                raise SimulationError(f"hand-off {rank} has not asked: it needs {needed} blocks of {free}")
+        return len(waiting)
+
+    def _num_free(self) -> int:
+        """Without one block for the next tokens of each sequence that runs or was pulled."""
+        scheduler = self._scheduler
+        return self._pool.num_available - len(scheduler.running) - len(scheduler.queues.waiting_with_blocks)
+
+    def _claims(self) -> list[tuple[Rank, int]]:
+        """The blocks that sequences and hand-offs have yet to take."""
+        scheduler = self._scheduler
+        sequences = [*scheduler.waiting, *scheduler.queues.prefilling.values()]
+        claims = [(s.rank, -(-s.num_tokens // scheduler.block_size) - len(s.block_table)) for s in sequences]
+        lacking = [pull for pull in self._pulls.by_id.values() if pull.lacks_blocks]
+        return claims + [(pull.sequence.rank, pull.num_missing + 1) for pull in lacking]
+
+
 def check_paths(seed: int, nodes: Iterable[WorkerShell]) -> None:
     """Without faults, every decode worker has a fine path to every prefill worker."""
-    nodes = list(nodes)
+    nodes = [node for node in nodes if not node.spec.has_vllm]
     for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
         fine = {path.peer for path in reader.machine.transfers.paths if path.state is PathState.FINE}
-        owners = {node.agent.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
+        owners = {node.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
         if fine != owners:
-            raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")
+            raise SimulationError(f"seed {seed}: {reader.name} has fine paths to {fine}, not to {owners}")
 
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShell]) -> None:
@@ -267,7 +316,7 @@ def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShe
     for node in nodes:
         kept = node.kept_blocks
         if any(kept.values()) or not node.machine.idle or node.calls:
-            raise SimulationError(f"seed {seed}: {node.agent.name} still has {kept}, calls {list(node.calls)}")
-        known, held = set(node.pool.registered_hashes()), router.workers.index.held(node.spec.worker_id)
+            raise SimulationError(f"seed {seed}: {node.name} still has {kept}, calls {list(node.calls)}")
+        known, held = node.cached_blocks, router.workers.index.held(node.spec.worker_id)
         if known != held:
-            raise SimulationError(f"seed {seed}: the router's index of {node.agent.name} is wrong: {known ^ held}")
+            raise SimulationError(f"seed {seed}: the router's index of {node.name} is wrong: {known ^ held}")

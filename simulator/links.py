@@ -85,7 +85,7 @@ class BreakableLinks:
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
         self._token_streams: dict[str, Call] = {}  # open here, by worker id
-        self._peer_lines: dict[str, Line] = {}  # by name of the worker's agent
+        self._peer_lines: dict[str, Line] = {}  # by name of the worker
 
     def close(self) -> None:
         """Each connection to a worker breaks."""
@@ -102,7 +102,7 @@ class BreakableLinks:
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None:
         node = self._fleet[worker_id]
-        line = self._peer_lines.setdefault(node.agent.name, self._network.line(self._router.name, worker_id))
+        line = self._peer_lines.setdefault(node.name, self._network.line(self._router.name, worker_id))
         for change in changes:
             line.send(partial(node.post, change))
 

@@ -74,6 +74,15 @@ class Continuation:
         self._folded = mix(self._folded, self._slot)
 
 
+def token_behind(request: Request, token_ids: list[int]) -> int:
+    """The token behind `token_ids`, of an engine without slots."""
+    slot, folded = _ROOT, _ROOT
+    for token_id in token_ids:
+        slot = mix(slot, token_id)
+        folded = mix(folded, slot)
+    return _token_from(folded, request.sampling.seed, 0)
+
+
 class Memory:
     """The pool of one worker: block id -> the contents of its slots."""
 

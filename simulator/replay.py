@@ -44,7 +44,7 @@ class Replay:
         self.workers = {spec.worker_id: WorkerShell(self.world, spec) for spec in self._specs()}
         agents: dict[str, SimulatedAgent] = {}
         for worker in self.workers.values():
-            worker.agent.join(self.world, self.network, agents, ReadFaults())
+            worker.join(self.network, agents, ReadFaults())
         self.clients = ServedRequests(self.world)
         self.routers = [self._router(f"router-{number}") for number in range(config.num_routers)]
         self.trace = self._arrivals(workload)

@@ -9,6 +9,7 @@ or exceed every pool. One seed in five is calm: it has no faults, so every reque
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from core.config import RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
@@ -20,12 +21,14 @@ from core.request import Request, SamplingParams
 from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import VOCAB_SIZE
 from simulator.network import NetworkFaults
-from simulator.worker_spec import WorkerSpec
+from simulator.worker_spec import EngineFaults, WorkerSpec
 
 NUM_REQUESTS = 50
 NUM_HARSH_REQUESTS = 90
 ARRIVALS_S = 3.0
 BLOCK_SIZES = (4, 8)
+VLLM_LEASE_S = 5.0  # longer than any stop of a worker
+VLLM_STEP_TIMEOUT_S = 1.0
 PATIENT_TIMEOUT_S = 60.0
 STEP_COST = StepCost(step_s=0.004, sequence_s=0.0002, context_s=0.0, token_s=0.0002, pair_s=0.0)
 SLOW_STEP_COST = replace(STEP_COST, sequence_s=0.002, token_s=0.002)
@@ -131,6 +134,34 @@ def make_harsh_scenario(seed: int) -> Scenario:
         network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
         reads=replace(scenario.reads, slow=0.1, broken=0.05, corrupted=0.1 if verified else 0.0),
     )
+
+
+def make_vllm_scenario(seed: int) -> Scenario:
+    """The same with vLLM inside the workers, whose engines die, hang and fail to load KV."""
+    scenario, chance = make_scenario(seed), random.Random(f"engines of {seed}")
+    model = scenario.workers[0]
+    faults = EngineFaults(chance.choice((0.0, 0.01)), chance.choice((0.0, 0.005)), chance.choice((0.0, 0.1)))
+
+    def with_vllm(spec: WorkerSpec) -> WorkerSpec:
+        return replace(
+            spec,
+            has_vllm=True,
+            layout=model.layout,
+            num_blocks=model.num_blocks,
+            transfer=replace(spec.transfer, lease_s=VLLM_LEASE_S),
+            worker=replace(spec.worker, step_timeout_s=VLLM_STEP_TIMEOUT_S),
+            engine=EngineFaults() if scenario.calm else faults,
+        )
+
+    router = replace(scenario.router, local_prefill=chance.choice(("never", "never", "auto")))
+    return replace(scenario, router=router, workers=tuple(map(with_vllm, scenario.workers)))
+
+
+SCENARIOS: dict[str, Callable[[int], Scenario]] = {
+    "plain": make_scenario,
+    "harsh": make_harsh_scenario,
+    "vllm": make_vllm_scenario,
+}
 
 
 def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tuple[WorkerSpec, ...]:

@@ -15,12 +15,15 @@ from simulator.clients import ResumingClients
 from simulator.links import RECONNECT_S, BreakableLinks
 from simulator.network import Network
 from simulator.router_shell import RouterShell
-from simulator.scenario import Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
+from simulator.scenario import SCENARIOS, Fault, RouterDeath, Scenario
+from simulator.vllm_shell import VllmShell
 from simulator.worker_shell import WorkerShell
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
+from vllm_worker.fake_engine import FakeCluster
 
 LATEST_END_S = 100.0
+FAILED_RESTART_S = 0.5  # after a worker has ended because of its engine
 SETTLE_S = 6.0  # after the last request, so that leases expire, kept messages expire and reports arrive
 
 
@@ -44,6 +47,7 @@ class Simulation:
         self.authorship = Authorship(self.world)
         self.fleet: dict[str, WorkerShell] = {}  # newest incarnation of each worker, dead or alive
         self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
+        self._kept = FakeCluster()  # KV that the vLLM workers keep for each other
         self._ended: list[WorkerShell] = []
         self.clients = ResumingClients(self.world, self.oracle)
         self.routers: list[RouterShell] = []
@@ -96,11 +100,14 @@ class Simulation:
 
     def _start(self, spec: WorkerSpec) -> None:
         chance = self.world.random
-        incarnation, offset_s = chance.getrandbits(64), chance.uniform(0.0, 1000.0)
-        node = WorkerShell(self.world, spec, incarnation, offset_s, self.authorship)
-        node.agent.join(self.world, self.network, self._agents, self.scenario.reads)
+        start = (chance.getrandbits(64), chance.uniform(0.0, 1000.0))
+        if spec.has_vllm:
+            node: WorkerShell = VllmShell(self.world, spec, self._kept, self._restart_failed, *start)
+        else:
+            node = WorkerShell(self.world, spec, *start, self.authorship)
+        node.join(self.network, self._agents, self.scenario.reads)
         self.fleet[spec.worker_id] = node
-        self.world.note(f"{node.agent.name} starts")
+        self.world.note(f"{node.name} starts")
 
     # ---- faults
 
@@ -111,7 +118,7 @@ class Simulation:
         if fault.kind != "loses its token stream":  # counted where a stream was open
             world.counts[fault.kind] += 1
         world.trouble(fault.worker_id, until=world.now + fault.duration_s)
-        world.note(f"{node.agent.name} {fault.kind} for {fault.duration_s} s")
+        world.note(f"{node.name} {fault.kind} for {fault.duration_s} s")
         match fault.kind:
             case "dies" | "vanishes":
                 node.die(silent=fault.kind == "vanishes", killed=True)
@@ -153,6 +160,9 @@ class Simulation:
                 self.world.after(0.05, partial(links.notice_death, node))
         self.world.after(restart_after_s, partial(self._start, node.spec))
 
+    def _restart_failed(self, node: WorkerShell) -> None:
+        self._remove_dead(node, FAILED_RESTART_S)
+
     def _end_when_drained(self, node: WorkerShell, restart_after_s: float) -> None:
         if not node.alive:
             return
@@ -165,32 +175,19 @@ class Simulation:
             self.world.after(0.05, partial(self._end_when_drained, node, restart_after_s))
 
     def _resume(self, node: WorkerShell) -> None:
-        self.world.note(f"{node.agent.name} resumes")
+        self.world.note(f"{node.name} resumes")
         node.resume()
 
     # ---- counting
 
     def _count(self, nodes: list[WorkerShell]) -> None:
-        counts = self.world.counts
         for node in nodes:
-            transfers = node.machine.transfers.counters
-            counts["expired lease"] += transfers.offers["expired"]
-            counts["completed pull"] += transfers.pulls["complete"]
-            counts["failed pull"] += transfers.pulls["failed"]
-            counts["cancelled pull"] += transfers.pulls["cancelled"]
-            counts["digest mismatch"] += transfers.num_digest_mismatches
-            counts["READY repeated"] += transfers.num_ready_repeated
-            scheduler = node.machine.core.scheduler
-            counts["preemption"] += scheduler.num_preemptions
-            counts["right guess"] += scheduler.num_right_drafts
-            counts["wrong guess"] += scheduler.num_drafts - scheduler.num_right_drafts
-            for why, count in transfers.dropped.items():
-                counts[f"dropped: {why.value}"] += count
+            node.count(self.world.counts)
 
 
 def run_scenario(scenario: Scenario, print_line: Callable[[str], None] | None = None) -> Result:
     return Simulation(scenario, print_line).run()
 
 
-def run_seed(seed: int, print_line: Callable[[str], None] | None = None, *, harsh: bool = False) -> Result:
-    return run_scenario(make_harsh_scenario(seed) if harsh else make_scenario(seed), print_line)
+def run_seed(seed: int, print_line: Callable[[str], None] | None = None, *, kind: str = "plain") -> Result:
+    return run_scenario(SCENARIOS[kind](seed), print_line)

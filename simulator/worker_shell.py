@@ -11,6 +11,7 @@ Reports follow worker/reports.py: at once after a change, then at most one per `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,12 @@ from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router.requests import events
-from simulator.agent import SimulatedAgent
+from simulator.agent import ReadFaults, SimulatedAgent
 from simulator.authorship import Authorship
+from simulator.checks import HandOffsAsk
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
-from simulator.network import Call
+from simulator.network import Call, Network
 from simulator.steps import SimulatedExecutor
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
@@ -83,6 +85,15 @@ class WorkerShell:
         self._used_sum, self._num_samples = 0.0, 0
         self._resumed_at = 0.0  # after a stop
         self._num_preemptions = 0
+        self._hand_offs: HandOffsAsk | None = None  # of a decode worker
+        self.name = f"{spec.worker_id}@{incarnation:04x}"
+        self._build(incarnation)
+        self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
+        world.after(spec.worker.idle_report_interval_s, self._report_idle)
+
+    def _build(self, incarnation: int) -> None:
+        """The machine, and what it drives."""
+        spec = self.spec
         self.pool = BlockPool(spec.num_blocks)
         block_size = spec.layout.block_size
         memory = (
@@ -90,17 +101,21 @@ class WorkerShell:
             if spec.has_content
             else BlankMemory(block_size)
         )
-        name = f"{spec.worker_id}@{incarnation:04x}"
-        self.agent = SimulatedAgent(name, self.pool, memory, spec, self.post)
-        self.executor = SimulatedExecutor(world, spec, self.pool, memory, self.post, authorship)
+        self.agent = SimulatedAgent(self.name, self.pool, memory, spec, self.post)
+        self.executor = SimulatedExecutor(self._world, spec, self.pool, memory, self.post, self._authorship)
         self.address = AgentAddress(
-            name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
+            self.name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
             spec.location,
         )  # fmt: skip
-        self.machine = self._build_machine()
-        self.view = WorkerMachineView(self.machine)
-        self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
-        world.after(spec.worker.idle_report_interval_s, self._report_idle)
+        machine = self._build_machine()
+        self.machine: Any = machine
+        if isinstance(machine, DecodeMachine):
+            self._hand_offs = HandOffsAsk(machine)
+        self.view: Any = WorkerMachineView(self.machine)
+
+    def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
+        """`agents` has those of the fleet by name."""
+        self.agent.join(self._world, network, agents, faults)
 
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
         spec = self.spec
@@ -125,7 +140,7 @@ class WorkerShell:
             return
         actions = self.machine.handle(event, self.clock)
         if self._world.is_checked and not isinstance(event, Tick):
-            self._world.note(f"{self.agent.name} <- {describe(event)}")
+            self._world.note(f"{self.name} <- {describe(event)}")
         for action in actions:
             self._perform(action)
         if self._world.is_checked:
@@ -138,11 +153,15 @@ class WorkerShell:
         if isinstance(self.machine, DecodeMachine):
             self._count_pulls(self.machine.pulls)
             self._check_pauses(self.machine.moves)
-        num_preemptions = self.machine.core.scheduler.num_preemptions
-        if num_preemptions != self._num_preemptions:
-            self._num_preemptions = num_preemptions
-            waiting = self.machine.core.scheduler.waiting
-            self._world.marks.update(f"preemption of {s.sequence_id}" for s in waiting if s.num_preemptions)
+            self._mark_preempted(self.machine.core.scheduler)
+        if self._hand_offs is not None:
+            self._world.counts["hand-off waits for blocks"] += self._hand_offs.check() > 0
+
+    def _mark_preempted(self, scheduler: Scheduler) -> None:
+        if scheduler.num_preemptions != self._num_preemptions:
+            self._num_preemptions = scheduler.num_preemptions
+            preempted = [sequence for sequence in scheduler.waiting if sequence.num_preemptions]
+            self._world.marks.update(f"preemption of {sequence.sequence_id}" for sequence in preempted)
 
     def _count_pulls(self, pulls: PullQueue) -> None:
         """Count the events after which hand-offs compete for blocks."""
@@ -261,7 +280,7 @@ class WorkerShell:
     def cancel(self, call_id: str) -> None:
         """The caller cancelled the call, or its connection broke."""
         if self.calls.pop(call_id, None) is not None:
-            self._world.note(f"{self.agent.name} <- cancel of {call_id}")
+            self._world.note(f"{self.name} <- cancel of {call_id}")
             self.post(PrefillCancelled(call_id) if self.is_prefill else DecodeCancelled(call_id))
 
     def _end_call(self, call_id: str, result: Any) -> None:
@@ -321,10 +340,31 @@ class WorkerShell:
         return self._used_sum / max(1, self._num_samples)
 
     @property
+    def cached_blocks(self) -> set[int]:
+        """Sequence hashes in the prefix cache."""
+        return set(self.pool.registered_hashes())
+
+    @property
     def kept_blocks(self) -> dict[str, int]:
         """Blocks with a holder or a reader, by column of the ledger."""
         ledger = self.pool.ledger()
         return {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
+
+    def count(self, counts: Counter[str]) -> None:
+        """Add what happened in the machine."""
+        transfers = self.machine.transfers.counters
+        counts["expired lease"] += transfers.offers["expired"]
+        counts["completed pull"] += transfers.pulls["complete"]
+        counts["failed pull"] += transfers.pulls["failed"]
+        counts["cancelled pull"] += transfers.pulls["cancelled"]
+        counts["digest mismatch"] += transfers.num_digest_mismatches
+        counts["READY repeated"] += transfers.num_ready_repeated
+        scheduler = self.machine.core.scheduler
+        counts["preemption"] += scheduler.num_preemptions
+        counts["right guess"] += scheduler.num_right_drafts
+        counts["wrong guess"] += scheduler.num_drafts - scheduler.num_right_drafts
+        for why, count in transfers.dropped.items():
+            counts[f"dropped: {why.value}"] += count
 
     # ---- faults of the process
 
@@ -360,8 +400,11 @@ class WorkerShell:
 
     def die(self, silent: bool, killed: bool) -> None:
         self.alive, self.silent, self.killed = False, silent, killed
-        self.executor.alive = self.agent.alive = False
+        self._end_parts()
         self.token_streams.clear()
+
+    def _end_parts(self) -> None:
+        self.executor.alive = self.agent.alive = False
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:
@@ -369,6 +412,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
         timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), kv_block_seconds=done.kv_block_seconds,
+        handoff=done.handoff,
     )  # fmt: skip
 
 

@@ -13,6 +13,15 @@ from simulator.cost_model import LinkCost
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFaults:
+    """Of the engine of a vLLM worker."""
+
+    death: float = 0.0  # probability that a step ends the engine
+    hang: float = 0.0  # ... that a step never ends
+    lost_load: float = 0.0  # ... that the KV of a hand-off cannot be loaded
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     worker_id: str
     role: ServiceRole
@@ -22,6 +31,7 @@ class WorkerSpec:
     transfer: TransferConfig
     step_cost: StepCost
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    has_vllm: bool = False
     # Costs
     known_cost: StepCost = PRIOR  # the worker's own estimate at its start
     step_noise: float = 0.0  # standard deviation of the logarithm of a step's time
@@ -34,3 +44,4 @@ class WorkerSpec:
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
+    engine: EngineFaults = field(default_factory=EngineFaults)

@@ -1,4 +1,5 @@
-"""vLLM's AsyncLLM as an `Engine`. The only file of this project that imports vllm, with vllm_worker/draws.py.
+"""vLLM's AsyncLLM as an `Engine`. Three files import vllm: this one, and those that vLLM loads by name, draws.py and
+connector.py.
 
 Tested with vLLM 0.32. Its KV connector moves the blocks (`kv_producer` on a prefill worker, `kv_consumer` on a decode
 worker); the parameters that it gives for the other side travel as JSON with a version. What arrives is checked, because

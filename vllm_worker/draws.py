@@ -26,7 +26,7 @@ from core.step import SequenceView
 from engine.sampling import adjust, choose_at, is_plain
 from text.grammars import GrammarReader
 from text.tokenizer import load_tokenizer
-from vllm_worker.sampling import EXTRA_ARG, Draw, decode_draw
+from vllm_worker.sampling import EXTRA_ARG, DrawParams, decode_draw_params
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class _Row:
     """One request of the batch. `output` grows while vLLM samples."""
 
-    def __init__(self, draw: Draw, prompt: list[int], output: list[int]) -> None:
+    def __init__(self, draw: DrawParams, prompt: list[int], output: list[int]) -> None:
         self._draw, self._num_prompt, self._output = draw, len(prompt), output  # of vLLM's prompt
         self._token_ids = list(prompt)
         self.view = SequenceView(str(id(self)), self._token_ids, draw.num_prompt_tokens, (), draw.sampling)
@@ -101,4 +101,4 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
 
 def _row_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
     wire = (params.extra_args or {}).get(EXTRA_ARG)
-    return None if wire is None else _Row(decode_draw(wire), prompt or [], output)
+    return None if wire is None else _Row(decode_draw_params(wire), prompt or [], output)

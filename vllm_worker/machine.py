@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from core.errors import (
     DeadlineExceeded,
@@ -141,8 +142,8 @@ class VllmMachine:
                 self._reported_at = now
                 self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
-            case BlocksChanged():
-                pass  # the shell reports them
+            case BlocksChanged() | PeerJoined() | PeerLeft():
+                pass  # the shell reports the blocks, and the engines connect by themselves
             case EngineDied(detail):
                 return self._on_died(detail)
             case PrefillArrived(request):
@@ -160,6 +161,8 @@ class VllmMachine:
                 self.draining = True
             case Tick():
                 return self._on_tick(now)
+            case _:
+                assert_never(event)
         return []
 
     def next_deadline(self) -> float | None:

@@ -16,7 +16,6 @@ from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole
-from core.scheduling.block_pool import BlockEvent, BlockStored
 from core.scheduling.worker_load import WorkerChanges
 from core.service import Endpoint
 from decode_worker.servicer import DecodeServicer
@@ -28,11 +27,11 @@ from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
+from vllm_worker.view import VllmView
 from worker.core import DrainRequested
 from worker.grammar_check import accept_grammars
 from worker.reports import ReportFeed
 from worker.service import Servicer
-from worker.view import ChangeTracker
 
 SERVICERS: dict[ServiceRole, Callable[[float], Servicer]] = {
     ServiceRole.PREFILL: PrefillServicer,
@@ -59,9 +58,7 @@ class VllmService:
         self._servicer = SERVICERS[role](config.default_timeout_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
-        self._tracker = ChangeTracker()
-        self._blocks: dict[int, None] = {}  # sequence hashes in the prefix cache
-        self._block_events: list[BlockEvent] = []  # since the last report
+        self._view = VllmView(lambda: self._machine.worker_load())
         self._driver: Driver[VllmEvent, VllmAction] | None = None
         self._stopping = False
 
@@ -128,12 +125,7 @@ class VllmService:
 
     def _on_report(self, report: EngineReport) -> None:
         if isinstance(report, BlocksChanged):
-            for event in report.events:
-                if isinstance(event, BlockStored):
-                    self._blocks[event.sequence_hash] = None
-                else:
-                    self._blocks.pop(event.sequence_hash, None)
-            self._block_events += report.events
+            self._view.note(report)
         if self._driver is not None:
             self._driver.post(report)
 
@@ -168,18 +160,17 @@ class VllmService:
     # ---- reports
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
-        report = report_codec.encode_changes(WorkerChanges(self._machine.worker_load()))
+        report = report_codec.encode_changes(WorkerChanges(self._view.load))
         report.snapshot.worker_id = self._worker_id
         report.snapshot.role = codec.ROLE_TO_WIRE[self._role]
         report.snapshot.agent.CopyFrom(codec.encode_agent(self._address))
-        report.snapshot.cached_blocks.extend(self._blocks)
+        report.snapshot.cached_blocks.extend(self._view.cached_blocks)
         return report
 
     def _changes(self) -> worker_pb2.WorkerReport | None:
-        events, self._block_events = self._block_events, []
-        changes = self._tracker.take(self._machine.worker_load(), events, ())
+        changes = self._view.take_changes(self._view.load)
         return None if changes is None else report_codec.encode_changes(changes)
 
     def _holders(self) -> worker_pb2.DescribeLedgerResponse:
-        ledger = self._machine.worker_load().ledger
+        ledger = self._view.load.ledger
         return worker_pb2.DescribeLedgerResponse(worker_id=self._worker_id, ledger=codec.encode_ledger(ledger))

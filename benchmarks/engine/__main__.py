@@ -10,11 +10,11 @@ import argparse
 import asyncio
 import contextlib
 import os
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.asking import ask_worker, random_prompts
 from benchmarks.engine import programs
 from benchmarks.engine.figures import (
     BATCHES,
@@ -30,22 +30,15 @@ from benchmarks.engine.figures import (
     Figures,
     percent_around,
 )
-from benchmarks.engine.programs import FIRST_WORD_ID, LAST_WORD_ID, Start
+from benchmarks.engine.programs import Start
 from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Report
 from core.config import EngineConfig
-from core.request import Request, SamplingParams
-from core.scheduling.worker_load import CallId
 from model_files.model_source import load_config, resolve_model
-from protos import codec
-from runtime.rpc.grpc_server import open_channel
-from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
-MAX_MESSAGE_BYTES = 4 << 20
 SHORT_PROMPT = 16  # tokens, of a program's first answer
-TIMEOUT_S = 300.0
 PARTS = ("prefill", "decode", "serving", "quantized")
 
 
@@ -100,39 +93,11 @@ def measure_serving(config: EngineConfig, core: int) -> float:
     """The percentage of a step outside the model while a decode worker streams its largest batch to this process."""
     worker = programs.tandem("a decode worker", config, serve_on_core=core)(None)
     try:
-        asyncio.run(ask(worker.call("address"), max(BATCHES), QUANTIZED_CONTEXT))
+        prompts = random_prompts(max(BATCHES), QUANTIZED_CONTEXT)
+        asyncio.run(ask_worker(worker.call("address"), prompts, 2 * len(prompts) + MIN_STEPS))
         return percent_around(worker.call("model_steps"), max(BATCHES))
     finally:
         worker.stop()
-
-
-async def ask(address: str, batch: int, context: int) -> None:
-    """All calls at once, as a router makes them. Each has a prompt of its own."""
-    numbers = random.Random(0)
-    channel = open_channel(address, MAX_MESSAGE_BYTES)
-    stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
-
-    tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=1))
-    is_open = asyncio.Event()
-
-    async def read_tokens() -> None:
-        async for _ in tokens:
-            is_open.set()
-
-    async def one(index: int) -> None:
-        prompt = tuple(numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(context))
-        sampling = SamplingParams(max_tokens=2 * batch + MIN_STEPS, temperature=0.0, ignore_eos=True)
-        request = Request(f"r{index}", prompt, context, sampling)
-        wire = worker_pb2.DecodeRequest(
-            sequence=codec.encode_sequence(request, CallId("benchmark", index + 1)), stream_id=1
-        )
-        await stub.Decode(wire, timeout=TIMEOUT_S)
-
-    reading = asyncio.create_task(read_tokens())
-    await is_open.wait()
-    await asyncio.gather(*(one(index) for index in range(batch)))
-    reading.cancel()
-    await channel.close(None)
 
 
 def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None:

@@ -66,14 +66,18 @@ class RowResult:
     num_failed: int  # without their last token
     num_late: int  # first tokens beyond the limit
     num_slow: int  # requests beyond the limit of TPOT
+    ttft_error: float | None  # median of |promised - measured| / measured; None without a router
 
 
 def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
     inside = num_failed = 0
+    errors = []
     all_ttft, all_tpot, all_tbt10 = [], [], []
     for request, answer in zip(row.requests, answers, strict=True):
         ttft = answer.times[0] - request.arrives_at if answer.times else math.inf
         tpot = statistics.fmean(answer.gaps) if answer.gaps else None
+        if answer.promised_ttft_s is not None and ttft < math.inf:
+            errors.append(abs(answer.promised_ttft_s - ttft) / ttft)
         failed = bool(answer.error) or len(answer.times) < request.num_output_tokens
         num_failed += failed
         inside += not failed and ttft <= limits.ttft_s and (tpot is None or tpot <= limits.tpot_s)
@@ -92,6 +96,7 @@ def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
         num_failed=num_failed,
         num_late=sum(seconds > limits.ttft_s for seconds in ttfts),
         num_slow=sum(seconds > limits.tpot_s for seconds in tpots),
+        ttft_error=statistics.median(errors) if errors else None,
     )
 
 
@@ -209,6 +214,7 @@ def main() -> None:
                         f"{result.goodput:.2f}/s, TTFT p90 {result.ttft_p90:.2f} s, "
                         f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms; {result.num_late} first tokens late, "
                         f"{result.num_slow} too slow, {result.num_failed} failed"
+                        + ("" if result.ttft_error is None else f"; promised TTFT off by {result.ttft_error:.0%}")
                     )
     report_rows(report, dict(results), arguments.systems)
     report.write()

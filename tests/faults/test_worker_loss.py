@@ -11,13 +11,14 @@ import pytest
 
 from core.config import WorkerConfig
 from core.request import Request, SamplingParams
+from engine.fake_runner import expected_tokens
 from prefill_worker.machine import PrefillArrived
 from protos import codec
 from runtime.rpc.grpc_server import open_channel
 from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
+from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config, transfers
 from tests.support.faults import Stream, expected
-from tests.support.steps import Gate, slow_down
+from tests.support.steps import Gate, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import WorkerService
 
@@ -54,6 +55,33 @@ async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_t
         assert answer.finished.attempts == 2
         assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert serving(deployment, answer.finished.decode_worker) is not victim
+        deployment.decode.remove(victim)
+        await deployment.settle()
+
+
+async def test_the_choices_of_a_decode_worker_that_goes_are_those_of_consecutive_seeds() -> None:
+    """Each choice goes on elsewhere with the draws of its own seed."""
+    async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.01)
+        request = make_request(token_ids=PROMPT, max_tokens=NUM_OUTPUT, temperature=0.75, seed=7, n=4)
+        answering = asyncio.create_task(deployment.generate_all(request))
+        victim = await busy_worker(deployment.decode)
+
+        def is_mid_answer() -> bool:
+            running = machine_of(victim).core.scheduler.running
+            return len(running) == 4 and all(5 < len(s.token_ids) - len(PROMPT) < NUM_OUTPUT - 5 for s in running)
+
+        await until(is_mid_answer, "all choices have some of their tokens")
+        await victim.stop()
+        for choice, answer in enumerate(await answering):
+            sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.75, seed=7 + choice, ignore_eos=True)
+            wanted = Request("reference", PROMPT, len(PROMPT), sampling)
+            runner = runner_of(deployment.prefill[0])
+            assert answer.token_ids == expected_tokens(wanted, runner.layout, runner.info.vocab_size)
+            assert answer.finished is not None
+            assert (answer.finished.seed, answer.finished.attempts) == (7 + choice, 2)
+            assert serving(deployment, answer.finished.decode_worker) is not victim
         deployment.decode.remove(victim)
         await deployment.settle()
 

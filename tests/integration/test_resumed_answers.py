@@ -118,7 +118,8 @@ async def routers(request: pytest.FixtureRequest) -> AsyncIterator[TwoRouters]:
 @pytest.mark.parametrize("case", CASES)
 async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers: TwoRouters, case: str) -> None:
     options = CASES[case]
-    request = make_request(**({"text": "the start of a story", "max_tokens": NUM_OUTPUT} | options))
+    defaults: dict[str, Any] = {"text": "the start of a story", "max_tokens": NUM_OUTPUT}
+    request = make_request(**(defaults | options))
     if "seed" not in options:
         request.sampling.ClearField("seed")
     whole = await routers.undisturbed(request)

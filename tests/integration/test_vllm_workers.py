@@ -1,17 +1,30 @@
-"""vLLM workers behind a real router, with fake engines: tokens, faults, cancellation, reports."""
+"""vLLM workers behind a real router, with fake engines: tokens, faults, cancellation, reports, and every front door."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
 
+import grpc
+import openai
+import pydantic
 import pytest
 
-from core.config import WorkerConfig
+from benchmarks.asking import ask, ask_worker, random_prompts
+from core.config import TelemetryConfig, WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
+from gateway.fleets import Fleets
+from protos import kserve_pb2, kserve_pb2_grpc
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import make_request
+from tests.support.gateway import serving_gateway
 from tests.support.vllm_workers import FakeFleet, deploy_fakes, expected
 from tests.support.waiting import until
 
@@ -143,3 +156,89 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         with pytest.raises(TandemError, match="does not start"):
             await fleet.add(ServiceRole.DECODE, 1, engine, WorkerConfig())
         assert (await fleet.generate(PROMPT)).token_ids == expected(PROMPT, 8)
+
+
+# ---- the front doors, which know nothing of engines
+
+
+class Order(pydantic.BaseModel):
+    drink: Literal["tea", "coffee"]
+    cups: Literal[1, 2, 3]
+
+
+CHAT: dict[str, Any] = {"model": "fake:tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 5}
+
+
+@contextlib.asynccontextmanager
+async def openai_client(fleet: FakeFleet) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving_gateway(Fleets([fleet.router.calls])) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_openais_client_chats_and_streams() -> None:
+    async with deploy_fakes() as fleet, openai_client(fleet) as client:
+        limits: Any = {"temperature": 0, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+        answer = await client.chat.completions.create(**CHAT, **limits)
+        stream = await client.chat.completions.create(**CHAT, **limits, stream=True)
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == answer.choices[0].message.content
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 60
+        assert fleet.cluster.num_handoffs == 2
+        await fleet.settle()
+
+
+async def test_tools_and_formats_hold_on_the_way_through_two_engines() -> None:
+    async with deploy_fakes() as fleet, openai_client(fleet) as client:
+        tools: Any = [openai.pydantic_function_tool(Order, name="order")]
+        chat = await client.chat.completions.parse(**CHAT, tools=tools, tool_choice="none", response_format=Order)
+        assert isinstance(chat.choices[0].message.parsed, Order)
+        named: Any = {"type": "function", "function": {"name": "order"}}
+        answer = await client.chat.completions.create(**CHAT, tools=tools, tool_choice=named)
+        assert answer.choices[0].message.tool_calls is not None
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.type == "function"
+        Order.model_validate_json(call.function.arguments)
+        assert fleet.cluster.num_handoffs == 2
+
+
+async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    async with deploy_fakes(telemetry=TelemetryConfig(trace_file=str(path))) as fleet:
+        request = kserve_pb2.ModelInferRequest(model_name="fake:tiny")
+        tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[1, len(PROMPT)])
+        tensor.contents.int_contents.extend(PROMPT)
+        for name, value in {"max_tokens": 8, "temperature": 0}.items():
+            request.parameters[name].int64_param = value
+        request.parameters["ignore_eos"].bool_param = True
+        async with grpc.aio.insecure_channel(fleet.address) as channel:
+            answer = await kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        found = next(
+            bytes(raw)
+            for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+            if tensor.name == "output_ids"
+        )
+        assert struct.unpack(f"<{len(found) // 4}i", found) == expected(PROMPT, 8)
+        await fleet.settle()
+    spans = {span["name"]: span for span in map(json.loads, path.read_text().splitlines())}
+    assert spans.keys() >= {
+        "prefill_worker.queue", "prefill_worker.prefill", "decode_worker.queue", "decode_worker.transfer",
+        "decode_worker.decode", "router.attempt",
+    }  # fmt: skip
+    assert len({span["context"]["trace_id"] for span in spans.values()}) == 1
+    assert spans["decode_worker.decode"]["attributes"]["tandem.tokens"] == 8
+
+
+async def test_the_benchmark_of_a_worker_times_every_token() -> None:
+    async with deploy_fakes(num_prefill=0) as fleet:
+        prompts = random_prompts(4, 20)
+        answers = await ask_worker(fleet.endpoints["decode-0"].address, prompts, 9)
+        assert [len(answer.times) for answer in answers] == [9] * 4
+        assert all(answer.times == sorted(answer.times) for answer in answers)
+        answer = await ask(fleet.client, PROMPT, 5, 30.0, 0.0)
+        assert len(answer.times) == 5
+        assert answer.promised_ttft_s is not None

@@ -186,8 +186,8 @@ def test_a_tenant_of_short_prompts_gets_one_allowance_a_round_however_often_it_r
 def test_rounds_that_begin_for_some_prompts_make_up_for_the_excess_of_a_tenant_that_left() -> None:
     """As while a hand-off waits for long. The excess of `guest` is two rounds; three have begun when it returns."""
     order, chunk_s = PromptOrder(), QUANTUM_S
-    for name in ("a", "b", "guest"):
-        order.add(name, 0, name, 100.0)
+    for tenant in ("a", "b", "guest"):
+        order.add(tenant, 0, tenant, 100.0)
     order.serve("guest", 3 * QUANTUM_S, 0.0)
     order.discard("guest")
     for _ in range(4):

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from core.config import SchedulerConfig
 from core.errors import QueueFull
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release, Want
-from core.scheduling.sequence import Rank
-from core.step import StepPlan
 from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
+from simulator.checks import HandOffsAsk
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -47,7 +46,7 @@ class World:
         self.owned: dict[int, Owned] = {}
         self.num_calls = 0
         self.num_reads_seen = 0
-        self.fits_since: dict[Rank, StepPlan | None] = {}  # the oldest step then, by the rank of a hand-off
+        self.hand_offs = HandOffsAsk(self.worker.machine)
         self.reads: list[StartRead] = []
         self.seen: Counter[str] = Counter()
 
@@ -136,30 +135,7 @@ class World:
         self.seen["half-pulled together"] += pulls.num_half_pulled > 1
         self.seen["blocked"] += pulls.blocked_rank is not None
         self.seen["stalled"] += pulls.next_deadline() is not None
-        self.check_that_hand_offs_that_fit_have_asked()
-
-    def check_that_hand_offs_that_fit_have_asked(self) -> None:
-        """A hand-off asks its owner at once if the pool covers it beside all that ranks before it.
-
-        Where the planning of a step has made it fit, it asks when the step ends.
-        """
-        scheduler, pulls = self.worker.core.scheduler, self.worker.machine.pulls.by_id.values()
-        num_growing = len(scheduler.running) + len(scheduler.queues.waiting_with_blocks)
-        num_free = self.worker.core.pool.num_available - num_growing
-        sequences = [*scheduler.waiting, *scheduler.queues.prefilling.values()]
-        claims = [(s.rank, -(-s.num_tokens // scheduler.block_size) - len(s.block_table)) for s in sequences]
-        claims += [(pull.sequence.rank, pull.num_missing + 1) for pull in pulls if pull.lacks_blocks]
-        for pull in pulls:
-            rank = pull.sequence.rank
-            needed = pull.num_missing + sum(max(missing, 0) for other, missing in claims if other < rank)
-            waits = pull.lacks_blocks and not pull.admitted
-            self.seen["not asked"] += waits
-            if not waits or needed > num_free:
-                self.fits_since.pop(rank, None)
-                continue
-            step = self.fits_since.setdefault(rank, scheduler.oldest_step)
-            assert step is not None, f"{rank} has not asked: {needed} blocks of {num_free}"
-            assert step is scheduler.oldest_step, f"{rank} has not asked after a step: {needed} blocks of {num_free}"
+        self.seen["not asked"] += self.hand_offs.check()
 
     # ---- the end
 

@@ -16,7 +16,8 @@ from simulator.scenario import make_scenario
 from simulator.simulation import Result, run_seed
 
 NUM_SEEDS = 100
-HARSH_SEEDS = range(11)  # replay with `python -m simulator --harsh --seed N`
+HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
+VLLM_SEEDS = range(30)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 20
 
 # What has to have happened in some world, or the worlds prove less than they seem to.
@@ -39,6 +40,10 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "failed with its router", "resumed", "finished before it was resumed",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
 )  # fmt: skip
+VLLM_FAULTS_THAT_MUST_HAPPEN = (
+    "engine dies", "engine hangs", "load fails", "kept KV is gone", "expired lease", "aborted in the engine", "dies",
+    "vanishes", "stops", "drained to the end", "router dies", "finished disaggregated", "finished recomputed",
+)  # fmt: skip
 
 
 @cache
@@ -48,7 +53,7 @@ def result_of(seed: int) -> Result:
 
 @cache
 def harsh_result_of(seed: int) -> Result:
-    return run_seed(seed, harsh=True)
+    return run_seed(seed, kind="harsh")
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
@@ -68,6 +73,14 @@ def test_nor_is_anything_wrong_in_worlds_where_rare_things_meet() -> None:
         totals += harsh_result_of(seed).counts
     assert totals["digest mismatch"] > 0
     assert totals["preemption"] > 0
+
+
+def test_streams_survive_every_fault_of_the_engine_of_a_vllm_worker() -> None:
+    totals: Counter[str] = Counter()
+    for seed in VLLM_SEEDS:
+        totals += run_seed(seed, kind="vllm").counts
+    missing = [name for name in VLLM_FAULTS_THAT_MUST_HAPPEN if not totals[name]]
+    assert not missing, f"never happened: {missing}, but {dict(totals)}"
 
 
 def test_the_faults_really_happened_and_were_answered() -> None:

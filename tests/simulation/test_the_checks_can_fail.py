@@ -11,12 +11,14 @@ import pytest
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
+from core.request import Request
 from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
+from decode_worker.pull_queue import PulledPrompt, PullQueue
 from kv_transfer.protocol.events import Actions, OfferEnded, PullFailed
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
@@ -31,21 +33,27 @@ from simulator.clients import ResumingClients
 from simulator.memory import Memory
 from simulator.network import Call, NetworkFaults
 from simulator.router_shell import RouterShell
-from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, other_choices
+from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, make_vllm_scenario, other_choices
 from simulator.simulation import run_scenario
+from simulator.vllm_shell import VllmShell
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
 from tests.support.draining_worlds import draining
+from vllm_worker.engine import Prompt
+from vllm_worker.fake_engine import FakeCore
+from vllm_worker.machine import VllmMachine, _Call
 from worker.core import WorkerCore
 
 MAX_SEEDS = 30
 
 
-def first_failure(change: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> str:
+def first_failure(
+    change: Callable[[Scenario], Scenario] = lambda scenario: scenario, make: Callable[[int], Scenario] = make_scenario
+) -> str:
     """The message of the first seed that fails; empty where none does."""
     for seed in range(1, MAX_SEEDS):
         try:
-            run_scenario(change(make_scenario(seed)))
+            run_scenario(change(make(seed)))
         except SimulationError as error:
             return str(error)
     return ""
@@ -217,6 +225,17 @@ def test_a_decode_worker_that_forgets_a_cancelled_call_is_caught(monkeypatch: py
     assert "KeyError" in first_failure()  # its sequence has no call any more
 
 
+def test_a_hand_off_that_waits_behind_every_older_prompt_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decode worker that computes prompts, too, in a pool with room for all."""
+
+    def is_behind(self: PullQueue, pull: PulledPrompt) -> bool:
+        older = [s for s in self._scheduler.waiting if s.rank < pull.sequence.rank]
+        return any(not sequence.block_table for sequence in older)
+
+    monkeypatch.setattr(PullQueue, "_is_behind_a_prompt", is_behind)
+    assert "has not asked" in first_failure()
+
+
 def never_calm(scenario: Scenario) -> Scenario:
     return replace(scenario, calm=False)
 
@@ -337,11 +356,48 @@ def test_a_client_that_gives_up_with_its_router_is_caught(monkeypatch: pytest.Mo
 def test_a_client_that_forgets_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     arrive = RouterShell.arrive
 
-    def forget(self: RouterShell, *arguments: Any, delivered: tuple[int, ...] = (), **options: Any) -> None:
-        arrive(self, *arguments, delivered=delivered[:-1], **options)
+    def forget(
+        self: RouterShell, request: Request, timeout_s: float, others: Any = (), delivered: tuple[int, ...] = ()
+    ) -> None:
+        arrive(self, request, timeout_s, others, delivered[:-1])
 
     monkeypatch.setattr(RouterShell, "arrive", forget)
     assert "is next" in first_failure(dying_routers)
+
+
+# ---- vLLM inside the workers
+
+
+def test_a_vllm_worker_that_numbers_a_resumed_stream_from_zero_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Call, "next_index", property(lambda call: call.num_tokens))
+    assert first_failure(make=make_vllm_scenario) != ""
+
+
+def test_a_vllm_worker_that_waits_for_a_hung_engine_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: VllmMachine) -> float | None:
+        return self.open_calls.deadlines.next()
+
+    monkeypatch.setattr(VllmMachine, "next_deadline", never)
+    assert "DeadlineExceeded" in first_failure(make=make_vllm_scenario)
+
+
+def test_an_engine_that_loads_the_kv_of_another_prompt_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = FakeCore.submit
+
+    def swapped(self: FakeCore, prompt: Prompt) -> None:
+        kept = self._cluster.kept
+        if prompt.handoff in kept and len(kept) > 1:
+            kept[prompt.handoff] = next(reversed(kept.values()))
+        submit(self, prompt)
+
+    monkeypatch.setattr(FakeCore, "submit", swapped)
+    failure = first_failure(make=make_vllm_scenario)
+    assert any(sign in failure for sign in ("is right", "finished by"))  # the KV has other tokens, and their number
+
+
+def test_an_engine_that_keeps_kv_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmShell, "_expire", lambda *_: None)
+    assert "prompts kept for others" in first_failure(make=make_vllm_scenario)
 
 
 # ---- moves

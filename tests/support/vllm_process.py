@@ -1,6 +1,7 @@
 """One vLLM worker in one process of vLLM's environment, without Ray: `python -m tests.support.vllm_process JSON`.
 
-Prints its endpoint as JSON, and ends with its standard input or when its service fails.
+Prints its endpoint as JSON, and ends with its standard input or when its service fails. With `socket`, its engine alone
+serves there.
 """
 
 from __future__ import annotations
@@ -13,21 +14,32 @@ from dataclasses import asdict
 
 from cli import vllm
 from core.config import from_mapping
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
 from fleet.service_host import Placement
+from tests.support.engine_relay import EngineServer
 
 BUILDERS = {"prefill": vllm.build_prefill_worker, "decode": vllm.build_decode_worker}
 
 
-async def serve(role: str, ordinal: int, core: int, config: dict[str, dict[str, object]]) -> None:
+async def serve(role: str, ordinal: int, core: int, config: dict[str, dict[str, object]], socket: str = "") -> None:
     endpoint_out = os.dup(1)
     os.dup2(2, 1)  # vLLM logs to both; nobody reads a pipe after the endpoint, and a full one would stop the process
     placement = Placement(ordinal, host="", address="", num_threads=1, control=None, cores=(core,), gpus=0.0)
     service = BUILDERS[role](from_mapping(config), placement)
-    endpoint = await service.start()
+    if socket:
+        await EngineServer(service._engine).start(socket)
+        endpoint = Endpoint(f"{role}-{ordinal}", socket, ServiceRole(role))
+    else:
+        endpoint = await service.start()
     os.write(endpoint_out, json.dumps(asdict(endpoint) | {"role": endpoint.role.value}).encode() + b"\n")
     ends = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    await asyncio.wait([ends, asyncio.create_task(service.failed())], return_when=asyncio.FIRST_COMPLETED)
-    await service.stop()
+    if socket:
+        await ends
+        await service._engine.close()
+    else:
+        await asyncio.wait([ends, asyncio.create_task(service.failed())], return_when=asyncio.FIRST_COMPLETED)
+        await service.stop()
     os._exit(0)  # a thread may still read the standard input
 
 

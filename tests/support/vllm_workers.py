@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from cli.compose import build_router
-from core.config import WorkerConfig
+from core.config import TelemetryConfig, WorkerConfig
 from core.lifecycle import ServiceRole
+from core.output_grammar import GrammarRow
 from core.request import Request, SamplingParams
 from core.service import Endpoint
+from core.step import SequenceView
 from router.service import RouterService
 from tandem_client import AsyncClient, Completion
 from tests.support.deployment import place, tiny_config
 from tests.support.waiting import until
-from vllm_worker.fake_engine import FakeCluster, FakeEngine, next_token
+from text.grammars import GrammarReader
+from text.tokenizer import ModelTokenizer, load_tokenizer
+from vllm_worker.fake_engine import INFO, FakeCluster, FakeEngine, next_token
 from vllm_worker.machine import Limits
 from vllm_worker.service import VllmService
 
@@ -34,11 +40,28 @@ def expected(prompt: list[int], max_tokens: int, seed: int | None = None) -> tup
     return tuple(token_ids[len(prompt) :])
 
 
+class FormattedTokens:
+    """A `NextToken` whose outputs keep their grammars: any token that is allowed, the same one everywhere."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._grammars = GrammarReader(lambda: tokenizer)
+
+    def __call__(self, request: Request, token_ids: list[int]) -> int:
+        token_id = next_token(request, token_ids)
+        if not request.sampling.grammar:
+            return token_id
+        view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
+        (mask,) = self._grammars.begin([GrammarRow(view, len(token_ids))])().allowed[request.request_id]
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+        return int(allowed[token_id % len(allowed)])
+
+
 @dataclass
 class FakeFleet:
     cluster: FakeCluster
     router: RouterService
     client: AsyncClient
+    address: str  # of the router
     engines: dict[str, FakeEngine] = field(default_factory=dict)  # by name of the worker
     services: dict[str, VllmService] = field(default_factory=dict)
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
@@ -72,17 +95,28 @@ class FakeFleet:
 
 @contextlib.asynccontextmanager
 async def deploy_fakes(
-    num_prefill: int = 1, num_decode: int = 1, worker: WorkerConfig | None = None, step_s: float = 0.002, **router: Any
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    worker: WorkerConfig | None = None,
+    step_s: float = 0.002,
+    telemetry: TelemetryConfig | None = None,
+    **router: Any,
 ) -> AsyncIterator[FakeFleet]:
-    router_service = build_router(tiny_config(**router), place(0))
+    config = tiny_config(telemetry=telemetry, **router)
+    tokenizer = load_tokenizer(config.engine.model)
+    tokens, info = (
+        FormattedTokens(tokenizer),
+        replace(INFO, eos_token_ids=tokenizer.eos_token_ids, context_length=tokenizer.info.context_length),
+    )
+    router_service = build_router(config, place(0))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(router_service.stop)
         endpoint = await router_service.start()
         client = await stack.enter_async_context(AsyncClient(endpoint.address))
-        fleet = FakeFleet(FakeCluster(), router_service, client)
+        fleet = FakeFleet(FakeCluster(), router_service, client, endpoint.address)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):
-                engine = FakeEngine(fleet.cluster, step_s)
+                engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}", info, tokens)
                 await fleet.add(role, ordinal, engine, worker or WorkerConfig())
                 stack.push_async_callback(fleet.services[f"{role.value}-{ordinal}"].stop)
         yield fleet

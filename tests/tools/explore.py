@@ -1,7 +1,7 @@
 """Looks for faults with fresh random seeds, for a given number of minutes: `make explore`.
 
 `make test` draws the same examples every time. Here, each round runs one file of Hypothesis tests and one batch of the
-simulator's seeds, and every second batch is harsh. Each line shows the command of a round, with its seed: the same
+simulator's seeds, with the kinds of worlds in turn. Each line shows the command of a round, with its seed: the same
 command replays the round. A failed round does not end the exploration.
 """
 
@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+Command = list[str]
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/property", "tests/unit")
+WORLDS: tuple[Command, ...] = ([], ["--harsh"], ["--vllm"])
 NUM_SEEDS = 20  # of the simulator, in one round
 ROUND_TIMEOUT_S = 600.0
 TAIL_LINES = 60
 PYTEST = ("python", "-m", "pytest", "-q", "-m", "hypothesis", "--timeout=500")  # a test may run 1,000 examples
-
-Command = list[str]
 
 
 def hypothesis_files() -> list[str]:
@@ -40,8 +41,8 @@ def rounds() -> Iterator[Command]:
         seed = f"--hypothesis-seed={secrets.randbits(32)}"
         yield [*PYTEST, "--hypothesis-profile=explore", seed, file]
         first = secrets.randbits(32)
-        harsh = ["--harsh"] if number % 2 else []
-        yield ["python", "-m", "simulator", *harsh, "--seeds", f"{first}..{first + NUM_SEEDS - 1}"]
+        seeds = f"{first}..{first + NUM_SEEDS - 1}"
+        yield ["python", "-m", "simulator", *WORLDS[number % len(WORLDS)], "--seeds", seeds]
 
 
 def explore(commands: Iterable[Command], minutes: float) -> list[str]:

@@ -24,6 +24,17 @@ def test_the_base_of_the_image_can_be_chosen() -> None:
     assert base == "python:3.11-slim", "the version of Python that constraints.txt is made for"
 
 
+def test_the_pins_that_the_image_for_gpus_leaves_out_are_in_constraints() -> None:
+    """Else pip takes the pins of CPUs beside a torch that excludes them, and the image cannot be built."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (script,) = re.findall(r"sed -i '(.*)' constraints\.txt", dockerfile)
+    patterns = re.findall(r"/(.+?)/d", script)
+    assert len(patterns) == 2
+    for pattern in patterns:
+        assert len(re.findall(pattern, constraints, re.MULTILINE)) == 1, f"no pin matches {pattern}"
+
+
 def test_every_package_that_is_shipped_stands_on_a_floor() -> None:
     """`make check` holds the floors: import-linter reads them from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]

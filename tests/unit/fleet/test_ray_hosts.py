@@ -1,6 +1,8 @@
-"""A worker that Ray placed without a GPU, on a machine that has some, does not start on the CPU."""
+"""A worker without a GPU, on a machine that has some, does not start on the CPU. An actor has its role in its name."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,9 @@ from fleet import ray_hosts
 from fleet.claims import Claim, Claims, GpuUse
 from fleet.events import Member, SlotId
 from fleet.host import LocalRank
-from fleet.ray_hosts import HostActor
+from fleet.ray_hosts import HostActor, RayHost
 from fleet.service_host import StartFault
+from fleet.spec import FleetSpec
 
 
 async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
@@ -27,3 +30,38 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        (ServiceRole.ROUTER, "Router"),
+        (ServiceRole.PREFILL, "PrefillWorker"),
+        (ServiceRole.DECODE, "DecodeWorker"),
+    ],
+)
+def test_an_actor_carries_the_role_of_its_service_in_its_name(
+    monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str
+) -> None:
+    """`ps` shows ray:: and the name of the class: each service was a ray::HostActor."""
+    made: list[type] = []
+
+    class Remote:
+        def options(self, **_: object) -> Remote:
+            return self
+
+        def remote(self, *_: object) -> Remote:
+            return self
+
+    def remote(actor: type) -> Remote:
+        made.append(actor)
+        return Remote()
+
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr(ray_hosts, "live_nodes", list)
+    monkeypatch.setattr(ray_hosts, "on_this_machine", lambda: None)
+    service: Any = None  # is never started
+    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
+    RayHost(Member(SlotId(role, 0), role, 1), spec)
+    assert [actor.__name__ for actor in made] == [name]
+    assert issubclass(made[0], HostActor)

@@ -137,6 +137,20 @@ def test_a_failure_while_the_old_config_is_restored_is_a_failure_like_any_other(
     assert not fleet.machine.status(fleet.now).rolling
 
 
+def test_two_starts_that_are_too_slow_at_once_end_the_roll_once() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo({D: 2}))
+    rolling(fleet)
+    fleet.send(Tick())
+    for name in ("decode-1", "prefill-1"):
+        fleet.placed(name)
+    fleet.send(Tick(), after_s=50.0)
+    assert sorted(fleet.names(KillService)) == ["decode-1", "prefill-1"]
+    assert [line for line in fleet.printed() if "restores" in line] == [
+        "fleet restores config 1: decode-1 did not start: no answer within 50 s (cluster.start_timeout_s)"
+    ]
+
+
 def test_an_operator_may_stop_a_roll() -> None:
     fleet = rolling(Fleet().all_started())
     fleet.send(StopRoll())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.lifecycle import FinishReason
+from core.lifecycle import FinishReason, ServiceRole
 from router.requests import events
 from router.requests.events import DecodeResult
 from tests.unit.router.driving_router import DrivenRouter, request
@@ -41,5 +41,5 @@ def test_a_resumed_stream_leaves_the_queue_before_new_requests() -> None:
     router = DrivenRouter(prefill=(), decode=())
     router.arrive(request(name="new"))
     arrived(router)
-    router.join("D", events.ServiceRole.DECODE)
+    router.join("D", ServiceRole.DECODE)
     assert [start.dispatch_id for start in router.of(events.StartDecode)] == ["r#1", "new#1"]

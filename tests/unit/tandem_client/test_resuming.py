@@ -15,6 +15,7 @@ from core.errors import QueueFull, WorkerUnavailable
 from tandem_client import AsyncClient, CallFailed, Client, RetryPolicy
 from tandem_client.resuming import Answer
 from tandem_client.stubs.inference_pb2 import (
+    FINISH_REASON_LENGTH,
     Finished,
     GenerateRequest,
     GenerateResponse,
@@ -28,9 +29,8 @@ LOST: Failure = (grpc.StatusCode.UNAVAILABLE, "Socket closed", ())  # as gRPC it
 OUTPUT = [10, 11, 12, 13, 14, 15]
 
 
-def started(**fields: Any) -> GenerateResponse:
-    values = {"request_id": "r", "seed": 5, "prompt_tokens": 7, "max_tokens": 9} | fields
-    return GenerateResponse(started=Started(**values))
+def started(seed: int = 5, prompt_tokens: int = 7) -> GenerateResponse:
+    return GenerateResponse(started=Started(request_id="r", seed=seed, prompt_tokens=prompt_tokens, max_tokens=9))
 
 
 def chunk(*token_ids: int, choice: int = 0, text: str = "") -> GenerateResponse:
@@ -38,7 +38,7 @@ def chunk(*token_ids: int, choice: int = 0, text: str = "") -> GenerateResponse:
 
 
 def end(choice: int = 0) -> GenerateResponse:
-    return GenerateResponse(finished=Finished(choice=choice, finish_reason=2))
+    return GenerateResponse(finished=Finished(choice=choice, finish_reason=FINISH_REASON_LENGTH))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from core.output_grammar import GrammarRow
 from core.request import SamplingParams
 from core.step import SequenceView
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
+from router.serving.output_formats import MAX_FORMAT_CHARS
 from text.grammars import GrammarReader
 from text.output_format import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
 from text.tokenizer import load_tokenizer
@@ -125,6 +127,55 @@ def test_a_grammar_that_is_wrong_or_too_large_is_refused(grammar: str, message: 
         READER.compile(grammar)
     assert refused.value.field == "output_format"
     assert len(str(refused.value)) < 600
+
+
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def divisible(by: float, kind: str = "integer") -> dict[str, object]:
+    return {"type": kind, "multipleOf": by}
+
+
+HOSTILE: dict[str, object] = {
+    "alternatives of many properties": {"anyOf": [
+        {"type": "object", "properties": {f"k{i}_{j}": {"type": "string"} for j in range(20)}} for i in range(200)
+    ]},
+    "a long chain": nested(1_000),
+    "patterns that must all match": {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(12)]},
+    "products of alternatives": {"allOf": [
+        {"anyOf": [{"properties": {f"{name}{i}": divisible(2)}} for name in "ab"]} for i in range(14)
+    ]},
+    "many values": {"enum": [f"{i:x}" * 2 for i in range(6_000)]},
+    "a large multiple": divisible(999_983),
+    "a multiple of decimals": divisible(1234.567),
+    "multiples of each other": {"allOf": [divisible(by, "number") for by in (101, 103, 107)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_costs_little_and_is_refused(name: str) -> None:
+    """Its refusal holds up the formats of all other requests."""
+    assert READER._tokenizer
+    grammar = json_schema_grammar(HOSTILE[name])  # type: ignore[arg-type]
+    assert len(grammar) < 2 * MAX_FORMAT_CHARS
+    before = time.process_time()
+    with pytest.raises(InvalidRequest) as refused:
+        READER.compile(grammar)
+    assert time.process_time() - before < 0.3
+    assert refused.value.field == "output_format"
+
+
+def test_a_large_multiple_is_refused_in_each_way_to_write_it() -> None:
+    for lark in ('%json {"multipleOf": 9.99983e5}', '%json {"multiple\\u004ff" : 999983, "type": "number"}'):
+        with pytest.raises(InvalidRequest, match="least common multiple"):
+            READER.compile(f"start: {lark}")
+    for by in (0.01, 5, 7.5, 20_000):
+        READER.compile(json_schema_grammar(divisible(by)))
+    assert takes(json_schema_grammar({"allOf": [divisible(100), divisible(12)]}), "300")
 
 
 def test_json_may_have_spaces_but_not_without_end() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.request import Request, SamplingParams
-from vllm_worker.sampling import EXTRA_ARG, decode_draw, draw_of, encode_draw, sampling_arguments
+from vllm_worker.sampling import EXTRA_ARG, decode_draw_params, draw_params_of, encode_draw_params, sampling_arguments
 
 EOS = frozenset({2})
 
@@ -49,8 +49,8 @@ def test_ignore_eos_leaves_the_stop_tokens_of_the_request() -> None:
 def test_a_draw_survives_the_wire_with_all_that_chooses_a_token(sampling: dict[str, Any]) -> None:
     asked = request(delivered=2, **sampling)
     wire = json.loads(json.dumps(sampling_arguments(asked, EOS)["extra_args"][EXTRA_ARG]))
-    draw = decode_draw(wire)
-    assert encode_draw(draw) == encode_draw(draw_of(asked, EOS))
+    draw = decode_draw_params(wire)
+    assert encode_draw_params(draw) == encode_draw_params(draw_params_of(asked, EOS))
     for name, value in sampling.items():
         assert getattr(draw.sampling, name) == value
     assert draw.num_prompt_tokens == 5
