@@ -32,11 +32,11 @@ check: setup  ## Lint, format, types, and the floors of the house
 
 test: setup  ## Every test, with warnings as errors
 	$(BIN)/tandem pull
-	$(MAKE) --jobs=2 --no-print-directory test-main test-kernels
+	$(MAKE) --no-print-directory test-main test-kernels
 
 test-main: setup  ## Every test but those of test-kernels
-	@# four processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
+	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(if $(CI),--durations=30)

@@ -18,7 +18,7 @@ from simulator.simulation import Result, run_seed
 NUM_SEEDS = 100
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
 VLLM_SEEDS = range(30)  # replay with `python -m simulator --vllm --seed N`
-BATCH = 20
+BATCH = 10
 
 # What has to have happened in some world, or the worlds prove less than they seem to.
 FAULTS_THAT_MUST_HAPPEN = (
