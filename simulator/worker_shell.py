@@ -238,7 +238,7 @@ class WorkerShell:
             self.token_streams[stream_id].reply(self, message)
 
     def _notify(self, call_id: str, first_index: int | None) -> None:
-        """Send a notice of a move on the token stream of its call. The call of a stream that has ended is about to end."""
+        """Send a notice of a move on the token stream of its call, if that stream has not ended."""
         call = self.calls.get(call_id)
         if call is not None and call.tokens is not None and call.tokens.call_id in self.token_streams:
             notice = events.MoveNotice(call.number, first_index)
