@@ -11,6 +11,10 @@ import grpc
 FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
 
 
+# Statuses that gRPC gives to the calls of a server that is out of reach, dies, or closes before it has begun them.
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
 class CallFailed(Exception):
     """A call ended with another status than OK. The message is one line that says what to do."""
 
@@ -37,7 +41,7 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
         message, retryable = _explained(code, details, address, timeout_s, streaming)
-        return CallFailed(code, message, retryable=retryable, lost=code is grpc.StatusCode.UNAVAILABLE)
+        return CallFailed(code, message, retryable=retryable, lost=code in _LOST)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,
@@ -59,6 +63,8 @@ def _explained(
             return f"no router at {address}; start one with `tandem serve`", True
         case grpc.StatusCode.UNAVAILABLE:
             return f"no answer from {address}: it is out of reach, or its TLS settings differ from the client's", True
+        case grpc.StatusCode.CANCELLED:
+            return f"the router at {address} ended the call while it closed; send the request again", True
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"no answer from {address} within {timeout_s:g} s; see `tandem status`", False
         case grpc.StatusCode.UNAUTHENTICATED:

@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from runtime.rpc import grpc_server
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import NO_RETRY, AsyncClient, CallFailed
 from tandem_client.credentials import CHANNEL_OPTIONS
 from tandem_client.stubs import cluster_pb2, inference_pb2_grpc
 from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
@@ -121,7 +121,7 @@ async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pyte
         started = time.monotonic()
 
         async def follow() -> None:
-            async with AsyncClient(link.address) as client:
+            async with AsyncClient(link.address, resume=NO_RETRY) as client:
                 async for _ in client.generate(request, timeout_s=60.0):
                     link.vanish()
 

@@ -15,10 +15,14 @@ import pytest
 import pytest_asyncio
 
 from cli.compose import build_router
+from core.request import Request, SamplingParams
+from router.routing.workers import hashes_of
+from router.service import RouterService
 from tandem_client.resuming import Answer
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tandem_client.stubs.inference_pb2 import OutputFormat
 from tests.support.deployment import Deployment, deploy, make_request, place, tiny_config, trailers_of
+from tests.support.waiting import until
 from text.text_stream import TextStream
 from text.tokenizer import load_tokenizer
 
@@ -59,6 +63,7 @@ class Received:
 @dataclass
 class TwoRouters:
     deployment: Deployment
+    second: RouterService
     others: inference_pb2_grpc.InferenceStub  # of the second router
 
     @property
@@ -67,6 +72,17 @@ class TwoRouters:
 
     async def undisturbed(self, request: inference_pb2.GenerateRequest) -> Received:
         return await receive(self.deployment.inference, request)
+
+    async def reported(self, request: inference_pb2.GenerateRequest, whole: Received) -> None:
+        """Wait until the other router knows the blocks of this answer."""
+        text = inference_pb2.TokenizeRequest(text=request.text)
+        prompt = (await self.deployment.inference.Tokenize(text)).token_ids
+        token_ids = (*prompt, *whole.token_ids[:-1])
+        chain = hashes_of(Request("a", token_ids, len(token_ids), SamplingParams(max_tokens=1))).chain(BLOCK_SIZE)
+        assert self.second._shell is not None
+        index = self.second._shell._driver.machine.workers.index
+        found = len(token_ids) // BLOCK_SIZE
+        await until(lambda: max(index.match(chain).values(), default=0) >= found, "the blocks are reported")
 
     async def resume(
         self, request: inference_pb2.GenerateRequest, whole: Received, index: int, salt: str = ""
@@ -110,7 +126,7 @@ async def routers(request: pytest.FixtureRequest) -> AsyncIterator[TwoRouters]:
             address = (await second.start()).address
             await second.set_workers(list(deployment.endpoints.values()))
             async with grpc.aio.insecure_channel(address) as channel:
-                yield TwoRouters(deployment, inference_pb2_grpc.InferenceStub(channel))
+                yield TwoRouters(deployment, second, inference_pb2_grpc.InferenceStub(channel))
         finally:
             await second.stop()
 
@@ -153,6 +169,7 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
 async def test_a_resumed_answer_computes_at_most_one_block_again(routers: TwoRouters) -> None:
     request = make_request(text="b" * 100, max_tokens=80)
     whole = await routers.undisturbed(request)
+    await routers.reported(request, whole)
     for index in (40, 47, 60):
         rest = await routers.resume(request, whole, index)
         assert 1 <= rest.finished.recomputed_tokens <= BLOCK_SIZE
