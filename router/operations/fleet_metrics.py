@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 from core.cost.step_cost import StepWork
 from core.handoff import OwnerState
-from core.lifecycle import ServiceRole, WorkerState
+from core.lifecycle import MoveReason, ServiceRole, WorkerState
 from core.paths import PathState
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import STEP_BOUNDS_S, WorkerLoad
+from router.requests.moves import MoveOutcome
 from router.requests.router_view import RouterView
 from router.routing.worker_record import WorkerRecord
 from runtime.prometheus.metric_series import Buckets
@@ -18,6 +19,7 @@ from runtime.prometheus.metrics import Metric
 from runtime.prometheus.metrics_page import Reading
 
 COUNTED_STATES = (WorkerState.SERVING, WorkerState.DRAINING)
+NO_MOVES = {MoveOutcome(reason, "moved"): 0 for reason in MoveReason}  # a rate needs a series before the first move
 IN_USE = (Column.HELD, Column.LEASED, Column.INCOMING)
 
 
@@ -27,7 +29,7 @@ def readings(router: RouterView) -> Callable[[], Iterator[Reading]]:
         yield Metric.IN_FLIGHT, router.num_in_flight, {}
         for code, count in router.num_retries().items():
             yield Metric.RETRIES, count, {"reason": code.value}
-        for (reason, outcome), count in router.num_moves().items():
+        for (reason, outcome), count in (NO_MOVES | router.num_moves()).items():
             yield Metric.MOVES, count, {"reason": reason.value, "outcome": outcome}
         records = list(router.workers())
         states = Counter((record.role, record.load.state) for record in records)

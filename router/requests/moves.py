@@ -41,8 +41,7 @@ class OpenMoves:
         self._workers, self._dispatches = workers, dispatches
         self.by_id: dict[str, RoutedRequest] = {}
         self.by_call: dict[int, RoutedRequest] = {}
-        # A rate needs a series before the first move.
-        self.outcomes = Counter({MoveOutcome(reason, "moved"): 0 for reason in MoveReason})
+        self.outcomes: Counter[MoveOutcome] = Counter()
 
     # ---- events
 

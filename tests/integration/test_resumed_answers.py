@@ -80,7 +80,7 @@ class TwoRouters:
         token_ids = (*prompt, *whole.token_ids[:-1])
         chain = hashes_of(Request("a", token_ids, len(token_ids), SamplingParams(max_tokens=1))).chain(BLOCK_SIZE)
         assert self.second._shell is not None
-        index = self.second._shell._driver.machine.workers.index
+        index = self.second._shell.view._workers.index
         found = len(token_ids) // BLOCK_SIZE
         await until(lambda: max(index.match(chain).values(), default=0) >= found, "the blocks are reported")
 
