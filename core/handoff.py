@@ -145,9 +145,7 @@ class AgentAddress:
     probe_bytes: int = 0  # behind the last block, without content: peers read them to measure the path
     location: Location = Location()
     access: PoolAccess = PoolAccess()
-    protocol_version: int = (
-        PROTOCOL_VERSION  # of the hand-off protocol that the agent speaks; 0 = older than this field
-    )
+    protocol_version: int = PROTOCOL_VERSION  # of the hand-off, as the agent speaks it; 0 = older than this field
 
     @property
     def num_bytes(self) -> int:

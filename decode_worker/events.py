@@ -34,7 +34,7 @@ class DecodeCancelled:
 
 @dataclass(frozen=True, slots=True)
 class HandoffArrived:
-    """What the engine of the prefill worker says of a transfer. Only for engines that move blocks by themselves."""
+    """The transfer's parameters from the engine of the prefill worker. Only for engines that move blocks themselves."""
 
     transfer_id: TransferId
     handoff: bytes

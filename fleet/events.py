@@ -111,7 +111,7 @@ class MachineLeaving:
 
 @dataclass(frozen=True, slots=True)
 class FleetRules:
-    """What one revision of the config says about all services."""
+    """The rules for all services in one revision of the config."""
 
     claims: Claims
     drain_timeout_s: float  # of a worker

@@ -336,7 +336,7 @@ class FleetMachine:
         self._restore(self._roll, "an operator has stopped the roll", now)
 
     def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> None:
-        """Roll back. What is replaced only for the roll is not replaced any more."""
+        """Roll back. Services that only the roll replaces are not replaced any more."""
         assert roll.restores is not None, "a roll that restores has no way back"
         for slot in self._slots:
             replaced = self._slots.replaced_by(slot)

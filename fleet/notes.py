@@ -1,4 +1,4 @@
-"""What happened to the fleet: the newest notes, with their numbers and times."""
+"""The newest notes about the fleet, with their numbers and times."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _token_from(folded: int, request_seed: int, rounding: int) -> int:
 
 
 class Continuation:
-    """What may follow the prompt of a request, and the tokens that have followed it already."""
+    """The output of a request so far, and the tokens that may come next."""
 
     def __init__(self, request: Request, num_roundings: int) -> None:
         self._sequence = Sequence(request, arrival=0)

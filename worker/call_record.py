@@ -34,9 +34,8 @@ class CallRecord:
 
     def mark(self, stage: Stage, counts: StepCounts) -> None:
         """The stage starts, and the one before ends."""
-        self._marks.setdefault(
-            stage, (counts.num_steps, counts.num_sequences)
-        )  # DECODE comes again after a move failed
+        # DECODE comes again after a move has failed.
+        self._marks.setdefault(stage, (counts.num_steps, counts.num_sequences))
 
     def steps_in(self, stage: Stage) -> tuple[int, float]:
         """Steps during a stage that has ended, and their mean number of sequences."""

@@ -1,4 +1,4 @@
-"""What a worker costs its vLLM, and what the death of an engine costs its streams: `make bench-vllm`.
+"""A worker beside the bare engine of vLLM, and streams whose engine dies: `make bench-vllm`.
 
     worker   32 streams through a decode worker, over gRPC, beside the same streams through its AsyncLLM: one engine, in
              turns. Prompts are new each time, so nothing comes from a cache

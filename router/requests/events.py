@@ -103,7 +103,7 @@ class PrefillReturned:
 
 
 class MoveNotice(NamedTuple):
-    """What a decode worker says of one of its calls."""
+    """A notice of a decode worker about a move of one of its calls."""
 
     call: int
     first_index: int | None  # None: it asks for a move. Else tokens from here on come from the target of the move
