@@ -238,6 +238,9 @@ class TwoMachines(RuleBasedStateMachine):
                 assert not transfer.given_up, "a pull was given up twice"
                 transfer.given_up = True
             side.given_up.clear()
+            for transfer_id, announced in side.caught_up:
+                self.puller_caught_up(side, self.transfers[transfer_id], announced)
+            side.caught_up.clear()
             for result in side.results:
                 transfer = self.transfers[result.transfer_id]
                 if isinstance(result, OfferEnded):
@@ -248,6 +251,14 @@ class TwoMachines(RuleBasedStateMachine):
                     transfer.pull_results.append(result)
                     self.pull_ended(transfer, result)
             side.results.clear()
+
+    def puller_caught_up(self, owner: Side, transfer: Transfer, announced: frozenset[int]) -> None:
+        assert owner is transfer.owner
+        assert not transfer.offer_results, "a puller caught up with an offer that had ended"
+        if not transfer.pull_results:  # else the targets have been freed since
+            for position in announced:
+                content = transfer.puller.content[transfer.targets[position]]
+                assert content == transfer.content(position), "caught up with wrong content"
 
     def pull_ended(self, transfer: Transfer, result: PullCompleted | PullFailed) -> None:
         assert len(transfer.pull_results) == 1, "a pull ended twice"

@@ -79,6 +79,7 @@ class Ambush:
                 if target is None or not self.is_in_state(move, self._pull_state(target, move)):
                     continue
                 self.took_effect = True
+                target.machine.pulls._last_inputs = None  # there may be room now
                 for act in self._what:
                     self.simulation.world.after(0.0, partial(act, self, source, move))
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from core.handoff import AbortReason, Heartbeat, OwnerState, PullerState, Ready
 from core.machine import Tick
-from kv_transfer.protocol.events import CaughtUp, OfferEnded, PeerLost, PullCompleted, PullFailed
+from kv_transfer.protocol.events import OfferEnded, PeerLost, PullCompleted, PullFailed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
 
 NUM_KNOWN = 10  # tokens, in blocks of 4
@@ -38,7 +38,7 @@ class GrowingPair(Pair):
 
     @property
     def num_caught_up(self) -> int:
-        return sum(isinstance(result, CaughtUp) for result in self.owner.results)
+        return len(self.owner.caught_up)
 
 
 def test_the_owner_learns_at_once_that_all_its_blocks_are_verified() -> None:

@@ -17,6 +17,7 @@ from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
 from kv_transfer.protocol.events import (
+    CaughtUp,
     ComputeDigests,
     Connect,
     Disconnect,
@@ -63,6 +64,7 @@ class Side:
         self.reads: dict[int, StartRead] = {}  # in flight
         self.links: list[Connect | Disconnect] = []
         self.results: list[Any] = []  # PullCompleted, PullFailed, OfferEnded
+        self.caught_up: list[tuple[TransferId, frozenset[int]]] = []  # offer, positions announced then
         self.given_up: list[PullGivenUp] = []
         self.needed: dict[TransferId, list[int]] = {}  # positions of all TargetsNeeded, by transfer
 
@@ -237,6 +239,9 @@ class Pair:
                     side.given_up.append(action)
                 case TargetsNeeded(transfer_id, positions):
                     side.needed.setdefault(transfer_id, []).extend(positions)
+                case CaughtUp(transfer_id):
+                    announced = frozenset(side.machine.owner.offers[transfer_id].announced_pieces)
+                    side.caught_up.append((transfer_id, announced))
                 case _:
                     side.results.append(action)
         for each in self.sides.values():
