@@ -23,6 +23,7 @@ from benchmarks.dataplane.load import Counter
 from benchmarks.dataplane.sleeping_runner import age_s
 
 RECEIVE_BYTES = 1 << 18
+LAST_BYTES = 32  # of a stream: its last event and the end of the chunks
 TIMEOUT_S = 20.0
 WARM_UP_S = 1.0
 PROBE_TOKENS = 4_000
@@ -40,6 +41,7 @@ class HttpStream:
 
     def __init__(self, port: int, model: str, max_tokens: int, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
+        self._tail = b""
         self.sent_at = time.monotonic()
         self.socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -56,6 +58,11 @@ class HttpStream:
             raise RuntimeError("the server closed a stream")
         now = time.monotonic()
         self._arrivals.times += [now] * data.count(b"data: {")
+        self._tail = (self._tail + data)[-LAST_BYTES:]
+
+    @property
+    def ended(self) -> bool:
+        return b"data: [DONE]" in self._tail
 
     def close(self) -> None:
         self.socket.close()

@@ -164,6 +164,7 @@ async def test_a_link_that_fails_during_a_read(
     machines: Machines, fleet: Fleet, fail: Callable[[Machines], None]
 ) -> None:
     """Its target blocks stay in use, since bytes may still come, until TCP gives the connection up."""
+    await path_in(fleet, PathState.FINE)  # no probe is left whose bytes would be taken for the blocks
     machines.slow_down("64kbit")  # the blocks take two seconds
     arrived = machines.num_bytes_arrived()
     stream = Stream(fleet.inference, prompt_of(50 + len(fail.__name__), 180), 10)

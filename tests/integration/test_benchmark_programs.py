@@ -31,8 +31,8 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
         load.close([connection])
         assert sum(len(ids) for _, ids in counter.tokens()) == NUM_TOKENS
         arrivals = Arrivals()
-        stream = HttpStream(port, CONFIG.engine.model, NUM_TOKENS, arrivals)
-        while len(arrivals.times) <= NUM_TOKENS:  # and the end
+        stream = stack.enter_context(contextlib.closing(HttpStream(port, CONFIG.engine.model, NUM_TOKENS, arrivals)))
+        while not stream.ended:  # a busy router joins tokens to one event
             stream.receive()
-        stream.close()
+        assert arrivals.times
         assert worker.step_times()["step_s"] > 0

@@ -91,7 +91,7 @@ async def drain(deployment: Deployment, worker: WorkerService) -> None:
     assert shell is not None
     record = shell.view.worker(id_of(deployment, worker))
     assert record is not None
-    assert record.load.state is WorkerState.DRAINING
+    await until(lambda: record.load.state is WorkerState.DRAINING, "the router has the worker's last report")
 
 
 async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_computed_again(

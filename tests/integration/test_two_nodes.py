@@ -124,7 +124,7 @@ async def test_a_machine_that_gets_sigterm_ends_after_its_worker_is_replaced_and
         replacement = await journal.start_of("decode-1")
         assert {leaving, replacement["host"]} == {DECODE_IP, OTHER_DECODE_IP}
         await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
-        await journal.wait_for(event="drained", name="decode-0")
+        await journal.wait_for_drains({"decode-0"})
         await journal.wait_for(event="workers", workers=["decode-1", "prefill-0"])
         gone, _ = await asyncio.to_thread(psutil.wait_procs, [ray_start], 15)
         assert gone, "Ray ends an empty machine long before its time limit of 30 s"
