@@ -26,6 +26,7 @@ class Endpoint:
     address: str  # host:port of its gRPC server
     role: ServiceRole
     version: str = ""  # of the software in its process; its host knows it
+    draining: bool = False  # it will drain: routers send it no new call
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class RouterControl(Service, Protocol):
     """A router as the supervisor sees it."""
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
-        """`workers` lists every live worker. Connect to new ones; treat missing ones as lost."""
+        """`workers` lists every live worker. Connect to new ones; treat missing ones as lost; send no new call to those
+        that drain."""
 
     async def set_routers(self, routers: list[FleetRouter]) -> None:
         """`routers` lists every live router of the fleet, this one too."""

@@ -57,7 +57,7 @@ class Serving:
     member: Member
     service_id: str
     address: str  # host:port
-    draining: bool = False  # set for routers only: a worker itself reports that it drains
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,10 @@ class StartService:
 
 @dataclass(frozen=True, slots=True)
 class DrainService:
-    """Drain and stop the service, then end its process. `Drained` or `ServiceDied` follows, else `KillService`."""
+    """Drain and stop the service, then end its process. `Drained` or `ServiceDied` follows, else `KillService`.
+
+    A worker drains when every router knows: else a router may send it a call after the end of its process.
+    """
 
     member: Member
     timeout_s: float

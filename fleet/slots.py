@@ -93,7 +93,7 @@ class Slots:
     def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
         """The serving and the draining members of these roles, by their start."""
         live = [
-            Serving(slot.member, slot.service_id, slot.address, _drains_as_router(slot))
+            Serving(slot.member, slot.service_id, slot.address, slot.state is SlotState.DRAINING)
             for slot in self
             if slot.member.role in roles and slot.state in LIVE
         ]
@@ -134,7 +134,3 @@ class Slots:
         assert len(set(replaced_ids)) == len(replaced_ids), "a slot has two replacements"
         starts = [slot.member.start for slot in self if slot.member.start]
         assert len(set(starts)) == len(starts), "two members share a start"
-
-
-def _drains_as_router(slot: Slot) -> bool:
-    return slot.member.role is ServiceRole.ROUTER and slot.state is SlotState.DRAINING

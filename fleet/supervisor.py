@@ -59,6 +59,7 @@ from runtime.shared_port import PortClaim
 MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
 MACHINES_INTERVAL_S = 1.0
+PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S
 
 # The machines that leave, with the seconds until they end; None = without a time limit.
 LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
@@ -93,6 +94,7 @@ class Supervisor:
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
         self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
+        self._all_published = asyncio.Event()
         self._updates: deque[FleetUpdate] = deque(maxlen=MAX_UPDATES)
         self._has_updates = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -204,6 +206,7 @@ class Supervisor:
             case PublishFleet():
                 idle = action.router not in self._unpublished
                 self._unpublished[action.router] = action
+                self._all_published.clear()
                 if idle:
                     self._spawn(self._publish(action.router))
             case FleetMessage():
@@ -271,6 +274,9 @@ class Supervisor:
         return sum(size for role, size in self._machine.wanted.items() if role is not ServiceRole.ROUTER)
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
+        if self._unpublished and member.role is not ServiceRole.ROUTER:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_published.wait(), PUBLISH_TIMEOUT_S)
         host = self._hosts.get(member)
         if host is None:
             return  # died just now
@@ -293,7 +299,9 @@ class Supervisor:
         try:
             while True:
                 publication = self._unpublished[router]
-                workers = [Endpoint(s.service_id, s.address, s.member.role) for s in publication.workers]
+                workers = [
+                    Endpoint(s.service_id, s.address, s.member.role, draining=s.draining) for s in publication.workers
+                ]
                 routers = [FleetRouter(s.service_id, s.address, s.draining) for s in publication.routers]
                 await self._hosts[router].set_fleet(workers, routers)
                 if self._unpublished[router] is publication:
@@ -302,3 +310,5 @@ class Supervisor:
             return  # the router is gone; the next one gets the full lists when it starts
         finally:
             self._unpublished.pop(router, None)
+            if not self._unpublished:
+                self._all_published.set()

@@ -145,6 +145,8 @@ class RouterShell:
                 self.links[worker_id] = WorkerLink(
                     endpoint, self.router_id, self.post, self._is_known, self._credentials
                 )
+            if endpoint.draining:
+                self.post(events.WorkerLeaves(worker_id))
         gone = [link for worker_id, link in self.links.items() if worker_id not in wanted]
         for link in gone:
             link.end_watch()  # else a report that has arrived already lets the worker join again

@@ -69,6 +69,13 @@ class WorkerReported:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLeaves:
+    """The worker will drain: it gets no new call."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost:
     worker_id: str
     detail: str
@@ -168,6 +175,7 @@ RouterEvent = (
     | StopMatched
     | WorkerJoined
     | WorkerReported
+    | WorkerLeaves
     | WorkerLost
     | PrefillReturned
     | StepTokens

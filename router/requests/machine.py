@@ -83,6 +83,7 @@ class RouterMachine:
             events.StopMatched: self._on_stop_matched,
             events.WorkerJoined: self._on_joined,
             events.WorkerReported: self._on_reported,
+            events.WorkerLeaves: self._on_leaves,
             events.WorkerLost: self._on_lost,
             events.PrefillReturned: self._on_prefill,
             events.StepTokens: self._on_step_tokens,
@@ -388,6 +389,10 @@ class RouterMachine:
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         self.workers.take_report(event.worker_id, event.changes, now)
+        return []
+
+    def _on_leaves(self, event: events.WorkerLeaves, now: float) -> list[RouterAction]:
+        self.workers.note_leaving(event.worker_id, now)
         return []
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:

@@ -78,6 +78,7 @@ class WorkerRecord:
     peer_cost: StepCost = PRIOR  # of measured workers; holds until this worker has measured steps of its own
     paths: dict[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by peer
     suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
+    leaves: bool = False  # it will drain
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
     on_the_way: dict[int, CallWork] = field(default_factory=dict)  # calls that no report has yet
     release: ReleaseRate = field(default_factory=ReleaseRate)
@@ -113,6 +114,10 @@ class WorkerRecord:
             self.refresh()
 
     @property
+    def serves(self) -> bool:
+        return self.load.state is WorkerState.SERVING and not self.leaves
+
+    @property
     def step_cost(self) -> StepCost:
         return self.load.step_cost if self.has_measured else self.peer_cost
 
@@ -144,7 +149,7 @@ class WorkerRecord:
             paths=self.paths,
             num_blocks=self.agent.num_blocks,
         )
-        self.has_room = load.state is WorkerState.SERVING and not self.suspect and num_sequences < self.max_in_flight
+        self.has_room = self.serves and not self.suspect and num_sequences < self.max_in_flight
 
     def _arriving(self) -> tuple[float, ...]:
         """Seconds of prompt work of calls on the way, by size class."""

@@ -11,7 +11,7 @@ from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch
-from core.lifecycle import ServiceRole, WorkerState
+from core.lifecycle import ServiceRole
 from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
@@ -63,6 +63,7 @@ class WorkerTable:
         known = self._records.get(record.worker_id)
         if known is not None:
             record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
+            record.leaves = known.leaves
             record.take_load(record.load)
             self._count_routers(known, -1)
         self._count_routers(record, 1)
@@ -98,7 +99,7 @@ class WorkerTable:
         record = self._records.get(worker_id)
         if record is None:
             return False
-        was_usable, last_state = self._usable(record, now), record.load.state
+        was_usable, served = self._usable(record, now), record.serves
         record.reported_at, was_suspect, record.suspect = now, record.suspect, False
         if changes.load is not None:
             self._count_routers(record, -1)
@@ -118,10 +119,18 @@ class WorkerTable:
         record.paths |= {path.peer: path for path in changes.paths}
         for peer in changes.removed_paths:
             record.paths.pop(peer, None)
-        if record.load.state is not last_state:
+        if record.serves != served:
             self._update_pools(now)
         self.room_changed = self.room_changed or (record.has_room and not was_usable)
         return True
+
+    def note_leaving(self, worker_id: str, now: float) -> None:
+        """The worker will drain, which its own reports say later. Does nothing if it has not joined."""
+        record = self._records.get(worker_id)
+        if record is not None and not record.leaves:
+            record.leaves = True
+            record.refresh()
+            self._update_pools(now)
 
     def leave(self, worker_id: str, now: float) -> WorkerRecord | None:
         record = self._records.pop(worker_id, None)
@@ -188,7 +197,7 @@ class WorkerTable:
     ) -> bool:
         """True if a worker of this role, and of this version unless it is None, serves that is not one of `avoid`."""
         return any(
-            record.load.state is WorkerState.SERVING
+            record.serves
             and record.worker_id not in avoid
             and protocol_version in (None, record.agent.protocol_version)
             for record in self._pools[role].values()

@@ -158,7 +158,8 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
             assert {serving.member for serving in publication.workers} == live - routers
             assert {serving.member for serving in publication.routers} == routers
             assert all(
-                serving.draining == (self.alive[serving.member] == "draining") for serving in publication.routers
+                serving.draining == (self.alive[serving.member] == "draining")
+                for serving in (*publication.workers, *publication.routers)
             )
 
     def once_everything_succeeds(self) -> None:

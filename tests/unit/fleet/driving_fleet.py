@@ -84,3 +84,8 @@ class Fleet:
         """The newest list of workers that a router has received."""
         lists = [action.workers for action in self.actions if isinstance(action, PublishFleet)]
         return [serving.member.name for serving in lists[-1]] if lists else None
+
+    def published_as_draining(self) -> list[str]:
+        """Those of the newest list that get no new call."""
+        lists = [action.workers for action in self.actions if isinstance(action, PublishFleet)]
+        return [serving.member.name for serving in lists[-1] if serving.draining]

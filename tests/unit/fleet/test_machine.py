@@ -77,7 +77,8 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     fleet.started("prefill-1")
     fleet.send(ScaleTo({P: 1}))
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
-    assert fleet.published() is None, "a draining worker was removed from the router's list"
+    assert fleet.published() == ["prefill-0", "decode-0", "prefill-1", "prefill-2"], "a draining worker has left"
+    assert fleet.published_as_draining() == ["prefill-1", "prefill-2"]
     fleet.send(Drained(fleet.members["prefill-1"]))
     assert fleet.printed() == ["prefill-1 has drained"]
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]

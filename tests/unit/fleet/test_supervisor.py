@@ -35,6 +35,7 @@ class FakeHost:
         site.hang_next = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.local_rank: LocalRank | None = None
+        self.leaving_workers: set[str] = set()  # as a router knows them
         site.hosts.append(self)
 
     async def machine(self) -> MachineId:
@@ -51,8 +52,13 @@ class FakeHost:
 
     async def drain(self, timeout_s: float) -> None:
         self._site.drained.append((self.member.name, timeout_s))
+        routers = [host for host in self._site.hosts if host.member.role is ServiceRole.ROUTER]
+        self._site.told_before_drain[self.member.name] = self.member.name in routers[-1].leaving_workers
 
-    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
+        del routers
+        await self._site.routers_answer.wait()
+        self.leaving_workers = {worker.service_id.partition(".")[0] for worker in workers if worker.draining}
 
     def kill(self) -> None:
         if self._ray_is_away:
@@ -73,6 +79,9 @@ class Site:
         self.hang_next = False  # at its start, while Ray does not answer
         self.updates: list[FleetUpdate] = []
         self.drained: list[tuple[str, float]] = []
+        self.told_before_drain: dict[str, bool] = {}  # whether the newest router knew, by worker
+        self.routers_answer = asyncio.Event()
+        self.routers_answer.set()
         self.leaving: Mapping[MachineId, float | None] = {}
         self.supervisor = Supervisor(spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving)
 
@@ -147,6 +156,7 @@ async def test_the_services_of_a_leaving_machine_move_and_those_of_the_superviso
     site.machine = MachineId("elsewhere", "10.0.0.3")
     site.leaving = {THERE: 100.0, HERE: 100.0}
     await site.comes_to_serve("router-1", "prefill-1", "decode-1")
+    await until(lambda: len(site.drained) == 3, "the old ones have drained", 5.0)
     assert sorted(site.drained) == [("decode-0", 30.0), ("prefill-0", 30.0), ("router-0", 10.0)]
     notes = [(note.number, note.subject, note.what, note.reason) for note in await site.supervisor.notes(1000, 0)]
     assert [number for number, *_ in notes] == list(range(1, len(notes) + 1))
@@ -161,6 +171,25 @@ async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(si
     await until(lambda: len([h for h in site.hosts if h.member.name == "decode-1"]) > 1, "it starts again", 5.0)
     site.machine = THERE
     await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
+
+
+async def test_a_worker_drains_when_the_routers_know(site: Site) -> None:
+    site.routers_answer.clear()
+    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await asyncio.sleep(0.05)
+    assert not site.drained
+    site.routers_answer.set()
+    await site.reports("decode-0", "has drained")
+    assert site.told_before_drain == {"decode-0": True}
+
+
+async def test_a_router_that_does_not_answer_holds_no_drain_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PUBLISH_TIMEOUT_S", 0.02)
+    site.routers_answer.clear()
+    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await site.reports("decode-0", "has drained")
+    assert site.told_before_drain == {"decode-0": False}
+    site.routers_answer.set()
 
 
 async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:

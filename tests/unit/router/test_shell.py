@@ -1,9 +1,10 @@
-"""RouterShell: a removed worker does not join again, and a fault in an action ends the router."""
+"""RouterShell: a worker that leaves gets no call and does not join again; a fault in an action ends the router."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest_asyncio
 
@@ -61,6 +62,18 @@ async def test_a_removed_worker_does_not_join_by_a_snapshot_that_arrived_before(
     await shell.set_workers([])
     assert list(shell.view.workers()) == []
     assert not shell.failure.done()
+
+
+async def test_a_worker_that_will_drain_gets_no_new_call(shell: RouterShell) -> None:
+    prefill, decode = await watch(shell, "p", "d")
+    prefill.reports.put(snapshot("p", ServiceRole.PREFILL))
+    decode.reports.put(snapshot("d"))
+    await turn_the_loop()
+    await shell.set_workers([endpoint("p"), replace(endpoint("d"), draining=True)])
+    assert {record.worker_id: record.has_room for record in shell.view.workers()} == {"p": True, "d": False}
+    decode.reports.put(snapshot("d"))
+    await turn_the_loop()
+    assert {record.worker_id: record.has_room for record in shell.view.workers()} == {"p": True, "d": False}
 
 
 async def test_a_fault_in_performing_an_action_ends_the_router(shell: RouterShell) -> None:
