@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation image clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate image clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -92,6 +92,10 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 bench-formats: setup  ## Measure the cost of JSON schemas, and validate 2,000 outputs (8 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.formats
+
+bench-migrate: setup  ## Measure what streams feel of moves, drains and the death of a router (15 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.migrate
 
 bench-speculation: setup  ## Measure what guessed tokens gain: make bench-speculation QUESTIONS=question.jsonl (Spec-Bench's; 30 minutes)
 	$(BIN)/tandem pull

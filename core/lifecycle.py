@@ -54,6 +54,7 @@ class MoveReason(Enum):
     """Why a decode worker asks that a running sequence go on at another one."""
 
     DRAIN = "drain"
+    ROOM = "room"  # it will run short of blocks, and would preempt the sequence
 
 
 class ServiceRole(Enum):

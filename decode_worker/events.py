@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Timeline
+from core.lifecycle import FinishReason, MoveReason, Timeline
 from core.machine import Tick
 from core.request import Request
 from core.scheduling.worker_load import NO_CALL, CallId
@@ -112,6 +112,7 @@ class AskToMove:
     """These calls could go on at another worker."""
 
     request_ids: tuple[str, ...]
+    reason: MoveReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from decode_worker.events import (
 )
 from decode_worker.moves import MoveAction, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
+from decode_worker.room import num_short
 from kv_transfer.protocol.events import (
     CaughtUp,
     OfferEnded,
@@ -130,7 +131,7 @@ class DecodeMachine:
                 actions += self._end(victim.sequence.sequence_id, lost, AbortReason.OVERLOADED, now)
             actions += self._give_blocks(now)
             steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)
-        asked = self.moves.ask(now) if self.core.draining else []
+        asked = self.moves.ask_to_leave(now) if self.core.draining else []
         return [*steps, *actions, *asked]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
@@ -296,7 +297,16 @@ class DecodeMachine:
         for event in tokens:
             if event.finish_reason is not None:
                 actions += self._finish_call(event.sequence_id, event.finish_reason, now)
+        if not self.core.draining:
+            actions += self._make_room(now)
         return actions + self._apply_results(self.moves.advance(now), now) if self.moves.by_id else actions
+
+    def _make_room(self, now: float) -> list[DecodeAction]:
+        """Offer sequences that preemption would take, and pause those that move before one is preempted."""
+        asked = self.moves.ask_for_room(num_short(self.core, self.pulls, self.transfers), now)
+        if self.moves.by_id and self.core.pool.num_available < len(self.core.scheduler.running):
+            return [*asked, *self._apply_results(self.moves.pause_all(now), now)]
+        return [*asked]
 
     def _finish_call(self, request_id: str, reason: FinishReason, now: float) -> list[DecodeAction]:
         call = self._calls.pop(request_id)

@@ -12,18 +12,21 @@ Law: each index of the output has one author. The last READY has every token tha
 the target may sample, so this worker samples again only if the target has released the blocks with a reason, or if the
 router says that it has ended the call of the target.
 
-A worker that drains asks for its running sequences, MAX_MOVES at once. If the router finds no worker with room, it does
-not answer, and the worker asks again.
+A worker that drains asks for its running sequences, MAX_MOVES at once. A worker that will run short of blocks
+(decode_worker/room.py) asks for those that preemption would take, lowest rank first, and once it has no free block left
+it pauses the sequences that move before it preempts another. If the router finds no worker with room, it does not
+answer, and the worker asks for others or again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from core.errors import LayoutMismatch, TransferFailed
 from core.handoff import AbortReason, TransferId
-from core.lifecycle import Stage
+from core.lifecycle import MoveReason, Stage
 from core.scheduling.sequence import Sequence
 from decode_worker.events import AskToMove, HandedOver, MoveArrived, ResumeArrived
 from kv_transfer.protocol.events import OfferEnded, TransferAction
@@ -102,19 +105,43 @@ class Moves:
 
     # ---- from the machine
 
-    def ask(self, now: float) -> list[AskToMove]:
+    def ask_to_leave(self, now: float) -> list[AskToMove]:
         """The sequences that could move next. Call it after each event of a worker that drains."""
+        asked = self._ask(self._core.scheduler.running, MoveReason.DRAIN, now)
         waiting = [at for at in self._asked_at.values() if now < at + ASK_AGAIN_S]
-        free = MAX_MOVES - len(self.by_id) - len(waiting)
-        candidates = [s for s in self._core.scheduler.running if self._can_move(s) and self._may_ask(s, now)]
-        candidates.sort(key=lambda s: (self._asked_at.get(s.sequence_id, 0.0), s.rank))
-        asked = candidates[: max(0, free)]
+        self._ask_again_at = min(waiting) + ASK_AGAIN_S if waiting else None
+        return asked
+
+    def ask_for_room(self, num_short: int, now: float) -> list[AskToMove]:
+        """The lowest-ranked sequences, until the blocks of all that move or are asked for make up for `num_short`."""
+        offered: list[Sequence] = []
+        for sequence in reversed(self._core.scheduler.running[1:]):
+            if num_short <= 0:
+                break
+            if sequence.sequence_id in self.by_id or not self._may_ask(sequence, now):
+                num_short -= len(sequence.block_table)
+            elif self._can_move(sequence):
+                offered.append(sequence)
+                num_short -= len(sequence.block_table)
+        return self._ask(offered, MoveReason.ROOM, now)
+
+    def pause_all(self, now: float) -> list[TransferAction | MoveAction]:
+        """Hand over what the readers have room for, so that it takes no more blocks here."""
+        actions: list[TransferAction | MoveAction] = []
+        for move in list(self.by_id.values()):
+            offer = self._offer_of(move)
+            if move.state is MoveState.COPYING and offer is not None and offer.wanted is not None:
+                actions += self._pause(move, now)
+        return actions
+
+    def _ask(self, sequences: Iterable[Sequence], reason: MoveReason, now: float) -> list[AskToMove]:
+        """Those asked for longest ago come first."""
+        num_waiting = sum(now < at + ASK_AGAIN_S for at in self._asked_at.values())
+        candidates = [s for s in sequences if self._can_move(s) and self._may_ask(s, now)]
+        candidates.sort(key=lambda s: self._asked_at.get(s.sequence_id, 0.0))
+        asked = candidates[: max(0, MAX_MOVES - len(self.by_id) - num_waiting)]
         self._asked_at |= {sequence.sequence_id: now for sequence in asked}
-        if asked or waiting:
-            self._ask_again_at = min([*waiting, now] if asked else waiting) + ASK_AGAIN_S
-        else:
-            self._ask_again_at = None
-        return [AskToMove(tuple(sequence.sequence_id for sequence in asked))] if asked else []
+        return [AskToMove(tuple(sequence.sequence_id for sequence in asked), reason)] if asked else []
 
     def advance(self, now: float) -> list[TransferAction | MoveAction]:
         """Call it after each step and each Tick."""

@@ -17,7 +17,7 @@ from typing import Any
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, TokenStreamEnded, WorkerUnavailable
-from core.lifecycle import FinishReason, Stage
+from core.lifecycle import FinishReason, MoveReason, Stage
 from decode_worker.events import (
     AskToMove,
     DecodeAction,
@@ -166,11 +166,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                     if call is not None:
                         call.num_tokens += 1
                         call.stream.add(call.number, event.index, event.token)
-            case AskToMove(request_ids):
+            case AskToMove(request_ids, reason):
                 for request_id in request_ids:
-                    self._notify(request_id, None)
+                    self._notify(request_id, lacks_room=reason is MoveReason.ROOM)
             case HandedOver(request_id, first_index):
-                self._notify(request_id, first_index)
+                self._notify(request_id, first_index=first_index)
             case DecodeDone(request_id=request_id):
                 self._end(request_id, action)
             case DecodeFailed(request_id, error):
@@ -179,10 +179,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                 return False
         return True
 
-    def _notify(self, request_id: str, first_index: int | None) -> None:
+    def _notify(self, request_id: str, first_index: int | None = None, lacks_room: bool = False) -> None:
         call = self._calls.get(request_id)
         if call is not None:
-            call.stream.add_notice(call.number, first_index)
+            notice = worker_pb2.MoveNotice(call=call.number, first_index=first_index, lacks_room=lacks_room)
+            call.stream.add_notice(notice)
 
     def _end(self, request_id: str, end: DecodeDone | TandemError) -> None:
         call = self._calls.get(request_id)

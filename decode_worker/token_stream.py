@@ -58,9 +58,9 @@ class TokenStreamWriter:
         self._room -= 1
         self._has_tokens.set()
 
-    def add_notice(self, call: int, first_index: int | None) -> None:
-        """Queue a notice of a move: a call asks for one, or its tokens from `first_index` on come from one worker."""
-        self._notices.append(worker_pb2.MoveNotice(call=call, first_index=first_index))
+    def add_notice(self, notice: worker_pb2.MoveNotice) -> None:
+        """Queue it for the next message, behind the tokens."""
+        self._notices.append(notice)
         self._room -= 1
         if self._room <= 0:
             self._overflow()

@@ -134,6 +134,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
         tenant=request.tenant,
         grammar=sampling.grammar,
         no_speculation=not sampling.speculation,
+        age_us=round(request.age_s * 1e6),
     )
 
 
@@ -188,6 +189,7 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         priority=wire.priority,
         cache_salt=wire.cache_salt,
         tenant=wire.tenant,
+        age_s=wire.age_us / 1e6,
     )
 
 

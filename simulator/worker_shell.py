@@ -18,7 +18,7 @@ from typing import Any
 from core.cost.step_cost_fit import StepCostFit
 from core.errors import TandemError, TokenStreamEnded
 from core.handoff import AgentAddress
-from core.lifecycle import ServiceRole, Stage
+from core.lifecycle import MoveReason, ServiceRole, Stage
 from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
@@ -191,9 +191,10 @@ class WorkerShell:
                 self.executor.run(action)
             case EmitTokens(tokens):
                 self._emit(tokens)
-            case AskToMove(request_ids):
+            case AskToMove(request_ids, reason):
                 for call_id in request_ids:
-                    self._notify(call_id, None)
+                    self._world.counts[f"asks for a move: {reason.value}"] += 1
+                    self._notify(call_id, None, reason)
             case HandedOver(call_id, first_index):
                 self._notify(call_id, first_index)
             case PrefillDone(request_id=call_id):
@@ -237,11 +238,11 @@ class WorkerShell:
             )
             self.token_streams[stream_id].reply(self, message)
 
-    def _notify(self, call_id: str, first_index: int | None) -> None:
+    def _notify(self, call_id: str, first_index: int | None, reason: MoveReason = MoveReason.DRAIN) -> None:
         """Send a notice of a move on the token stream of its call, if that stream has not ended."""
         call = self.calls.get(call_id)
         if call is not None and call.tokens is not None and call.tokens.call_id in self.token_streams:
-            notice = events.MoveNotice(call.number, first_index)
+            notice = events.MoveNotice(call.number, first_index, reason)
             self.token_streams[call.tokens.call_id].reply(self, events.StepTokens((), (), (), {}, [notice]))
 
     def move(self, event: MoveArrived | ResumeArrived, refuse: Callable[[TandemError], None]) -> None:

@@ -21,6 +21,7 @@ from benchmarks.dataplane.sleeping_runner import SleepingRunner
 from benchmarks.processes import obey, take_stdout
 from cli.compose import build_decode_worker, build_router
 from core.config import EngineConfig, GatewayConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
+from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from engine import factory
@@ -86,7 +87,10 @@ async def start_service(host: ServiceHost, role: Role) -> Endpoint:
 
 def build_sleeping_runner(step_s: float) -> SleepingRunner:
     info = describe(resolve_model(CONFIG.engine.model), CONFIG.engine.max_context)
-    return SleepingRunner(info, NUM_BLOCKS, BLOCK_SIZE, step_s)
+    layout = KVLayout(
+        model=info.fingerprint, dtype="bfloat16", num_layers=1, num_kv_heads=1, block_size=BLOCK_SIZE, head_dim=2
+    )
+    return SleepingRunner(info, NUM_BLOCKS, layout, step_s)
 
 
 class Service:

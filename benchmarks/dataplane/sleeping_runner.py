@@ -21,10 +21,7 @@ FIRST_ID, NUM_IDS = 1_000, 40_000  # ordinary tokens of the default model; the i
 class SleepingRunner(FakeRunner):
     """`FakeRunner` without its model: only the pool is real."""
 
-    def __init__(self, info: ModelInfo, num_blocks: int, block_size: int, step_s: float) -> None:
-        layout = KVLayout(
-            model=info.fingerprint, dtype="bfloat16", num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=2
-        )
+    def __init__(self, info: ModelInfo, num_blocks: int, layout: KVLayout, step_s: float) -> None:
         super().__init__(info, layout, num_blocks)
         self._step_s = step_s
         self._submitted: deque[StepPlan] = deque()

@@ -22,13 +22,14 @@ from core.request import Request
 from core.scheduling.block_pool import PrefixBlock
 from core.step import NO_PROPOSAL, Proposal, SequenceView
 
-Rank = tuple[int, int]  # (priority, order of arrival); a smaller tuple ranks higher
+# (priority, time at which the request was new, order of arrival at this worker); a smaller tuple ranks higher
+Rank = tuple[int, float, int]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
-    arrival: int  # order of arrival at this worker; breaks ties of priority
+    arrival: int  # order of arrival at this worker; breaks ties of priority and age
     sample_limit: int | None = None  # ends with HANDOFF after this many tokens sampled on this worker; None = no limit
     token_ids: list[int] = field(default_factory=list)  # never replaced: the view has the same list
     num_computed_tokens: int = 0
@@ -61,7 +62,7 @@ class Sequence:
         if not self.token_ids:
             self.token_ids = list(self.request.token_ids)
         self.sequence_id = self.request.request_id
-        self.rank = (self.request.priority, self.arrival)
+        self.rank = (self.request.priority, self.arrived_at - self.request.age_s, self.arrival)
         self.max_num_tokens = self.request.max_total_tokens
         if self.sample_limit is not None:
             self.max_num_tokens = min(self.max_num_tokens, len(self.token_ids) + self.sample_limit)

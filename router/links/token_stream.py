@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest
+from core.lifecycle import MoveReason
 from core.step import SampledToken
 from protos import codec
 from router.requests import events
@@ -106,7 +107,11 @@ def decode_step_tokens(wire: worker_pb2.StepTokens) -> events.StepTokens:
         for place, found in zip(wire.logprob_places, wire.logprobs, strict=True):
             logprobs[place] = codec.decode_logprobs(token_ids[place], found)
     moves = tuple(
-        events.MoveNotice(notice.call, notice.first_index if notice.HasField("first_index") else None)
+        events.MoveNotice(
+            notice.call,
+            notice.first_index if notice.HasField("first_index") else None,
+            MoveReason.ROOM if notice.lacks_room else MoveReason.DRAIN,
+        )
         for notice in wire.moves
     )
     return events.StepTokens(calls, list(wire.indexes), token_ids, logprobs, moves)

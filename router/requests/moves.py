@@ -27,6 +27,7 @@ from router.routing.worker_record import CallWork
 from router.routing.workers import WorkerTable, hashes_of
 
 MIN_TOKENS_LEFT = 2  # with fewer tokens to come, a request ends where it is
+MAX_ROOM_MOVES = 2  # of one request, for lack of room: a fleet that is full would only pass it on
 
 
 class MoveOutcome(NamedTuple):
@@ -130,7 +131,11 @@ class OpenMoves:
             return []
         request, worker_id = routed.resumed(), source.candidate.decode_worker
         avoid = routed.failed_workers
-        target = self._workers.choose_target(hashes_of(request), request.max_total_tokens, worker_id, avoid, now)
+        target = None
+        if reason is MoveReason.DRAIN or routed.num_room_moves < MAX_ROOM_MOVES:
+            target = self._workers.choose_target(
+                hashes_of(request), request.max_total_tokens, worker_id, avoid, now, reason
+            )
         if target is None:
             self.outcomes[MoveOutcome(reason, "no_room")] += 1
             return []
@@ -139,11 +144,11 @@ class OpenMoves:
         self.by_id[dispatch.dispatch_id] = self.by_call[dispatch.call] = routed
         reader, owner = self._workers.chosen(target.decode_worker), self._workers.chosen(worker_id)
         reader.add_call(dispatch.dispatch_id, dispatch.call, CallWork(num_blocks=target.transfer_blocks))
-        ticket, timeout_s = dispatch.transfer_id, max(0.0, routed.deadline - now)
+        ticket, timeout_s, age_s = dispatch.transfer_id, max(0.0, routed.deadline - now), now - routed.arrived_at
         assert ticket is not None
         return [
             events.StartDecode(
-                dispatch.dispatch_id, reader.worker_id, request.derive(request_id=dispatch.dispatch_id),
+                dispatch.dispatch_id, reader.worker_id, request.derive(request_id=dispatch.dispatch_id, age_s=age_s),
                 (ticket, owner.agent), timeout_s, dispatch.call, is_move=True,
             ),
             events.StartMove(
@@ -173,6 +178,7 @@ class OpenMoves:
         routed.left.append(source)
         self.by_id[source.dispatch_id] = self.by_call[source.call] = routed
         routed.num_moves += 1
+        routed.num_room_moves += move.reason is MoveReason.ROOM
         self.outcomes[MoveOutcome(move.reason, "moved")] += 1
         return source
 

@@ -31,7 +31,7 @@ class OpenDispatches:
         routed.last_dispatch = routed.dispatch
         self.by_id[dispatch_id] = self.by_call[call] = routed
         # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
-        request = routed.resumed().derive(request_id=dispatch_id)
+        request = routed.resumed().derive(request_id=dispatch_id, age_s=now - routed.arrived_at)
         timeout_s = max(0.0, routed.deadline - now)
         uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
         decode = self._workers.chosen(candidate.decode_worker)

@@ -74,6 +74,7 @@ class RoutedRequest:
     left: list[Dispatch] = field(default_factory=list)  # from which `dispatch` has moved, oldest first
     num_dispatches: int = 0  # attempts and moves, for their ids
     num_moves: int = 0
+    num_room_moves: int = 0  # ... for lack of room
     earlier: list[DecodeResult] = field(default_factory=list)  # of `left`, as far as they have returned
     num_lost_tokens: int = 0  # computed before the newest failure
     num_recomputed_tokens: int = 0

@@ -286,8 +286,11 @@ def pair(
     return _new_tuple(Candidate, terms)
 
 
-def move_target(question: RoutingQuestion, source: WorkerView, max_total_tokens: int) -> Candidate | None:
-    """The cheapest decode worker with free blocks for a running sequence up to its end. Its blocks come from `source`.
+def move_target(
+    question: RoutingQuestion, source: WorkerView, max_total_tokens: int, reserve_share: float
+) -> Candidate | None:
+    """The cheapest decode worker with free blocks for a running sequence up to its end, and a share of its pool to
+    spare. Its blocks come from `source`.
 
     `transfer_blocks` of the candidate are those that the sequence takes up to its end.
     """
@@ -295,7 +298,7 @@ def move_target(question: RoutingQuestion, source: WorkerView, max_total_tokens:
     for worker, cached in question.decode:
         # The last token is sampled but never computed, so it needs no slot.
         num_blocks = -(-(max_total_tokens - 1) // question.block_size) - cached // question.block_size
-        if num_blocks <= worker.num_free_blocks:
+        if num_blocks + ceil(reserve_share * worker.num_blocks) <= worker.num_free_blocks:
             candidate = pair(question, _COMPUTED, source, question.num_tokens, worker, cached)
             found.append(candidate._replace(transfer_blocks=num_blocks))
     return _spread(found) if found else None

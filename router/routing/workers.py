@@ -11,7 +11,7 @@ from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch
-from core.lifecycle import ServiceRole
+from core.lifecycle import MoveReason, ServiceRole
 from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
@@ -20,6 +20,7 @@ from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()
+RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
@@ -249,7 +250,13 @@ class WorkerTable:
         return min(found, key=_order, default=None)
 
     def choose_target(
-        self, sequence: PromptHashes, max_total_tokens: int, source: str, avoid: frozenset[str], now: float
+        self,
+        sequence: PromptHashes,
+        max_total_tokens: int,
+        source: str,
+        avoid: frozenset[str],
+        now: float,
+        reason: MoveReason = MoveReason.DRAIN,
     ) -> Candidate | None:
         """The decode worker to which a running sequence should move from `source`; None if none has room for it."""
         owner = self._records.get(source)
@@ -264,7 +271,7 @@ class WorkerTable:
         matched = self.index.match(sequence.chain(block_size))
         options = _options(records, matched, block_size)
         question = RoutingQuestion(sequence.num_tokens, (), options, False, block_size, now)
-        return move_target(question, owner.view, max_total_tokens)
+        return move_target(question, owner.view, max_total_tokens, RESERVE_SHARE[reason])
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""

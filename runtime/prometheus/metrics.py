@@ -195,8 +195,8 @@ METRICS: dict[Metric, Description] = {
     ),
     Metric.RETRIES: Description(Kind.TOTAL, "Attempts that failed and were tried again, by error code", ("reason",)),
     Metric.MOVES: Description(
-        Kind.TOTAL, "Moves of running requests between decode workers, by reason (drain) and outcome: moved, failed "
-        "(the request stays where it is), or no_room (no worker has room)", ("reason", "outcome"),
+        Kind.TOTAL, "Moves of running requests between decode workers, by reason (drain, room) and outcome: moved, "
+        "failed (the request stays where it is), or no_room (no worker has room)", ("reason", "outcome"),
     ),
     Metric.TENANT_REQUESTS: Description(
         Kind.COUNTER, f"Ended choices of a tenant. Of all tenant series: at most {MAX_TENANTS} tenants, then "

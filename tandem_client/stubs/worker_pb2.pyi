@@ -212,7 +212,7 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar", "no_speculation")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar", "no_speculation", "age_us")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class SequenceRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     NO_SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     sampling: _inference_pb2.SamplingParams
@@ -239,7 +240,8 @@ class SequenceRequest(_message.Message):
     tenant: str
     grammar: str
     no_speculation: bool
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ...) -> None: ...
+    age_us: int
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., age_us: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")
@@ -355,12 +357,14 @@ class MoveResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class MoveNotice(_message.Message):
-    __slots__ = ("call", "first_index")
+    __slots__ = ("call", "first_index", "lacks_room")
     CALL_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LACKS_ROOM_FIELD_NUMBER: _ClassVar[int]
     call: int
     first_index: int
-    def __init__(self, call: _Optional[int] = ..., first_index: _Optional[int] = ...) -> None: ...
+    lacks_room: bool
+    def __init__(self, call: _Optional[int] = ..., first_index: _Optional[int] = ..., lacks_room: _Optional[bool] = ...) -> None: ...
 
 class StreamTokensRequest(_message.Message):
     __slots__ = ("router_id", "stream_id")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(600)  # 110 s on an idle core
 def test_every_section_rehearses_under_the_interpreter(tmp_path: Path) -> None:
     """Run from another folder: that of the program holds folders named like packages of Tandem."""
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--out", "."]
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--out", ".", "--seconds", "3000"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + (tmp_path / "gpu.log").read_text()

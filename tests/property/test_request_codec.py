@@ -43,4 +43,5 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
     )
     (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None, GRAMMARS).choices
     tenant = request.tenant or request.cache_salt
-    assert choice == replace(request, request_id="name.0", num_prompt_tokens=len(request.token_ids), tenant=tenant)
+    own = {"request_id": "name.0", "num_prompt_tokens": len(request.token_ids), "tenant": tenant, "age_s": 0.0}
+    assert choice == replace(request, **own)

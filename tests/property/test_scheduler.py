@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 2), pick=picks)
     def begin_step_while_another_waits(self, priority: int, pick: int) -> None:
         """A sequence in another queue waits for blocks, too."""
-        admit_before = (priority, pick % (len(self.born) + 2))
+        admit_before = (priority, 0.0, pick % (len(self.born) + 2))
         without_blocks = [s for s in self.scheduler.waiting if not s.block_table]
         self.schedule(admit_before)
         assert all(s.rank < admit_before for s in without_blocks if s in self.scheduler.running)

@@ -480,7 +480,7 @@ def test_requests_that_move_without_a_drain_are_caught(monkeypatch: pytest.Monke
 
     def and_ask(self: DecodeMachine, event: Any, now: float) -> list[Any]:
         actions = handle(self, event, now)
-        return actions if self.core.draining else [*actions, *self.moves.ask(now)]
+        return actions if self.core.draining else [*actions, *self.moves.ask_to_leave(now)]
 
     monkeypatch.setattr(DecodeMachine, "handle", and_ask)
     assert "times, with" in first_failure(lambda scenario: draining(scenario, num_drains=1))

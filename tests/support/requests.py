@@ -49,6 +49,7 @@ REQUEST: dict[str, st.SearchStrategy[object]] = {
     "priority": st.integers(-100, 100),
     "cache_salt": st.text(max_size=8),
     "tenant": st.text(max_size=8),
+    "age_s": st.integers(0, 10**9).map(lambda microseconds: microseconds / 1e6),
 }
 
 DRAWN = {SamplingParams: SAMPLING.keys(), Request: REQUEST.keys() | {"num_prompt_tokens"}}

@@ -7,14 +7,16 @@ kill them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
 from core.scheduling.block_pool import Column
@@ -150,22 +152,48 @@ async def test_cancelled_requests_leave_no_block_behind(workers: Workers, num_re
         assert most["prefill-0"] <= 4, most
 
 
-@pytest.mark.parametrize(
-    ("victim", "part"), [("decode-1", "engine"), ("prefill-0", "worker")], ids=["a decode engine", "the prefill worker"]
-)
-async def test_twelve_streams_survive_a_kill(workers: Workers, victim: str, part: str) -> None:
-    """Runs last: nobody starts the victim again."""
+@pytest.fixture(scope="module")
+def all_workers(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Enough for a fault of each."""
+    with started_workers(tmp_path_factory.mktemp("more"), ("prefill", 1), ("decode", 2)) as more:
+        yield workers | more
+
+
+@contextlib.asynccontextmanager
+async def twelve_streams(workers: Workers, victim: str) -> AsyncIterator[tuple[asyncio.Task[Any], list[Any]]]:
+    """Streams of which the victim serves some, and the tokens that they should have."""
     prompts = [prompt_of(3000 + number, 60 + number) for number in range(12)]
     alive = [worker for worker in workers.values() if worker.process.poll() is None]
-    async with routed(alive) as (client, router):
+    async with routed(alive, local_prefill="never" if victim.startswith("prefill") else "auto") as (client, router):
         undisturbed = await answers(client, prompts, 48)
-        process = workers[victim]
-        killed = process.engine().pid if part == "engine" else process.process.pid
         calls = asyncio.create_task(answers(client, prompts, 48))
-        view = router._shell.view  # type: ignore[union-attr]
-        record = view.worker(process.endpoint.service_id)
+        record = router._shell.view.worker(workers[victim].endpoint.service_id)  # type: ignore[union-attr]
         assert record is not None
         await until(lambda: record.dispatched, "the victim has a request", 30.0)
-        os.kill(killed, signal.SIGKILL)
+        yield calls, undisturbed
+
+
+@pytest.mark.parametrize("victim", ["decode-2", "prefill-1"])
+async def test_twelve_streams_survive_a_worker_that_stands_still(all_workers: Workers, victim: str) -> None:
+    stopped = psutil.Process(all_workers[victim].process.pid)
+    async with twelve_streams(all_workers, victim) as (calls, undisturbed):
+        stopped.suspend()
+        try:
+            await until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the victim is stopped")
+            assert await calls == undisturbed
+            assert stopped.status() == psutil.STATUS_STOPPED, "it did not stay stopped"
+        finally:
+            stopped.resume()
+
+
+@pytest.mark.parametrize(
+    ("victim", "part"),
+    [("decode-1", "engine"), ("prefill-1", "engine"), ("decode-2", "worker"), ("prefill-0", "worker")],
+)
+async def test_twelve_streams_survive_a_kill(all_workers: Workers, victim: str, part: str) -> None:
+    """Runs last: nobody starts the victim again."""
+    process = all_workers[victim]
+    async with twelve_streams(all_workers, victim) as (calls, undisturbed):
+        os.kill(process.engine().pid if part == "engine" else process.process.pid, signal.SIGKILL)
         assert await calls == undisturbed
         await until(lambda: not process.group(), "processes of the victim still run", 20.0)

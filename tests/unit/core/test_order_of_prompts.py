@@ -99,7 +99,7 @@ def test_a_prompt_behind_a_pull_that_waits_for_blocks_is_not_admitted_though_it_
     driven = Driven(num_blocks=64, budget=8)
     driven.add("before", range(1, 17), arrival=1)
     driven.add("behind", [101, 102], arrival=3)
-    plan = driven.scheduler.schedule(admit_before=(0, 2))
+    plan = driven.scheduler.schedule(admit_before=(0, 0.0, 2))
     assert plan is not None
     assert [chunk.sequence.sequence_id for chunk in plan.chunks] == ["before"]
     driven.end(plan)

@@ -332,7 +332,7 @@ def test_a_worker_that_drains_returns_what_it_has_not_begun_and_asks_for_the_res
 
 
 def test_a_worker_asks_again_when_no_router_answers_and_for_few_at_a_time() -> None:
-    worker = Decode(num_blocks=32)
+    worker = Decode(num_blocks=64)
     for number in range(4):
         worker.arrive_alone(request(f"r{number}", 1, max_tokens=40, first=10 * number + 1))
     for _ in range(4):

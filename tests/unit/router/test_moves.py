@@ -9,7 +9,7 @@ from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, W
 from core.scheduling.block_pool import Column
 from core.step import SampledToken
 from router.requests import events
-from router.requests.moves import MoveOutcome
+from router.requests.moves import MAX_ROOM_MOVES, MoveOutcome
 from tests.unit.router.driving_router import DrivenRouter, agent, request
 
 SOURCE, TARGET = "r#1", "r#2"
@@ -30,11 +30,13 @@ class MovingRouter(DrivenRouter):
         self.report("D2", takes_moves=True)
         self.report("D1", state=WorkerState.DRAINING, takes_moves=True)
 
-    def ask(self) -> list[events.RouterAction]:
-        return self.notice(SOURCE, None)
+    def ask(self, reason: MoveReason = MoveReason.DRAIN, dispatch: str = SOURCE) -> list[events.RouterAction]:
+        return self.notice(dispatch, None, reason)
 
-    def notice(self, dispatch: str, first_index: int | None) -> list[events.RouterAction]:
-        moves = [events.MoveNotice(self.call_of(dispatch), first_index)]
+    def notice(
+        self, dispatch: str, first_index: int | None, reason: MoveReason = MoveReason.DRAIN
+    ) -> list[events.RouterAction]:
+        moves = [events.MoveNotice(self.call_of(dispatch), first_index, reason)]
         return self.post(events.StepTokens((), (), (), {}, moves))
 
     def target_fails(self) -> list[events.RouterAction]:
@@ -241,6 +243,27 @@ def test_without_a_worker_that_has_room_to_the_end_the_request_stays(target: dic
     assert router.machine.view.num_moves() == {MoveOutcome(MoveReason.DRAIN, "no_room"): 1}
     router.report("D2", takes_moves=True, ledger={Column.FREE: 7, Column.HELD: 57})
     assert router.ask(), "28 tokens, of which the last one needs no slot"
+
+
+def test_a_sequence_that_could_stay_moves_only_where_a_tenth_of_the_pool_stays_free() -> None:
+    router = MovingRouter()
+    router.report("D2", takes_moves=True, ledger={Column.FREE: 13, Column.HELD: 51})
+    assert router.ask(MoveReason.ROOM) == [], "7 blocks for the sequence, and 6.4 of the pool's 64"
+    router.report("D2", takes_moves=True, ledger={Column.FREE: 14, Column.HELD: 50})
+    assert router.ask(MoveReason.ROOM)
+
+
+def test_a_request_moves_at_most_twice_for_lack_of_room_and_still_leaves_a_worker_that_drains() -> None:
+    router = MovingRouter()
+    router.report("D1", takes_moves=True)
+    for number in range(MAX_ROOM_MOVES):
+        source, target = f"r#{number + 1}", f"r#{number + 2}"
+        assert router.ask(MoveReason.ROOM, source)
+        router.notice(source, 4 + number)
+        router.tokens(4 + number, 14 + number, dispatch=target)
+    last = f"r#{MAX_ROOM_MOVES + 1}"
+    assert router.ask(MoveReason.ROOM, last) == []
+    assert router.ask(MoveReason.DRAIN, last)
 
 
 def test_the_room_of_a_target_is_counted_before_it_reports() -> None:
