@@ -27,10 +27,12 @@ def fabric_put_back() -> Iterator[None]:
 @pytest.mark.usefixtures("fabric_put_back")
 async def test_a_transport_that_fails_one_operation_in_ten() -> None:
     """The first steps of `make soak`."""
-    tally, faults = await soak(num_requests=200, fault_rate=0.1, seed=7)
+    tally, faults = await soak(num_requests=200, fault_rate=0.1, seed=7, num_rolling=100)
     assert (tally.wrong, tally.endless) == (0, 0)
-    assert tally.right + tally.typed.total() == 200
-    assert tally.right > 190, f"too many gave up: {tally.typed}"
+    assert tally.right + tally.typed.total() == 300
+    assert tally.right > 290, f"too many gave up: {tally.typed}"
+    assert faults["drain"] > 0
+    assert tally.paths["REQUEST_PATH_MIGRATED"] > 0
     assert all(faults[kind] for kind in ("error", "peer gone", "lost", "doubled", "late", "flipped bit")), faults
     assert faults["(pulls failed)"] > 0
 

@@ -1,5 +1,5 @@
-"""Running requests go on at a neighbour when their decode worker drains, over real gRPC and nixl: with their KV, with
-nothing computed again, and with the tokens of one engine that nothing disturbs."""
+"""Running requests go on at a neighbour when their decode worker drains or runs short of blocks, over real gRPC and
+nixl: with their KV, with nothing computed again, and with the tokens of one engine that nothing disturbs."""
 
 from __future__ import annotations
 
@@ -129,6 +129,32 @@ async def test_a_request_with_an_output_format_moves_in_the_middle_of_it(deploym
     finished = await streams.finished()
     assert any(end.num_moves for end in finished)
     assert all(answer.token_ids == undisturbed.token_ids for answer in streams.answers)
+    await deployment.settle()
+
+
+async def test_sequences_move_from_a_full_pool_to_an_empty_one_instead_of_being_computed_again(
+    deployment: Deployment,
+) -> None:
+    full, empty = deployment.decode
+    known = list(deployment.endpoints.values())
+    await deployment.router.set_workers([each for each in known if each.service_id != id_of(deployment, empty)])
+    scheduler = machine_of(full).core.scheduler
+    needed = sum(-(-(len(prompt) + NUM_OUTPUT) // scheduler.block_size) for prompt in PROMPTS)
+    filled = scheduler.pool.allocate(scheduler.pool.num_available - int(needed / 1.3))
+    assert filled is not None
+    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in PROMPTS]
+    streams = Streams(deployment, requests)
+    await streams.reach(3)
+    await deployment.router.set_workers(known)
+    finished = await streams.finished()
+    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
+    assert scheduler.num_preemptions == 0
+    moved = [end for end in finished if end.num_moves]
+    assert moved, "the pool was large enough: nothing was tested"
+    assert all(end.decode_worker == id_of(deployment, empty) for end in moved)
+    for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
+        assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
+    scheduler.pool.release(filled)
     await deployment.settle()
 
 

@@ -1,4 +1,5 @@
-"""20,000 requests through a transport that fails one operation in ten: `make soak`.
+"""20,000 requests through a transport that fails one operation in ten, then 10,000 more while workers are replaced one
+after the other: `make soak`.
 
 Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (one wrong byte of KV
 makes its tokens wrong), and a memory transport whose faults come from a seed. Half of the faults are errors of the
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.report import Line, Report
@@ -28,12 +31,15 @@ from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, transfers
+from tests.support.deployment import Deployment, deploy, place, transfers
 from tests.support.faults import Stream, expected, fault_config, prompt_of
 from tests.support.live_objects import Footprint, growth
+from tests.support.steps import slow_down
+from worker.service import WorkerService
 
 NUM_PROMPTS = 400  # some requests share a prefix with others
 TIMEOUT_S = 30.0
+STEP_S = 0.005  # while workers are replaced: else few sequences run when a drain begins
 MAX_NEW_DESCRIPTORS = 8
 MAX_GROWTH_MB = 64.0  # the caches of prompts and of expected tokens still fill in the second half
 ODD_FATES: tuple[tuple[str, Sequence[int]], ...] = (("lost", ()), ("doubled", (0, 0)), ("late", (20,)))
@@ -102,10 +108,12 @@ class Tally:
             self.attempts[answer.finished.attempts] += 1
 
 
-async def one_client(deployment: Deployment, tally: Tally, generator: random.Random, num_requests: int) -> None:
+async def one_client(
+    deployment: Deployment, tally: Tally, generator: random.Random, num_requests: int, longest: int
+) -> None:
     for _ in range(num_requests):
         prompt = prompt_of(generator.randrange(NUM_PROMPTS), generator.randrange(1, 100))
-        stream = Stream(deployment.inference, prompt, generator.randrange(1, 12), TIMEOUT_S)
+        stream = Stream(deployment.inference, prompt, generator.randrange(1, longest), TIMEOUT_S)
         try:
             await stream.end()
         except TimeoutError:
@@ -114,27 +122,68 @@ async def one_client(deployment: Deployment, tally: Tally, generator: random.Ran
             tally.count(stream)
 
 
-async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
-    """The tally and the injected faults. Raises `AssertionError` if a block or anything else is leaked."""
+async def roll(deployment: Deployment, faults: Counter[str]) -> None:
+    """Replace one worker after the other until cancelled: a new one serves, then the old one drains and goes."""
+    async with contextlib.AsyncExitStack() as stack:
+        for number in itertools.count(2):
+            is_decode = number % 2 == 0
+            pool = deployment.decode if is_decode else deployment.prefill
+            build = compose.build_decode_worker if is_decode else compose.build_prefill_worker
+            old, new = pool[0], build(deployment.config, place(number))
+            stack.push_async_callback(new.stop)
+            deployment.endpoints[id(new)] = await new.start()
+            slow_down(new, STEP_S)
+            pool.append(new)
+            await publish(deployment)
+            await publish(deployment, leaving=old)
+            await old.drain(TIMEOUT_S)
+            pool.remove(old)
+            await publish(deployment)
+            await old.stop()
+            faults["drain"] += 1
+
+
+async def publish(deployment: Deployment, leaving: WorkerService | None = None) -> None:
+    """As the supervisor does. A new worker has no time to settle in."""
+    endpoints = [replace(deployment.endpoints[id(each)], draining=each is leaving) for each in deployment.workers]
+    await deployment.router.set_workers(endpoints)
+
+
+async def soak(
+    num_requests: int, fault_rate: float, seed: int, num_clients: int = 16, num_rolling: int = 0
+) -> tuple[Tally, Counter[str]]:
+    """The tally and the injected faults. Raises `AssertionError` if a block or anything else is leaked.
+
+    `num_rolling` further requests come while workers are replaced; those may be long enough to move.
+    """
     compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
     tally = Tally()
+
+    async def answer(part: int, num_requests: int, longest: int = 12) -> None:
+        shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
+        fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
+        await asyncio.gather(*(
+            one_client(deployment, tally, random.Random(seed * 997 + part * num_clients + n), share, longest)
+            for n, share in enumerate(shares)
+        ))  # fmt: skip
+        fabric.fault_rate = 0.0
+        await deployment.settle()
+
     async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
         footprints = []
         for half in range(2):
-            fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
-            shares = [
-                num_requests // 2 // num_clients + (n < num_requests // 2 % num_clients) for n in range(num_clients)
-            ]
-            clients = (
-                one_client(deployment, tally, random.Random(seed * 997 + half * num_clients + n), share)
-                for n, share in enumerate(shares)
-            )
-            await asyncio.gather(*clients)
-            fabric.fault_rate = 0.0
-            await deployment.settle()
+            await answer(half, num_requests // 2)
             footprints.append(Footprint.now())
         at_half_time, at_the_end = footprints
         check_flat(at_half_time, at_the_end, num_requests // 2)
+        if num_rolling:
+            for worker in deployment.workers:
+                slow_down(worker, STEP_S)
+            rolling = asyncio.create_task(roll(deployment, fabric.faults_done))
+            await answer(2, num_rolling, longest=40)
+            rolling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await rolling
         ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
         fabric.faults_done["(operations)"] = fabric.num_operations
@@ -157,16 +206,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--fault-rate", type=float, default=0.1, help="share of the transport's operations that fail")
+    parser.add_argument("--rolling", type=int, default=10_000, help="requests while workers are replaced")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16, help="requests at one time")
     arguments = parser.parse_args()
     start = time.monotonic()
     try:
-        tally, faults = asyncio.run(soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients))
+        tally, faults = asyncio.run(
+            soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients, arguments.rolling)
+        )
     except AssertionError as error:
         sys.exit(f"leaked: {error}")
     report = Report("soak")
-    report.say(f"{arguments.requests} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
+    report.say(
+        f"{arguments.requests} + {arguments.rolling} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}"
+    )
     report.add(Line("all requests took", time.monotonic() - start, "s"))
     report.add(Line("right to the last token", tally.right, "requests"))
     report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
