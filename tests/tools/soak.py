@@ -218,9 +218,8 @@ def main() -> None:
     except AssertionError as error:
         sys.exit(f"leaked: {error}")
     report = Report("soak")
-    report.say(
-        f"{arguments.requests} + {arguments.rolling} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}"
-    )
+    count = f"{arguments.requests} + {arguments.rolling} requests"
+    report.say(f"{count}, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
     report.add(Line("all requests took", time.monotonic() - start, "s"))
     report.add(Line("right to the last token", tally.right, "requests"))
     report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
