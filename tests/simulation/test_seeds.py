@@ -1,6 +1,6 @@
 """One hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it.
 
-`make soak` runs two hundred more, `make explore` fresh ones."""
+`make soak` runs five thousand more, `make explore` fresh ones."""
 
 from __future__ import annotations
 
