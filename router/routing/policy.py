@@ -65,6 +65,7 @@ class WorkerView:
     reported_at: float = 0.0  # time of this report; the worker has worked since then
     arriving: tuple[float, ...] = ()  # seconds of prompt work that no report has yet, by size class
     num_free_blocks: int = 2**31  # available, less those promised to pulls
+    num_cached_blocks: int = 0  # of these, those in the prefix cache
     blocks_released_per_s: float = 0.0
     block_bytes: int = 0
     agent_name: str = ""
@@ -281,7 +282,7 @@ def pair(
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
         prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
-        _room_wait_s(decode, missing, times.total_s), _stream_s(question, decode), decode.num_sequences,
+        _room_wait_s(question, decode, decode_cached, times.total_s), _stream_s(question, decode), decode.num_sequences,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
@@ -298,7 +299,8 @@ def move_target(
     for worker, cached in question.decode:
         # The last token is sampled but never computed, so it needs no slot.
         num_blocks = -(-(max_total_tokens - 1) // question.block_size) - cached // question.block_size
-        if num_blocks + ceil(reserve_share * worker.num_blocks) <= worker.num_free_blocks:
+        num_taken = num_blocks + _num_held_hits(question, worker, cached)
+        if num_taken + ceil(reserve_share * worker.num_blocks) <= worker.num_free_blocks:
             candidate = pair(question, _COMPUTED, source, question.num_tokens, worker, cached)
             found.append(candidate._replace(transfer_blocks=num_blocks))
     return _spread(found) if found else None
@@ -309,7 +311,7 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
     terms = (
         None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
-        times.prefill_s, 0.0, _room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
+        times.prefill_s, 0.0, _room_wait_s(question, worker, cached_tokens, 0.0),
         times.gap_s + _stream_s(question, worker), worker.num_sequences,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
@@ -318,7 +320,8 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
 def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, int, str]:
     missing = question.missing_blocks(cached_tokens)
     moved_s = missing * worker.block_bytes / UNKNOWN_BYTES_PER_S
-    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_sequences
+    room_wait_s, stream_s = _room_wait_s(question, worker, cached_tokens, 0.0), _stream_s(question, worker)
+    cost = room_wait_s + moved_s + stream_s * worker.num_sequences
     return cost, worker.num_dispatched, worker.worker_id
 
 
@@ -344,14 +347,20 @@ def _late_transfer_s(
     return max(0.0, exposed_s - decode.step_limit_s)
 
 
-def _room_wait_s(worker: WorkerView, num_blocks: int, later_s: float) -> float:
-    """Until `num_blocks` are free, counted from `later_s` on."""
+def _room_wait_s(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, later_s: float) -> float:
+    """Until the blocks that the worker lacks are free, counted from `later_s` on."""
+    num_blocks = question.missing_blocks(cached_tokens) + _num_held_hits(question, worker, cached_tokens)
     lacking = num_blocks - worker.num_free_blocks
     if lacking <= 0:
         return 0.0
     if worker.blocks_released_per_s <= 0.0:
         return UNKNOWN_ROOM_WAIT_S
     return max(0.0, lacking / worker.blocks_released_per_s - later_s)
+
+
+def _num_held_hits(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> int:
+    """Cached blocks that the prompt itself will hold, so that none of its other blocks can take them."""
+    return min(cached_tokens // question.block_size, worker.num_cached_blocks)
 
 
 def _spread(found: list[Candidate]) -> Candidate:

@@ -143,6 +143,7 @@ class WorkerRecord:
             reported_at=self.load_at,
             arriving=self._arriving() if self.on_the_way else (),
             num_free_blocks=self._num_free_blocks(),
+            num_cached_blocks=load.ledger.get(Column.CACHED, 0),
             blocks_released_per_s=self.release.blocks_per_s,
             block_bytes=self.agent.layout.block_bytes,
             agent_name=self.agent.name,

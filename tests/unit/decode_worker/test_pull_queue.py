@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from core.config import SchedulerConfig
+from core.config import RouterConfig, SchedulerConfig
 from core.errors import TransferFailed
 from core.handoff import AbortReason, Heartbeat, Release, Want
+from core.lifecycle import ServiceRole
 from core.machine import Tick
 from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, StartRead
+from router.routing.policy import RoutingQuestion, SecondsPolicy
+from router.routing.worker_record import WorkerRecord
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -78,6 +82,23 @@ def test_the_load_tells_how_many_blocks_are_promised() -> None:
     assert worker.machine.load().num_pulls_waiting == 1
     worker.post(DecodeCancelled("b"))
     assert worker.machine.load().num_promised_blocks == 6
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10])
+def test_the_router_and_the_worker_agree_whether_a_hand_off_with_cached_blocks_has_room(num_blocks: int) -> None:
+    """4 blocks are cached, and the prompt hits them and needs 3 others. A running sequence holds 2 and may need a third,
+    so 1 or 3 are free."""
+    worker = Decode(num_blocks)
+    worker.arrive_alone(request("before", 16, max_tokens=1))
+    worker.run_until_idle()
+    worker.arrive_alone(request("runs", 7, max_tokens=8, first=200))
+    worker.finish_step()
+    load = replace(worker.machine.load(), num_released_blocks=0)
+    record = WorkerRecord("D", ServiceRole.DECODE, worker.me, load, 0.0, "router", 8)
+    question = RoutingQuestion(28, [(record.view, 0)], [(record.view, 16)], True, worker.me.layout.block_size)
+    (found,) = SecondsPolicy(RouterConfig(local_prefill="never")).candidates(question)
+    worker.arrive(request("again", 28, max_tokens=1))
+    assert worker.is_wanted(1) == (not found.room_wait_s)
 
 
 # ---- two half-pulled prompts

@@ -197,6 +197,14 @@ def test_a_step_limit_makes_a_prompt_on_the_decode_worker_slower() -> None:
     assert alone(100, view("d", step_limit_s=0.034)).prefill_s == alone(100, view("d")).prefill_s, "no stream, no limit"
 
 
+def test_a_cached_block_that_the_prompt_hits_makes_no_room_for_another() -> None:
+    room = {"num_free_blocks": 10, "num_cached_blocks": 8, "blocks_released_per_s": 2.0}
+    assert pair(48, view("p"), view("d", 24, **room)).room_wait_s == pytest.approx(1.0 - 0.058), "6 hits and 6 others"
+    assert pair(40, view("p"), view("d", 24, **room)).room_wait_s == 0.0
+    shared = {**room, "num_cached_blocks": 0}
+    assert pair(48, view("p"), view("d", 24, **shared)).room_wait_s == 0.0, "sequences hold the blocks of the hits"
+
+
 def test_room_is_waited_for_before_the_decode_worker_computes() -> None:
     found = alone(100, view("d", num_free_blocks=5, blocks_released_per_s=10.0))
     assert found.room_wait_s == pytest.approx(2.0)
