@@ -104,6 +104,7 @@ class TransferAgent:
         self._on_events = on_events
         self._address: AgentAddress | None = None
         self._commands: deque[AgentAction] = deque()
+        self._reads_to_start: deque[StartRead] = deque()
         self._events: list[AgentEvent] = []
         self._peers: dict[str, _ConnectedPeer] = {}
         self._reads = Reads(pool, config.verify_digests)
@@ -202,13 +203,14 @@ class TransferAgent:
             if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
                 self._wake.clear()
                 quiet_since = time.monotonic()
-        while self._commands or self._offered_digests.busy:
+        while self._commands or self._reads_to_start or self._offered_digests.busy:
             if not self._run_once(transport):
                 self._wake.wait(FIRST_PAUSE_S)
 
     def _close(self, transport: Transport | None) -> None:
         self._offered_digests.close()
         self._commands.clear()
+        self._reads_to_start.clear()
         if transport is not None:
             try:
                 transport.close()
@@ -217,14 +219,19 @@ class TransferAgent:
 
     def _run_once(self, transport: Transport) -> bool:
         """Perform actions, poll, report events. Returns whether anything moved or is about to."""
-        num_commands = len(self._commands)
+        num_commands = len(self._commands) + len(self._reads_to_start)
         if num_commands > MAX_COMMANDS:
             raise TransportError(f"{num_commands} actions wait for the transfer agent, more than {MAX_COMMANDS}")
-        for _ in range(num_commands):
+        for _ in range(len(self._commands)):
             action = self._commands.popleft()
-            self._perform(transport, action)
             if isinstance(action, StartRead):
-                break  # over shared memory the start of a read copies its bytes: poll before the next action
+                self._reads_to_start.append(action)
+            else:
+                self._perform(transport, action)
+        if self._reads_to_start:
+            # One only, because over shared memory the start of a read copies its bytes. Messages, above all heartbeats,
+            # wait for no other read, and the transport is polled between two reads.
+            self._perform(transport, self._reads_to_start.popleft())
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
