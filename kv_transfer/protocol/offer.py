@@ -24,6 +24,7 @@ class Offer:
     announced_pieces: list[int] = field(default_factory=list)
     announced_blocks: list[int] = field(default_factory=list)  # one for each piece
     last: bool = False  # nothing more will be offered
+    num_before_last: int = 0  # pieces announced before `last` was known
     token_ids: tuple[int, ...] = ()  # for the last READY
     newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
     renewed_by: int = 0  # counter of the newest message that renewed the lease
@@ -41,6 +42,11 @@ class Offer:
         return (
             self.wanted is not None and not self.last and self.aborting is None and num_verified == self.num_announced
         )
+
+    def has_reached(self, num_received: int) -> bool:
+        """Whether every READY has arrived at a puller that has received so many pieces. A last READY with pieces
+        arrives with them; the arrival of one without pieces is unknown."""
+        return num_received >= self.num_announced and (not self.last or num_received > self.num_before_last)
 
     @property
     def starved(self) -> bool:

@@ -115,7 +115,7 @@ class Owner:
         if wanted and offer.state is OwnerState.COMPUTING:
             offer.step(OwnerState.OFFERED)
         if last:
-            offer.last, offer.token_ids = True, token_ids
+            offer.last, offer.token_ids, offer.num_before_last = True, token_ids, offer.num_announced
         actions: Actions = []
         if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
             actions.append(ComputeDigests(tuple(wanted.values())))
@@ -292,7 +292,7 @@ class Owner:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         if (
             offer.wanted is None
-            or (num_received >= offer.num_announced and not offer.last)
+            or offer.has_reached(num_received)
             or now - offer.ready_sent_at < self.config.heartbeat_s / 2
         ):
             return []

@@ -181,6 +181,20 @@ def test_a_ready_that_was_just_sent_is_not_repeated() -> None:
     assert_completed(pair)
 
 
+def test_a_ready_that_has_arrived_is_not_repeated_while_the_puller_reads() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.deliver_all()
+    pair.add_ready([1], last=True)
+    pair.deliver_all()
+    pair.wait(3 * CONFIG.heartbeat_s)
+    assert pair.puller.reads, "the reads take long"
+    assert pair.owner.machine.counters.num_ready_repeated == 0
+    pair.run()
+    assert_completed(pair)
+
+
 def test_an_aborted_offer_keeps_its_blocks_and_takes_no_more_until_the_puller_has_stopped_reading() -> None:
     pair = Pair()
     pair.offer([0], last=False)
