@@ -145,11 +145,10 @@ class WorkerTable:
 
     def _count_routers(self, record: WorkerRecord, change: int) -> None:
         """Add (1) or remove (-1) the other routers in the load of a worker. Call `_set_num_routers` afterwards."""
-        for router_id in record.load.router_calls:
-            if router_id != record.router_id:
-                self._other_routers[router_id] += change
-                if not self._other_routers[router_id]:
-                    del self._other_routers[router_id]
+        for router_id in _other_routers(record):
+            self._other_routers[router_id] += change
+            if not self._other_routers[router_id]:
+                del self._other_routers[router_id]
 
     def _set_num_routers(self) -> None:
         """Tell every record how many routers have open calls, this one included."""
@@ -357,7 +356,7 @@ class WorkerTable:
         self.index.check()
         assert (self.served_until == math.inf) == self.has_role(ServiceRole.DECODE)
         assert sum(map(len, self._pools.values())) == len(self._records)
-        routers = Counter(name for r in self._records.values() for name in r.load.router_calls if name != r.router_id)
+        routers = Counter(name for record in self._records.values() for name in _other_routers(record))
         assert routers == self._other_routers
         assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
         for record in self._records.values():
@@ -394,3 +393,8 @@ def _order(candidate: Candidate) -> tuple[float, int, str, str]:
 
 def _options(records: list[WorkerRecord], matched: dict[str, int], block_size: int) -> list[Option]:
     return [(record.view, matched.get(record.worker_id, 0) * block_size) for record in records]
+
+
+def _other_routers(record: WorkerRecord) -> list[str]:
+    """Other routers with open calls on a worker. A call that no router has sent has the id ""."""
+    return [name for name in record.load.router_calls if name not in ("", record.router_id)]

@@ -194,6 +194,13 @@ def test_a_call_on_the_way_counts_once_for_each_router_with_open_calls() -> None
     router.machine.workers.check()
 
 
+def test_calls_that_no_router_has_sent_are_no_other_router() -> None:
+    router = DrivenRouter(prefill=())
+    router.report("D", num_calls=1, router_calls={"": RouterCalls(0, 1)})
+    router.arrive(request("a", prompt=range(1, 21)))
+    assert view(router) == (prompt_s(20), 2)
+
+
 def test_a_call_that_never_arrives_counts_until_it_ends() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a", prompt=range(1, 21)))
