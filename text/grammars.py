@@ -32,6 +32,7 @@ from core.errors import InvalidRequest, TandemError
 from core.output_grammar import GrammarRow, Masks
 from core.scheduling.drafts import MAX_DRAFTS
 from core.step import SequenceView
+from text.schema_patterns import check_patterns
 from text.tokenizer import ModelTokenizer
 
 FIELD = "output_format"
@@ -82,6 +83,10 @@ class GrammarReader:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
         _check_multiples(grammar)
+        try:
+            check_patterns(grammar)
+        except ValueError as error:
+            raise InvalidRequest(FIELD, str(error)) from None
         with self._compiling:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if not matcher.is_error():

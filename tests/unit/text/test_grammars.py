@@ -146,6 +146,7 @@ HOSTILE: dict[str, object] = {
     ]},
     "a long chain": nested(1_000),
     "patterns that must all match": {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(12)]},
+    "30 of these": {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]},
     "products of alternatives": {"allOf": [
         {"anyOf": [{"properties": {f"{name}{i}": divisible(2)}} for name in "ab"]} for i in range(14)
     ]},
