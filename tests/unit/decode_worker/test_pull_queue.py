@@ -86,8 +86,8 @@ def test_the_load_tells_how_many_blocks_are_promised() -> None:
 
 @pytest.mark.parametrize("num_blocks", [8, 10])
 def test_the_router_and_the_worker_agree_whether_a_hand_off_with_cached_blocks_has_room(num_blocks: int) -> None:
-    """4 blocks are cached, and the prompt hits them and needs 3 others. A running sequence holds 2 and may need a third,
-    so 1 or 3 are free."""
+    """4 blocks are cached, and the prompt hits them and needs 3 others. A running sequence holds 2 and may need one
+    more, so 1 or 3 are free."""
     worker = Decode(num_blocks)
     worker.arrive_alone(request("before", 16, max_tokens=1))
     worker.run_until_idle()
