@@ -30,11 +30,11 @@ check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/mypy $(PACKAGES) tests
 	$(BIN)/lint-imports
 
-test: setup  ## Every test, with warnings as errors
+test: setup  ## The tests but the slow ones of `make soak`, with warnings as errors
 	$(BIN)/tandem pull
 	$(MAKE) --no-print-directory test-main test-kernels
 
-test-main: setup  ## Every test but those of test-kernels
+test-main: setup  ## The tests of `make test` but those of test-kernels
 	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
 
