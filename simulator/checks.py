@@ -7,14 +7,15 @@
 4. A request moves at most once for each drain, and without other faults a drain has nothing computed again.
 5. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 
-simulator/authorship.py checks who computes the tokens. `HandOffsAsk` checks after each event of a decode worker that a
-hand-off asks its owner once the pool has room for it.
+simulator/authorship.py checks who computes the tokens. After each event of a worker, `HandOffsAsk` checks that a
+hand-off asks its owner once the pool has room for it, and `TenantShares` that tenants get equal work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from core.errors import (
@@ -30,7 +31,10 @@ from core.errors import (
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
-from core.scheduling.sequence import Rank
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.prompt_order import QUANTUM_S
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Rank, Sequence
 from core.step import StepPlan
 from decode_worker.machine import DecodeMachine
 from router.requests.events import Deliver, Outcome
@@ -192,12 +196,9 @@ class Oracle:
 
     def refused(self, request_id: str, error: TandemError) -> None:
         call = self._requests[first_id(request_id)].call
-        num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
+        too_many = isinstance(error, QueueFull) and self._fills_the_queue(call)
         self._end(request_id)
         too_large = isinstance(error, InvalidRequest) and call.client.oversized
-        too_many = (
-            isinstance(error, QueueFull) and num_others + len(call.client.choices) > self._scenario.router.max_queued
-        )
         if not too_many and not too_large:
             raise self._fail(request_id, f"was refused: {error!r}")
         self._world.counts["refused"] += 1
@@ -219,7 +220,8 @@ class Oracle:
             case InvalidRequest():
                 return client.oversized
             case QueueFull():
-                return self._marked("QueueFull", call) and not call.num_delivered
+                gave_way = self._fills_the_queue(call)  # to a request of another tenant
+                return (self._marked("QueueFull", call) or gave_way) and not call.num_delivered
             case OutOfDeviceMemory():
                 return self._marked("sequence without memory", call)
             case TransferFailed() if self._marked("sequence without memory", call):
@@ -229,6 +231,11 @@ class Oracle:
                 return self._decode_pool_had_trouble(call) if without_worker else self._workers_had_trouble(call)
             case _:
                 return self._marked("failed step", call)
+
+    def _fills_the_queue(self, call: _CallRecord) -> bool:
+        """Whether the open requests are more than the queue of the router holds."""
+        num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
+        return num_others + len(call.client.choices) > self._scenario.router.max_queued
 
     def _marked(self, what: str, call: _CallRecord) -> bool:
         return any(f"{what} of {dispatch}" in self._world.marks for dispatch in call.dispatches)
@@ -293,6 +300,63 @@ class HandOffsAsk:
         claims = [(s.rank, -(-s.num_tokens // scheduler.block_size) - len(s.block_table)) for s in sequences]
         lacking = [pull for pull in self._pulls.by_id.values() if pull.lacks_blocks]
         return claims + [(pull.sequence.rank, pull.num_missing + 1) for pull in lacking]
+
+
+_Share = tuple[int, str]  # priority, tenant
+
+
+class TenantShares:
+    """While two tenants have prompts of one priority that can all be computed, their work differs by a few chunks.
+
+    The law is that of core/scheduling/prompt_order.py. Nothing is compared while blocks or places are scarce: then some
+    prompts alone can be computed.
+    """
+
+    def __init__(self, scheduler: Scheduler, pool: BlockPool) -> None:
+        self._scheduler, self._pool = scheduler, pool
+        self._leads: dict[tuple[_Share, _Share], float] = {}  # seconds, since both have prompts
+        self._longest_chunk_s = 0.0
+        self._num_steps_seen = 0
+        self._share_of: dict[str, _Share] = {}  # of the prompts before the newest event
+
+    def check(self) -> int:
+        """Returns how many pairs of tenants are compared."""
+        self._record_steps()
+        prompts = self._prompts()
+        self._share_of = {s.sequence_id: (s.request.priority, s.request.tenant) for s in prompts}
+        shares = sorted(set(self._share_of.values()))
+        pairs = [(a, b) for a, b in combinations(shares, 2) if a[0] == b[0]] if self._all_can_run(prompts) else []
+        self._leads = {pair: self._leads.get(pair, 0.0) for pair in pairs}
+        for pair, lead in self._leads.items():
+            if abs(lead) > 2.0 * (QUANTUM_S + self._longest_chunk_s):
+                raise SimulationError(f"a tenant lacks its share: {pair} differ by {abs(lead):.3f} s of work")
+        return len(pairs)
+
+    def _record_steps(self) -> None:
+        scheduler = self._scheduler
+        for step in scheduler.steps_in_flight:
+            if step.step_id < self._num_steps_seen:
+                continue
+            self._num_steps_seen = step.step_id + 1
+            for chunk in step.chunks:
+                share = self._share_of.get(chunk.sequence.sequence_id)
+                if share is None:
+                    continue
+                work = scheduler.step_cost.prompt_seconds(chunk.num_tokens, chunk.start)
+                self._longest_chunk_s = max(self._longest_chunk_s, work)
+                for pair in self._leads:
+                    if share in pair:
+                        self._leads[pair] += work if share == pair[0] else -work
+
+    def _prompts(self) -> list[Sequence]:
+        queues = self._scheduler.queues
+        return [*queues.prefilling.values(), *(s for s in queues.waiting if s in queues.prompts)]
+
+    def _all_can_run(self, prompts: list[Sequence]) -> bool:
+        scheduler = self._scheduler
+        lacking = sum(-(-s.num_tokens // scheduler.block_size) - len(s.block_table) for s in prompts)
+        num_sequences = len(scheduler.running) + len(scheduler.waiting)
+        return num_sequences <= scheduler.config.max_running and lacking + num_sequences <= self._pool.num_available
 
 
 def check_paths(seed: int, nodes: Iterable[WorkerShell]) -> None:

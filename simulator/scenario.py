@@ -252,6 +252,7 @@ def _request(chance: random.Random, number: int, prefixes: list[list[int]], pool
         ),
         priority=chance.choice((0, 0, 0, -1, 1)),
         cache_salt=chance.choice(("", "", "", "tenant")),
+        tenant=("", "a", "b")[number % 3],
     )
     num_others = chance.choice((1, 2, 5)) if chance.random() < 0.1 else 0
     arrives_at = 0.3 + chance.uniform(0.0, ARRIVALS_S)

@@ -44,7 +44,7 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router.requests import events
 from simulator.agent import ReadFaults, SimulatedAgent
 from simulator.authorship import Authorship
-from simulator.checks import HandOffsAsk
+from simulator.checks import HandOffsAsk, TenantShares
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
 from simulator.network import Call, Network
@@ -86,6 +86,7 @@ class WorkerShell:
         self._resumed_at = 0.0  # after a stop
         self._num_preemptions = 0
         self._hand_offs: HandOffsAsk | None = None  # of a decode worker
+        self._shares: TenantShares | None = None  # of a worker with our scheduler
         self.name = f"{spec.worker_id}@{incarnation:04x}"
         self._build(incarnation)
         self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
@@ -111,6 +112,8 @@ class WorkerShell:
         self.machine: Any = machine
         if isinstance(machine, DecodeMachine):
             self._hand_offs = HandOffsAsk(machine)
+        if isinstance(machine, DecodeMachine | PrefillMachine):
+            self._shares = TenantShares(machine.core.scheduler, self.pool)
         self.view: Any = WorkerMachineView(self.machine)
 
     def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
@@ -156,6 +159,8 @@ class WorkerShell:
             self._mark_preempted(self.machine.core.scheduler)
         if self._hand_offs is not None:
             self._world.counts["hand-off waits for blocks"] += self._hand_offs.check() > 0
+        if self._shares is not None:
+            self._world.counts["tenants share a worker"] += self._shares.check() > 0
 
     def _mark_preempted(self, scheduler: Scheduler) -> None:
         if scheduler.num_preemptions != self._num_preemptions:

@@ -32,7 +32,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "right guess", "wrong guess",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
-    "half-pulled together", "half-pulled while another is blocked", "hand-off gives way",
+    "half-pulled together", "half-pulled while another is blocked", "hand-off gives way", "tenants share a worker",
     "finished disaggregated", "finished local", "finished recomputed", "finished migrated",
     "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused move",
     "resumed by the router",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
-from core.request import Request
+from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool
+from core.scheduling.prompt_order import QUANTUM_S, PromptOrder, _Level
 from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk
@@ -33,7 +34,16 @@ from simulator.clients import ResumingClients
 from simulator.memory import Memory
 from simulator.network import Call, NetworkFaults
 from simulator.router_shell import RouterShell
-from simulator.scenario import Fault, RouterDeath, Scenario, make_scenario, make_vllm_scenario, other_choices
+from simulator.scenario import (
+    SLOW_STEP_COST,
+    ClientRequest,
+    Fault,
+    RouterDeath,
+    Scenario,
+    make_scenario,
+    make_vllm_scenario,
+    other_choices,
+)
 from simulator.simulation import run_scenario
 from simulator.vllm_shell import VllmShell
 from simulator.worker_shell import WorkerShell
@@ -237,6 +247,65 @@ def test_a_hand_off_that_waits_behind_every_older_prompt_is_caught(monkeypatch: 
 
     monkeypatch.setattr(PullQueue, "_is_behind_a_prompt", is_behind)
     assert "has not asked" in first_failure()
+
+
+def shared_by_tenants(scenario: Scenario) -> Scenario:
+    """One tenant sends many short prompts and two send long ones, all at once, to one worker with room for all."""
+    sizes, num_tokens = {"short": 20, "long": 60, "longer": 120}, 3000
+    spec = next(spec for spec in scenario.workers if spec.role is ServiceRole.DECODE)
+    scheduler = replace(spec.scheduler, max_batched_tokens=256, max_running=256, max_waiting=256)
+    worker = replace(spec, num_blocks=4096, scheduler=scheduler, known_cost=SLOW_STEP_COST, step_cost=SLOW_STEP_COST)
+    clients = []
+    for tenant, size in sizes.items():
+        for number in range(num_tokens // size):
+            prompt = tuple(1 + (number * 7 + place) % 50 for place in range(size))
+            request = Request(
+                f"{tenant}{number}", prompt, size, SamplingParams(2, ignore_eos=True), cache_salt=f"{tenant}{number}",
+                tenant=tenant,
+            )  # fmt: skip
+            clients.append(ClientRequest(request, 0.5, 60.0))
+    return replace(
+        scenario,
+        calm=True,
+        workers=(replace(worker, step_failure=0.0, memory_failure=0.0),),
+        router=replace(scenario.router, max_queued=1024, max_in_flight_per_worker=1024, local_prefill="auto"),
+        requests=tuple(clients),
+        faults=(),
+        num_routers=1,
+        router_deaths=(),
+    )
+
+
+def test_tenants_share_a_worker_of_the_unbroken_machines() -> None:
+    for seed in range(1, 4):
+        counts = run_scenario(shared_by_tenants(make_scenario(seed))).counts
+        assert counts["tenants share a worker"] > 20
+
+
+def test_a_worker_that_forgets_the_tenants_of_prompts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = PromptOrder.add
+
+    def forget(
+        self: PromptOrder, name: str, priority: int, _tenant: str, work: float, *, is_back: bool = False
+    ) -> None:
+        add(self, name, priority, "", work, is_back=is_back)
+
+    monkeypatch.setattr(PromptOrder, "add", forget)
+    assert "a tenant lacks its share" in first_failure(shared_by_tenants)
+
+
+def test_a_worker_that_gives_a_tenant_two_rounds_for_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = _Level.begin_rounds
+
+    def favour(self: _Level, shares: Collection[Any]) -> None:
+        begin(self, shares)
+        for share in shares:
+            if share.tenant == "long":
+                share.allowance += QUANTUM_S
+                self.update(share)
+
+    monkeypatch.setattr(_Level, "begin_rounds", favour)
+    assert "a tenant lacks its share" in first_failure(shared_by_tenants)
 
 
 def never_calm(scenario: Scenario) -> Scenario:
