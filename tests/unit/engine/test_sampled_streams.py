@@ -1,4 +1,7 @@
-"""Sampled tokens do not tell which path a request took: alone, in a batch, in chunks, preempted and computed again."""
+"""Sampled tokens do not tell which path a request took, with a model of flat distributions.
+
+tests/integration/test_sampled_streams.py compares the tokens of the default model.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,15 @@ import random
 
 import pytest
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config import EngineConfig
 from core.request import Request, SamplingParams
-from core.scheduling.block_pool import BlockPool
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Sequence
 from engine.factory import build_runner
-from engine.runner import Runner, run_step
+from engine.runner import Runner
+from tests.support.sampled_streams import Streams, alone, engine_paths, resumed
 
 NUM_REQUESTS = 24
 OPTIONS: list[dict[str, float]] = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}]
+PATHS = engine_paths(num_blocks=10)
 
 
 @pytest.fixture(scope="module")
@@ -37,38 +39,20 @@ def requests(runner: Runner) -> list[Request]:
     return found
 
 
-def streams(
-    runner: Runner, requests: list[Request], budget: int = 512, max_running: int = 32, num_blocks: int = 1024
-) -> tuple[dict[str, list[int]], int]:
-    """The tokens by request, and the number of preemptions."""
-    config = SchedulerConfig(budget, max_running, NUM_REQUESTS, slo_itl_ms=60_000.0)
-    scheduler = Scheduler(config, BlockPool(num_blocks), runner.layout.block_size, frozenset())
-    tokens: dict[str, list[int]] = {}
-    for arrival, request in enumerate(requests):
-        scheduler.add(Sequence(request, arrival))
-        tokens[request.request_id] = []
-    while (plan := scheduler.schedule()) is not None:
-        for event in scheduler.complete_step(run_step(runner, plan)):
-            tokens[event.sequence_id].append(event.token.token_id)
-    return tokens, scheduler.num_preemptions
-
-
 @pytest.fixture(scope="module")
-def alone(runner: Runner, requests: list[Request]) -> dict[str, list[int]]:
-    return {name: tokens for request in requests for name, tokens in streams(runner, [request])[0].items()}
+def expected(runner: Runner, requests: list[Request]) -> Streams:
+    return alone(runner, requests)
 
 
-@pytest.mark.parametrize(("budget", "max_running"), [(512, 32), (512, 5), (16, 8)])
-def test_a_batch_and_chunks_draw_what_a_request_alone_draws(
-    runner: Runner, requests: list[Request], alone: dict[str, list[int]], budget: int, max_running: int
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_draws_what_a_request_alone_draws(
+    runner: Runner, requests: list[Request], expected: Streams, path: str
 ) -> None:
-    assert streams(runner, requests, budget, max_running)[0] == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == NUM_REQUESTS
+    assert PATHS[path](runner, requests) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == NUM_REQUESTS
 
 
-def test_a_preempted_request_draws_what_it_draws_alone(
-    runner: Runner, requests: list[Request], alone: dict[str, list[int]]
+def test_a_resumed_request_draws_what_it_draws_alone(
+    runner: Runner, requests: list[Request], expected: Streams
 ) -> None:
-    tokens, num_preemptions = streams(runner, requests, max_running=16, num_blocks=10)
-    assert num_preemptions
-    assert tokens == alone
+    assert resumed(runner, requests, expected) == expected
