@@ -45,13 +45,12 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         side_port=_free_port(),
         args=(*_step_sizes(config), *vllm.args),
     )
-    max_calls, slo_itl_s = step.max_waiting + step.max_running, config.scheduler.slo_itl_ms / 1e3
     return VllmService(
         role,
         placement.ordinal,
         replace(config.worker, host=host),
         AsyncEngine(arguments),
-        Limits(config.worker.step_timeout_s, max_calls, slo_itl_s),
+        Limits(config.worker.step_timeout_s, step.max_waiting, step.max_running, step.slo_itl_ms / 1e3),
         load_credentials(config.security),
     )
 

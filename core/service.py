@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 
 
@@ -44,6 +45,9 @@ class Service(Protocol):
 
     async def failed(self) -> BaseException:
         """Wait until the service fails, and return the fault. The host then ends the service."""
+
+    def set_config(self, live: LiveConfig) -> None:
+        """Take the live options of the tables of this service. Work that is under way goes on. Call `start` first."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new work and finish the present work, for at most `timeout_s`."""

@@ -13,7 +13,7 @@ from core.scheduling.worker_load import NO_CALL, CallId
 from core.step import TokenEvent
 from kv_transfer.protocol.events import AgentAction, PullStats, TransferEvent
 from worker.call_record import CallRecord
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
+from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished
 
 # ---- events
 
@@ -66,6 +66,7 @@ DecodeEvent = (
     | ResumeArrived
     | StepFinished
     | StepFailed
+    | ConfigChanged
     | DrainRequested
     | TransferEvent
     | Tick

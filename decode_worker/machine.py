@@ -60,7 +60,7 @@ from kv_transfer.protocol.events import (
     TransferAction,
 )
 from kv_transfer.protocol.machine import TransferMachine
-from worker.core import DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
+from worker.core import ConfigChanged, DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
 
 
 @dataclass(slots=True)
@@ -113,6 +113,9 @@ class DecodeMachine:
                 for sequence in self.core.unbegun():
                     drains = WorkerDrains("this decode worker drains, and has not begun with the request")
                     actions += self._end(sequence.sequence_id, drains, AbortReason.CANCELLED, now)
+            case ConfigChanged(scheduler, worker):
+                self.core.scheduler.set_config(scheduler)
+                self.max_pulls_waiting = worker.max_pulls_waiting
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
                 for request_id in self.core.open_calls.deadlines.expire(now):

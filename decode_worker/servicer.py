@@ -69,7 +69,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     register = staticmethod(worker_pb2_grpc.add_DecodeWorkerServicer_to_server)
 
     def __init__(self, default_timeout_s: float) -> None:
-        self._default_timeout_s = default_timeout_s
+        self.default_timeout_s = default_timeout_s
         self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStreamWriter] = {}  # open StreamTokens calls, by stream id
 
@@ -123,7 +123,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         stream = self._streams.get(wire.stream_id)
         if stream is None:
             raise TokenStreamEnded(f"no token stream {wire.stream_id} is open")
-        deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
+        deadline = self._driver.now() + remaining_s(context, self.default_timeout_s)
         call = _DecodeCall(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:

@@ -29,7 +29,7 @@ from core.step import SampledToken, ScheduledChunk, StepOutput
 from kv_transfer.protocol.events import AgentAction, TransferAction, TransferEvent, TransferResult
 from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
 MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt here; then other offers are withdrawn
 
@@ -48,7 +48,16 @@ class PrefillCancelled:
     request_id: str
 
 
-PrefillEvent = PrefillArrived | PrefillCancelled | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
+PrefillEvent = (
+    PrefillArrived
+    | PrefillCancelled
+    | StepFinished
+    | StepFailed
+    | ConfigChanged
+    | DrainRequested
+    | TransferEvent
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,8 @@ class PrefillMachine:
                 for sequence in self.core.unbegun():
                     drains = WorkerDrains("this prefill worker drains, and has not begun with the prompt")
                     actions += self._end(sequence.sequence_id, drains)
+            case ConfigChanged(scheduler):
+                self.core.scheduler.set_config(scheduler)
             case Tick():
                 actions += self._agent_actions(self.transfers.handle(event, now))
                 for request_id in self.core.open_calls.deadlines.expire(now):

@@ -33,7 +33,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
     register = staticmethod(worker_pb2_grpc.add_PrefillWorkerServicer_to_server)
 
     def __init__(self, default_timeout_s: float) -> None:
-        self._default_timeout_s = default_timeout_s
+        self.default_timeout_s = default_timeout_s
         self._calls: dict[str, asyncio.Future[PrefillDone]] = {}  # open calls, by request id
 
     def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str, check_grammar: GrammarCheck) -> None:
@@ -45,7 +45,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.PrefillResponse:
         try:
-            done = await self._compute(request, remaining_s(context, self._default_timeout_s))
+            done = await self._compute(request, remaining_s(context, self.default_timeout_s))
         except TandemError as error:
             await abort(context, error)
         return worker_pb2.PrefillResponse(

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
+from core.config import ApiKeyConfig, LiveConfig, RouterConfig, SecurityConfig, TelemetryConfig
 from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, HttpFront
@@ -91,11 +91,9 @@ class RouterService:
         )  # fmt: skip
         server.on_refused = shell.count_refusal
         grammars = RequestGrammars(tokenizer)
-        self._inference = inference = InferenceServicer(
-            self._config, tokenizer, shell, self._validation, self._tenants, grammars
-        )
+        self._inference = inference = InferenceServicer(tokenizer, shell, self._validation, self._tenants, grammars)
         self._cluster = cluster = ClusterServicer(
-            self._config, tokenizer, shell, self._validation, self._place.control, self._tenants, grammars
+            tokenizer, shell, self._validation, self._place.control, self._tenants, grammars
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
@@ -113,6 +111,11 @@ class RouterService:
     async def failed(self) -> BaseException:
         assert self._shell is not None
         return await self._shell.failure
+
+    def set_config(self, live: LiveConfig) -> None:
+        assert self._shell is not None
+        self._shell.set_config(live.router)
+        self._validation.max_pending = live.router.max_queued
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
         assert self._shell is not None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import assert_never
 
-from core.config import RouterConfig
+from core.config import RouterConfig, with_live
 from core.errors import DeadlineExceeded, TandemError
 from core.lifecycle import Stage, Timeline
 from core.service import Endpoint
@@ -47,6 +47,7 @@ class RouterShell:
         credentials: Credentials,
         router_id: str,
     ) -> None:
+        self.config = config
         self.telemetry = telemetry
         self._credentials = credentials
         self.router_id = router_id
@@ -63,7 +64,7 @@ class RouterShell:
         self.ring = RequestRing()
         self.metrics = Metrics(telemetry.config, readings(self.view))
         timer.durations = self.metrics.buckets(Metric.DECISION_DURATION)
-        self._request_metrics = RequestMetrics(self.metrics, config)
+        self._request_metrics = RequestMetrics(self.metrics, config.slo_ttft_ms)
 
     def now(self) -> float:
         return self._driver.now()
@@ -72,6 +73,12 @@ class RouterShell:
         """Unique in the cluster."""
         self._num_requests += 1
         return f"{self.router_id}.{self._num_requests}"
+
+    def set_config(self, config: RouterConfig) -> None:
+        """Take the live options of `config`."""
+        self.config = with_live(self.config, config)
+        self._request_metrics.slo_ttft_ms = self.config.slo_ttft_ms
+        self._driver.post(events.ConfigChanged(self.config))
 
     # ---- streams
 

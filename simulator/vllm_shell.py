@@ -45,7 +45,7 @@ class VllmShell(WorkerShell):
         info = EngineInfo(spec.num_blocks, spec.layout, EOS_TOKEN_IDS, num_tokens, steps.max_batched_tokens)
         self.engine = FakeCore(self._cluster, self.name, info, token_behind)
         self.address = AgentAddress(self.name, incarnation, b"vllm", 0, spec.num_blocks, spec.layout, lease_s=1.0)
-        limits = Limits(spec.worker.step_timeout_s, max_calls=steps.max_waiting + steps.max_running)
+        limits = Limits(spec.worker.step_timeout_s, steps.max_waiting, steps.max_running)
         self.machine = VllmMachine(info, limits)
         self.view = VllmView(self.machine.worker_load)
 

@@ -49,7 +49,7 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
 from vllm_worker.load import EngineLoad
 from worker.call_record import CallRecord
-from worker.core import DrainRequested
+from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
 
 MAX_EARLY_HANDOFFS = 1024
@@ -86,6 +86,7 @@ VllmEvent = (
     | MoveArrived
     | ResumeArrived
     | EngineReport
+    | ConfigChanged
     | DrainRequested
     | PeerJoined
     | PeerLeft
@@ -111,8 +112,14 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class Limits:
     step_timeout_s: float  # without a report of the engine
-    max_calls: int  # open ones; more are refused
+    max_waiting: int
+    max_running: int  # in the engine
     slo_itl_s: float = 0.0  # wanted time between tokens, for the receipts of routers; 0 = none
+
+    @property
+    def max_calls(self) -> int:
+        """Open ones; more are refused."""
+        return self.max_waiting + self.max_running
 
 
 @dataclass(slots=True)
@@ -157,6 +164,10 @@ class VllmMachine:
                 raise InvalidRequest("request_id", "the engine of this worker moves no running sequence")
             case HandoffArrived(transfer_id, handoff):
                 return self._on_handoff(transfer_id, handoff, now)
+            case ConfigChanged(scheduler, worker):
+                slo_itl_s = self.load.slo_itl_s = scheduler.slo_itl_ms / 1e3
+                limits = self.limits
+                self.limits = Limits(worker.step_timeout_s, scheduler.max_waiting, limits.max_running, slo_itl_s)
             case DrainRequested():
                 self.draining = True
             case Tick():

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from core.config import WorkerConfig
+from core.config import LiveConfig, WorkerConfig, with_live
 from core.errors import TandemError, WorkerUnavailable
 from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole
@@ -28,7 +28,7 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
 from vllm_worker.view import VllmView
-from worker.core import DrainRequested
+from worker.core import ConfigChanged, DrainRequested
 from worker.grammar_check import accept_grammars
 from worker.reports import ReportFeed
 from worker.service import Servicer
@@ -93,6 +93,13 @@ class VllmService:
 
     async def failed(self) -> BaseException:
         return await self._failure
+
+    def set_config(self, live: LiveConfig) -> None:
+        assert self._driver is not None
+        self._config = with_live(self._config, live.worker)
+        self._feed.set_config(self._config)
+        self._servicer.default_timeout_s = self._config.default_timeout_s
+        self._driver.post(ConfigChanged(live.scheduler, self._config))
 
     async def drain(self, timeout_s: float) -> None:
         assert self._driver is not None

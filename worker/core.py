@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from core.config import SchedulerConfig, WorkerConfig
 from core.cost.step_cost import StepWork, work_of
 from core.cost.step_cost_fit import StepCostFit
 from core.errors import InvalidRequest, TandemError
@@ -55,6 +56,14 @@ class StepFailed:
     """The runner raised an exception, and the step in flight has no output."""
 
     error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChanged:
+    """Live options have changed. A step in flight ends as it was planned."""
+
+    scheduler: SchedulerConfig  # with the sizes for the device, unless vLLM plans the steps
+    worker: WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

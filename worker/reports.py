@@ -53,6 +53,11 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._number = 0  # of the last report
         self._closed = False
 
+    def set_config(self, config: WorkerConfig) -> None:
+        """Take other intervals. The next sign of life comes by the new one."""
+        self._config = config
+        self._changed.set()
+
     def mark_changed(self) -> None:
         """Look for changes, and report them, within `report_interval_s`."""
         self._changed.set()
@@ -60,16 +65,16 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
     async def run(self) -> None:
         """Send reports until cancelled."""
         loop = asyncio.get_running_loop()
-        next_sign_of_life = loop.time() + self._config.idle_report_interval_s
+        reported_at = loop.time()
         while True:
             try:
-                async with asyncio.timeout_at(next_sign_of_life):
+                async with asyncio.timeout_at(reported_at + self._config.idle_report_interval_s):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             self._changed.clear()
-            if self.publish(unchanged=loop.time() >= next_sign_of_life):
-                next_sign_of_life = loop.time() + self._config.idle_report_interval_s
+            if self.publish(unchanged=loop.time() >= reported_at + self._config.idle_report_interval_s):
+                reported_at = loop.time()
             await asyncio.sleep(self._config.report_interval_s)  # the rate limit
 
     def publish(self, *, unchanged: bool = False) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from core.config import WorkerConfig
+from core.config import LiveConfig, WorkerConfig, with_live
 from core.errors import DeviceLost, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
@@ -27,7 +27,7 @@ from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
+from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.grammar_check import GrammarCheck
 from worker.reports import ReportFeed
@@ -45,6 +45,7 @@ class Servicer(Protocol):
     """The gRPC service of a role: turns calls into events, and its actions into responses."""
 
     full_name: str
+    default_timeout_s: float  # of a call without a deadline
 
     def attach(self, driver: Driver[Any, Any], worker_id: str, check_grammar: GrammarCheck) -> None: ...
 
@@ -121,6 +122,18 @@ class WorkerService:
     async def failed(self) -> BaseException:
         return await self._failure
 
+    def set_config(self, live: LiveConfig) -> None:
+        assert self._driver is not None
+        assert self._parts is not None
+        self._config = with_live(self._config, live.worker)
+        self._feed.set_config(self._config)
+        self._servicer.default_timeout_s = self._config.default_timeout_s
+        if self._step_watch is not None:
+            self._step_watch.cancel()
+            self._watch_step()
+        sizes = live.scheduler.on_device(self._parts.agent.address.location.on_gpu)
+        self._driver.post(ConfigChanged(sizes, self._config))
+
     async def drain(self, timeout_s: float) -> None:
         assert self._driver is not None
         assert self._parts is not None
@@ -195,7 +208,9 @@ class WorkerService:
     def _watch_step(self) -> None:
         """Check the oldest step when it is overdue. One timer serves all steps: thousands of timers would cost time."""
         started_at = self._view.step_started_at
-        if started_at is not None:
+        if started_at is None:
+            self._step_watch = None
+        else:
             self._step_watch = self._loop.call_at(started_at + self._config.step_timeout_s, self._check_step)
 
     def _check_step(self) -> None:

@@ -1,9 +1,11 @@
 """Every option of Tandem, as frozen dataclasses. Each part of the system gets only its own class.
 
 Names end in their unit. Defaults suit a laptop. `tandem serve --config` reads the same names from TOML, one table for
-each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them.
+each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them. `live(...)` marks the options that running
+services take (core/config/live.py).
 """
 
+from core.config.changes import Change, LiveConfig, changes, is_live, too_large
 from core.config.cluster import (
     MIN_TOKEN_CHARS,
     TOKEN_RULE,
@@ -20,6 +22,7 @@ from core.config.front import (
     RouterConfig,
     ServedModelConfig,
 )
+from core.config.live import live_options, with_live
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
 from core.config.vllm import VllmConfig
@@ -32,9 +35,11 @@ __all__ = [
     "MIN_TOKEN_CHARS",
     "TOKEN_RULE",
     "ApiKeyConfig",
+    "Change",
     "ClusterConfig",
     "EngineConfig",
     "GatewayConfig",
+    "LiveConfig",
     "ModelRuleConfig",
     "RouterConfig",
     "SchedulerConfig",
@@ -45,7 +50,12 @@ __all__ = [
     "TransferConfig",
     "VllmConfig",
     "WorkerConfig",
+    "changes",
     "from_mapping",
     "heartbeat_s",
+    "is_live",
     "is_token",
+    "live_options",
+    "too_large",
+    "with_live",
 ]  # fmt: skip

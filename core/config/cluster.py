@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from core.config.live import live
 from core.config.requirements import require, require_finite_floats, require_given, require_positive
 
 MIN_TOKEN_CHARS = 16
@@ -29,8 +30,8 @@ class ClusterConfig:
     decode_memory_mb: int = 0  # ... for each decode worker
     router_memory_mb: int = 0  # ... for each router
     max_workers: int = 256  # of each role, and of routers
-    start_timeout_s: float = 120.0  # a start that takes longer on its machine has failed
-    restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
+    start_timeout_s: float = live(120.0)  # a start that takes longer on its machine has failed
+    restart_backoff_s: float = live(1.0)  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:
         require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")

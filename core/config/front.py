@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from core.config.live import live
 from core.config.requirements import require, require_finite_floats, require_function, require_given, require_positive
 from core.config.worker import SchedulerConfig
 
@@ -18,21 +19,25 @@ MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fi
 class RouterConfig:
     host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
-    max_queued: int = 1024  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
-    max_in_flight_per_worker: int = 0  # open requests on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU
-    default_timeout_s: float = 600.0  # time limit of a call without a deadline
-    max_attempts: int = 3  # dispatches of one request in a row that deliver no token
-    retry_pause_s: float = 0.05  # pause before the third of them, doubled for each later one; the second has none
-    slo_ttft_ms: float = 1000.0  # wanted time to the first token; admission = "shed" refuses requests that miss it
-    admission: str = "queue"  # queue | shed; shed = refuse a request at once if its predicted first token is too late
+    max_queued: int = live(1024)  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
+    max_in_flight_per_worker: int = live(0)  # open requests on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU
+    default_timeout_s: float = live(600.0)  # time limit of a call without a deadline
+    max_attempts: int = live(3)  # dispatches of one request in a row that deliver no token
+    retry_pause_s: float = live(0.05)  # pause before the third of them, doubled for each later one; the second has none
+    slo_ttft_ms: float = live(
+        1000.0
+    )  # wanted time to the first token; admission = "shed" refuses requests that miss it
+    admission: str = live(
+        "queue"
+    )  # queue | shed; shed = refuse a request at once if its predicted first token is too late
     local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
     policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
-    report_stale_s: float = 3.0  # after this long without a report, a worker counts as saturated
-    worker_lost_s: float = 10.0  # ... and after this long as lost
-    worker_wait_s: float = 20.0  # a queued request fails once no decode worker has served for this long
+    report_stale_s: float = live(3.0)  # after this long without a report, a worker counts as saturated
+    worker_lost_s: float = live(10.0)  # ... and after this long as lost
+    worker_wait_s: float = live(20.0)  # a queued request fails once no decode worker has served for this long
     max_message_bytes: int = 4 * 1024 * 1024  # largest gRPC message, received or sent
-    max_prompt_chars: int = 1_000_000  # a longer prompt is refused before it is tokenized
-    drain_timeout_s: float = 10.0  # time limit for open requests after Ctrl-C
+    max_prompt_chars: int = live(1_000_000)  # a longer prompt is refused before it is tokenized
+    drain_timeout_s: float = live(10.0)  # time limit for open requests after Ctrl-C
 
     def __post_init__(self) -> None:
         require_given(self, "host")

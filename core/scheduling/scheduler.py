@@ -84,8 +84,6 @@ class Scheduler:
         speculates: bool = True,
     ) -> None:
         """`speculates`: false if the runner proposes nothing."""
-        assert config.max_running > 0, "the sizes are automatic: see SchedulerConfig.on_device"
-        self.config = config
         self.pool = pool
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
@@ -94,6 +92,7 @@ class Scheduler:
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self._preemption = Preemption(pool, self.blocks, self.queues, block_size)
         self._planner = StepPlanner(config, pool, self.blocks, self.queues, self._preemption)
+        self.set_config(config)
         self._admitted: list[Sequence] = []  # by the newest step
         self._in_flight: list[_StepInFlight] = []  # oldest first
         self._next_step_id = 0
@@ -103,6 +102,12 @@ class Scheduler:
         self.num_right_drafts = 0  # ... and that were right
         self.num_prefilled_tokens = 0  # in chunks of more than one token
         self.num_released_blocks = 0  # that became available when a sequence ended
+
+    def set_config(self, config: SchedulerConfig) -> None:
+        """Plan the next steps within these limits. What runs and what waits beyond them goes on, and nothing joins."""
+        assert config.max_running > 0, "the sizes are automatic: see SchedulerConfig.on_device"
+        self.config = self._planner.config = config
+        self._most_running = max(config.max_running, len(self.running))  # until the next change
 
     @property
     def step_cost(self) -> StepCost:
@@ -375,7 +380,7 @@ class Scheduler:
     def check(self) -> None:
         """The queues are right, and the chunks in flight lie between the computed and the planned tokens."""
         self.queues.check()
-        assert len(self.running) <= self.config.max_running
+        assert len(self.running) <= self._most_running
         assert all(sequence.block_table for sequence in self.running)
         in_flight: dict[Sequence, int] = {}
         for plan, sequences, _ in self._in_flight:

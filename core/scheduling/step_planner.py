@@ -70,7 +70,11 @@ class StepPlanner:
         self.row_costs = RowCosts()
         self.is_ahead = False  # the step is planned while another is in flight
         self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
-        self.step_limit_s = LIMIT_SHARE * config.slo_itl_ms / 1e3  # of a step while sequences wait for a next token
+
+    @property
+    def step_limit_s(self) -> float:
+        """Of a step while sequences wait for a next token."""
+        return LIMIT_SHARE * self.config.slo_itl_ms / 1e3
 
     def plan_decodes(self, step: NextStep) -> bool:
         """Plan a token of every running sequence in decode. Returns False if the pool has too few blocks.
@@ -262,7 +266,7 @@ class StepPlanner:
 
     def _admissible_pulled(self) -> list[Sequence]:
         """Waiting sequences in decode with a place to run in that no waiting sequence of higher rank has a claim to."""
-        num_free = self.config.max_running - len(self.running)
+        num_free = max(0, self.config.max_running - len(self.running))  # the limit may be lower than when they started
         if num_free >= len(self.waiting):
             return [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)]
         return [sequence for sequence in self.waiting[:num_free] if sequence.block_table and _is_decode(sequence)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.fleet_control import FleetControl, FleetStatus
 from core.lifecycle import ServiceRole, WorkerState
@@ -35,7 +34,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     def __init__(
         self,
-        config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
         validation_pool: ValidationThreads,
@@ -43,7 +41,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         tenants: TenantAdmission,
         grammars: RequestGrammars,
     ) -> None:
-        self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
@@ -113,9 +110,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             self._tenants.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
-                remaining_s(context, self._config.default_timeout_s),
+                remaining_s(context, self._shell.config.default_timeout_s),
                 validation.work_of(request, self._grammars), validation.prepare,
-                request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request, self._grammars,
+                request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.longest_request,
+                self._grammars,
             )  # fmt: skip
             found = view.find_candidates(generation.choices[0], self._shell.now())
             if not found:

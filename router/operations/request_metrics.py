@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from core.config import RouterConfig
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError
 from core.lifecycle import ServiceRole, Stage
 from router.operations.request_spans import PROVIDER
@@ -21,9 +20,9 @@ TRANSFER_PHASES = ("transfer", "transfer_exposed")  # of requests whose KV moved
 
 
 class RequestMetrics:
-    def __init__(self, metrics: Metrics, config: RouterConfig) -> None:
+    def __init__(self, metrics: Metrics, slo_ttft_ms: float) -> None:
         self._metrics = metrics
-        self._slo_ttft_s = config.slo_ttft_ms / 1e3
+        self.slo_ttft_ms = slo_ttft_ms
         self._tenants: set[str] = set()  # with series of their own
         self._gaps: dict[str, Buckets] = {}  # by operation
 
@@ -97,7 +96,7 @@ class RequestMetrics:
             record(Metric.TTFT_PREDICTION_RATIO, outcome.first_token_s / outcome.predicted_first_token_s, path=path)
             if outcome.promise is not None and outcome.promise.tpot_s > 0.0 and num_gaps > 0:
                 record(Metric.TPOT_PREDICTION_RATIO, gap_s / outcome.promise.tpot_s, path=path)
-        ttft = "met" if outcome.first_token_s <= self._slo_ttft_s else "missed"
+        ttft = "met" if outcome.first_token_s * 1e3 <= self.slo_ttft_ms else "missed"
         itl = "met" if not outcome.slo_itl_s or gap_s <= outcome.slo_itl_s else "missed"
         record(Metric.SLO_REQUESTS, 1, ttft=ttft, itl=itl)
 

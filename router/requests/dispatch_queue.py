@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from core.config import RouterConfig
 from core.errors import QueueFull
 from core.request import Request
 from router.requests.admission import QueueWait, refusal
@@ -29,8 +28,7 @@ class Taken(NamedTuple):
 
 
 class DispatchQueue:
-    def __init__(self, config: RouterConfig, workers: WorkerTable) -> None:
-        self._config = config
+    def __init__(self, workers: WorkerTable) -> None:
         self._workers = workers
         self._queue = RequestQueue()
         self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
@@ -41,7 +39,7 @@ class DispatchQueue:
         """Raise `QueueFull` if the wait for room alone is too long."""
         if self._blocked is not None and not self._workers.room_changed:
             predicted_s = now - event.arrived_at + self._wait.seconds(self._queue.num_ahead(event.request))
-            late = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
+            late = refusal(self._workers.config, predicted_s, event.deadline - event.arrived_at)
             if late is not None:
                 raise late
 
@@ -50,9 +48,9 @@ class DispatchQueue:
 
         Raises `QueueFull` if `request` is of the tenant with most requests, or below all of them in priority.
         """
-        if num_queued < self._config.max_queued:
+        if num_queued < self._workers.config.max_queued:
             return None
-        full = QueueFull(f"{num_queued} requests are queued, and max_queued is {self._config.max_queued}")
+        full = QueueFull(f"{num_queued} requests are queued, and max_queued is {self._workers.config.max_queued}")
         displaced = self._queue.to_displace(request)
         if displaced is None:
             raise full
@@ -98,7 +96,7 @@ class DispatchQueue:
         if routed.has_streamed or not self._workers.has_fitted_cost(candidate):
             return None
         predicted_s = now - routed.arrived_at + candidate.first_token_s
-        return refusal(self._config, predicted_s, routed.deadline - routed.arrived_at)
+        return refusal(self._workers.config, predicted_s, routed.deadline - routed.arrived_at)
 
     def __len__(self) -> int:
         return len(self._queue)

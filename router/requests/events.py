@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.config import RouterConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, Timeline
@@ -169,6 +170,13 @@ class DecodeReturned:
     result: DecodeResult | TandemError
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigChanged:
+    """Live options have changed."""
+
+    config: RouterConfig
+
+
 RouterEvent = (
     RequestArrived
     | ClientCancelled
@@ -182,6 +190,7 @@ RouterEvent = (
     | TokenStreamLost
     | MoveRefused
     | DecodeReturned
+    | ConfigChanged
     | Tick
 )
 

@@ -63,15 +63,14 @@ class RouterMachine:
         policy: Policy | None = None,
         decision_timer: AbstractContextManager[object] = NOT_TIMED,
     ) -> None:
-        self._config = config
         self._eos_token_ids = eos_token_ids
         self.router_id = router_id
         self.workers = WorkerTable(config, policy or SecondsPolicy(config), decision_timer)
         self._requests: dict[str, RoutedRequest] = {}
         self._dispatches = OpenDispatches(self.workers, new_ticket)
         self._moves = OpenMoves(self.workers, self._dispatches)
-        self._queue = DispatchQueue(config, self.workers)
-        self._liveness = WorkerLiveness(config, self.workers, router_id)
+        self._queue = DispatchQueue(self.workers)
+        self._liveness = WorkerLiveness(self.workers, router_id)
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "tokens", id)
         self._num_arrived = 0
         self._num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
@@ -90,6 +89,7 @@ class RouterMachine:
             events.TokenStreamLost: self._on_stream_lost,
             events.MoveRefused: self._moves.on_refused,
             events.DecodeReturned: self._on_decode,
+            events.ConfigChanged: self._on_config,
             Tick: self._on_tick,
         }
 
@@ -135,7 +135,7 @@ class RouterMachine:
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
         self._queue.add(routed, now)
-        self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
+        self._deadlines.set(("wait", routed.request_id), now + self.workers.config.worker_wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
         actions: list[RouterAction] = []
@@ -302,12 +302,12 @@ class RouterMachine:
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
-        if not routed.may_retry(error, self._config.max_attempts):
+        if not routed.may_retry(error, self.workers.config.max_attempts):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed, error, now)
         routed.note_failed(error, worker_id)
         self._num_retries[error.code] += 1
-        routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
+        routed.not_before = now + self.workers.config.pause_after(routed.attempts_without_token)
         self._deadlines.set(("retry", routed.request_id), routed.not_before)
         routed.timeline.enter(Stage.QUEUE, now)
         self._enqueue(routed, now)
@@ -363,7 +363,7 @@ class RouterMachine:
 
     def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
         """Fail a queued request if no decode worker has served for `worker_wait_s`, else check again later."""
-        wait_s = self._config.worker_wait_s
+        wait_s = self.workers.config.worker_wait_s
         due = max(self.workers.served_until, routed.queued_at) + wait_s
         if due <= now:
             return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
@@ -379,6 +379,14 @@ class RouterMachine:
         return self._retry(routed, WorkerUnavailable(late), dispatch.candidate.decode_worker, now)
 
     # ---- workers join, report and leave
+
+    def _on_config(self, event: events.ConfigChanged, now: float) -> list[RouterAction]:
+        """Deadlines that depend on the config are looked at again. What runs or waits beyond a new limit goes on."""
+        self.workers.set_config(event.config)
+        self._liveness.check_again(now)
+        for routed in self._queue:
+            self._deadlines.set(("wait", routed.request_id), now)
+        return []
 
     def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
         record = self._liveness.record_of(event, now)

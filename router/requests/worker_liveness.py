@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from core.config import RouterConfig
 from core.deadlines import Deadlines
 from router.requests import peer_discovery
 from router.requests.events import UpdatePeers, WorkerJoined, WorkerLost
@@ -19,8 +18,7 @@ from router.routing.workers import WorkerTable
 
 
 class WorkerLiveness:
-    def __init__(self, config: RouterConfig, workers: WorkerTable, router_id: str) -> None:
-        self._config = config
+    def __init__(self, workers: WorkerTable, router_id: str) -> None:
         self._workers = workers
         self._router_id = router_id
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("silent" | "absent peers", worker id)
@@ -28,9 +26,14 @@ class WorkerLiveness:
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
+    def check_again(self, now: float) -> None:
+        """Look at every worker now: `worker_lost_s` has changed."""
+        for record in self._workers:
+            self._deadlines.set(("silent", record.worker_id), now)
+
     def record_of(self, event: WorkerJoined, now: float) -> WorkerRecord:
         """Raises `LayoutMismatch` if the worker does not fit the others. Changes nothing."""
-        max_in_flight = self._config.max_in_flight(event.agent.location.on_gpu)
+        max_in_flight = self._workers.config.max_in_flight(event.agent.location.on_gpu)
         paths = {path.peer: path for path in event.paths}
         record = WorkerRecord(
             event.worker_id, event.role, event.agent, event.load, now, self._router_id, max_in_flight, paths=paths
@@ -44,8 +47,8 @@ class WorkerLiveness:
 
     def join(self, record: WorkerRecord, cached_blocks: Collection[int], now: float) -> list[UpdatePeers]:
         self._workers.join(record, cached_blocks)
-        self._deadlines.set(("silent", record.worker_id), now + self._config.worker_lost_s)
-        self._deadlines.set(("absent peers", record.worker_id), now + self._config.worker_lost_s)
+        self._deadlines.set(("silent", record.worker_id), now + self._workers.config.worker_lost_s)
+        self._deadlines.set(("absent peers", record.worker_id), now + self._workers.config.worker_lost_s)
         return peer_discovery.announce_join(record, self._workers)
 
     def leave(self, worker_id: str, now: float) -> tuple[WorkerRecord | None, list[UpdatePeers]]:
@@ -63,14 +66,14 @@ class WorkerLiveness:
         updates: list[UpdatePeers] = []
         for kind, worker_id in self._deadlines.expire(now):
             record = self._workers.chosen(worker_id)  # its deadlines end with the worker
-            due = record.reported_at + self._config.worker_lost_s
+            due = record.reported_at + self._workers.config.worker_lost_s
             if kind == "absent peers":
-                self._deadlines.set((kind, worker_id), now + self._config.worker_lost_s)
+                self._deadlines.set((kind, worker_id), now + self._workers.config.worker_lost_s)
                 updates += peer_discovery.drop_absent_peers(record, self._workers) if due > now else []
             elif due > now:  # reports come by the thousand, so they move no deadline
                 self._deadlines.set((kind, worker_id), due)
             else:
-                lost.append(WorkerLost(worker_id, f"silent for {self._config.worker_lost_s:g} s"))
+                lost.append(WorkerLost(worker_id, f"silent for {self._workers.config.worker_lost_s:g} s"))
         return lost, updates
 
     def check(self) -> None:

@@ -74,6 +74,7 @@ class WorkerRecord:
     reported_at: float
     router_id: str  # of this router
     max_in_flight: int  # of all routers together
+    most_dispatched: int = 0  # open dispatches when `max_in_flight` was last changed; they go on
     num_routers: int = 1  # with open calls on any worker; this router counts always
     peer_cost: StepCost = PRIOR  # of measured workers; holds until this worker has measured steps of its own
     paths: dict[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by peer
@@ -112,6 +113,10 @@ class WorkerRecord:
         if number is not None:
             self.on_the_way.pop(number, None)
             self.refresh()
+
+    def set_max_in_flight(self, max_in_flight: int) -> None:
+        self.max_in_flight, self.most_dispatched = max_in_flight, len(self.dispatched)
+        self.refresh()
 
     @property
     def serves(self) -> bool:
@@ -169,5 +174,6 @@ class WorkerRecord:
         before, had_room = self.view, self.has_room
         self.refresh()
         assert (self.view, self.has_room) == (before, had_room)
+        assert len(self.dispatched) <= max(self.max_in_flight, self.most_dispatched)
         assert set(self.on_the_way) <= set(self.dispatched.values())
         assert list(self.on_the_way) == sorted(self.on_the_way)

@@ -35,7 +35,7 @@ class WorkerTable:
         self, config: RouterConfig, policy: Policy, decision_timer: AbstractContextManager[object] = NOT_TIMED
     ) -> None:
         """`decision_timer` is entered around each decision."""
-        self._config = config
+        self.config = config
         self._policy = policy
         self.compared: Sequence[Candidate] = ()  # the candidates that the last `choose` compared, in no order
         self._decision_timer = decision_timer
@@ -56,6 +56,11 @@ class WorkerTable:
         view = self._records[worker_id].view
         return view.streams_s + view.cost.sequence_s + num_tokens * view.cost.context_s
 
+    def set_config(self, config: RouterConfig) -> None:
+        self.config, self.room_changed = config, True
+        for record in self._records.values():
+            record.set_max_in_flight(config.max_in_flight(record.agent.location.on_gpu))
+
     # ---- workers join, report and leave
 
     def join(self, record: WorkerRecord, cached_blocks: Collection[int]) -> None:
@@ -64,7 +69,7 @@ class WorkerTable:
         known = self._records.get(record.worker_id)
         if known is not None:
             record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
-            record.leaves = known.leaves
+            record.leaves, record.most_dispatched = known.leaves, known.most_dispatched
             record.take_load(record.load)
             self._count_routers(known, -1)
         self._count_routers(record, 1)
@@ -323,12 +328,12 @@ class WorkerTable:
 
     def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float) -> list[WorkerRecord]:
         """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
-        oldest = now - self._config.report_stale_s
+        oldest = now - self.config.report_stale_s
         usable = [record for record in self._pools[role].values() if record.has_room and record.reported_at >= oldest]
         return [record for record in usable if record.worker_id not in avoid] or usable if avoid else usable
 
     def _usable(self, record: WorkerRecord, now: float) -> bool:
-        return record.has_room and record.reported_at >= now - self._config.report_stale_s
+        return record.has_room and record.reported_at >= now - self.config.report_stale_s
 
     # ---- the calls of this router
 
@@ -361,7 +366,6 @@ class WorkerTable:
         assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
         for record in self._records.values():
             record.check()
-            assert len(record.dispatched) <= record.max_in_flight
 
 
 def _preferred(questions: list[RoutingQuestion], worker_id: str) -> Candidate | None:

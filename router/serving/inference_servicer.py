@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from typing import Any
 
-from core.config import RouterConfig
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
 from router.serving import validation
@@ -31,14 +30,12 @@ LAST_READ_S = 0.3
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(
         self,
-        config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
         validation_pool: ValidationThreads,
         tenants: TenantAdmission,
         grammars: RequestGrammars,
     ) -> None:
-        self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
@@ -47,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self.draining = False
 
     def _remaining_s(self, context: Any) -> float:
-        return remaining_s(context, self._config.default_timeout_s)
+        return remaining_s(context, self._shell.config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
@@ -76,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             generation = await self._validation_pool.run(
                 timeout_s, validation.work_of(request, self._grammars), validation.prepare,
-                request, self._tokenizer, self._config, new_id, _random_seed, longest, self._grammars,
+                request, self._tokenizer, self._shell.config, new_id, _random_seed, longest, self._grammars,
             )  # fmt: skip
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
@@ -118,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             token_ids = await self._validation_pool.run(
                 self._remaining_s(context), request.ByteSize(), validation.tokenize_prompt,
-                request, self._tokenizer, self._config,
+                request, self._tokenizer, self._shell.config,
             )  # fmt: skip
         except TandemError as error:
             await abort(context, error)

@@ -40,7 +40,7 @@ class ValidationThreads:
         """`num_cores`: of this machine, if None."""
         num_cores = num_cores or os.cpu_count() or 1
         num_long = max(1, min(MAX_LONG_CALLS, num_cores // CORES_PER_LONG_CALL))
-        self._max_pending = max_pending
+        self.max_pending = max_pending
         self._num_pending = 0
         self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(num_long)
         self._threads = ThreadPoolExecutor(1 + num_long, thread_name_prefix="validation")
@@ -55,8 +55,8 @@ class ValidationThreads:
         """
         if num_bytes <= MAX_INLINE_BYTES:
             return function(*args, **kwargs)
-        if self._num_pending >= self._max_pending:
-            raise QueueFull(f"{self._num_pending} requests wait for validation, and max_queued is {self._max_pending}")
+        if self._num_pending >= self.max_pending:
+            raise QueueFull(f"{self._num_pending} requests wait for validation, and max_queued is {self.max_pending}")
         free_threads = self._short if num_bytes <= MAX_SHORT_BYTES else self._long
         self._num_pending += 1
         try:

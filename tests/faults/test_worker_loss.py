@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from core.config import WorkerConfig
+from core.config import LiveConfig, WorkerConfig
 from core.request import Request, SamplingParams
 from engine.fake_runner import expected_tokens
 from prefill_worker.machine import PrefillArrived
@@ -114,8 +114,10 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
         await deployment.settle()
 
 
-async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere() -> None:
-    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
+@pytest.mark.parametrize("lowered_meanwhile", [False, True])
+async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(lowered_meanwhile: bool) -> None:
+    limit = WorkerConfig(step_timeout_s=1.0)
+    config = replace(tiny_config(), worker=WorkerConfig() if lowered_meanwhile else limit)
     async with deploy(config, num_decode=2) as deployment:
         for worker in deployment.decode:
             slow_down(worker, 0.01)
@@ -123,6 +125,9 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         victim = await busy_worker(deployment.decode)
         gate = Gate(victim)
         gate.close()
+        if lowered_meanwhile:
+            await until(lambda: gate.waiting, "a step hangs")
+            victim.set_config(LiveConfig(worker=limit))
         error = await asyncio.wait_for(victim.failed(), 10)
         assert gate.waiting, "no step hung: nothing was tested"
         assert "step_timeout_s" in str(error)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import ClusterConfig
+from core.config import ClusterConfig, LiveConfig
 from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
@@ -64,6 +64,9 @@ class FakeService:
     def _break(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
         self._broken.set()
+
+    def set_config(self, live: LiveConfig) -> None:
+        self._report("config", max_queued=live.router.max_queued)
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
         self._report("workers", workers=sorted(worker.service_id.rpartition("-")[0] for worker in workers))

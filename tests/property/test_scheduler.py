@@ -113,6 +113,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.born: list[Sequence] = []
         self.failed_before: set[str] = set()  # in the step that ended last
 
+    @rule(max_running=st.integers(1, 5), spare_budget=st.integers(0, 12), max_waiting=st.integers(1, 8))
+    def change_limits(self, max_running: int, spare_budget: int, max_waiting: int) -> None:
+        """Also below what runs and waits, and also while steps are in flight."""
+        slo_itl_ms = self.scheduler.config.slo_itl_ms
+        self.scheduler.set_config(SchedulerConfig(max_running + spare_budget, max_running, max_waiting, slo_itl_ms))
+
     def holders(self) -> Counter[int]:
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
         return Counter(block for table in tables for block in table)
@@ -254,7 +260,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self, admit_before: Rank | None) -> None:
         preemptions = self.scheduler.num_preemptions
         before = {name: sequence.num_planned_tokens for name, sequence in self.sequences.items()}
+        num_running = len(self.scheduler.running)
         plan = self.scheduler.schedule(admit_before)
+        most_running = max(self.scheduler.config.max_running, num_running)
+        assert len(self.scheduler.running) <= most_running, "a sequence joins beyond the limit"
         if self.steps:
             assert self.scheduler.num_preemptions == preemptions, "a step ahead preempts a sequence"
             if plan is None:
@@ -272,8 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.steps.append(plan)
         config = self.scheduler.config
-        assert 0 < plan.num_tokens <= config.max_batched_tokens
-        assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
+        assert 0 < plan.num_tokens <= max(config.max_batched_tokens, len(plan.chunks))
+        assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= most_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
             self.assert_tokens_come_in_time(plan)

@@ -72,7 +72,9 @@ class FakeFleet:
 
     async def add(self, role: ServiceRole, ordinal: int, engine: FakeEngine, config: WorkerConfig) -> None:
         name = f"{role.value}-{ordinal}"
-        service = VllmService(role, ordinal, config, engine, Limits(config.step_timeout_s, max_calls=64))
+        service = VllmService(
+            role, ordinal, config, engine, Limits(config.step_timeout_s, max_waiting=64, max_running=0)
+        )
         self.engines[name], self.services[name] = engine, service
         self.endpoints[name] = await service.start()
         await self.publish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
 from core.scheduling.block_pool import Column
@@ -328,3 +329,29 @@ def test_a_sequence_that_was_not_computed_ends_alone_and_its_blocks_enter_no_cac
     assert driven.scheduler.num_prefilled_tokens == 16
     assert len(driven.pool.registered_hashes()) == 4, "two full blocks of each of the others"
     assert driven.step() == {"a": 1, "c": 1}
+
+
+def test_a_lowered_limit_stops_nothing_that_runs_and_admits_nothing_until_enough_have_ended() -> None:
+    driven = Driven(max_running=3)
+    for name, max_tokens in (("a", 2), ("b", 3), ("c", 4)):
+        driven.add(name, [1, 2], max_tokens=max_tokens)
+    driven.step()
+    driven.add("d", [1, 2, 3])
+    driven.scheduler.set_config(SchedulerConfig(max_batched_tokens=2, max_running=2, max_waiting=1))
+    driven.scheduler.check()
+    with pytest.raises(QueueFull, match="max_waiting"):
+        driven.add("e", [1, 2])
+    assert driven.step() == {"a": 1, "b": 1, "c": 1}, "each goes on, beyond the limits"
+    assert driven.step() == {"b": 1, "c": 1}
+    assert driven.step() == {"c": 1, "d": 1}, "the budget of tokens is the new one, too"
+
+
+def test_a_pulled_prompt_waits_while_more_run_than_the_new_limit() -> None:
+    driven = Driven(max_running=3)
+    for name in "abc":
+        driven.add(name, [1, 2])
+    driven.step()
+    driven.scheduler.set_config(SchedulerConfig(max_batched_tokens=64, max_running=1))
+    for arrival, name in enumerate("defg", start=1):
+        driven.add_pulled(name, [1, 2], arrival=arrival)
+    assert driven.step() == {"a": 1, "b": 1, "c": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.config import SchedulerConfig, WorkerConfig
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -21,7 +22,7 @@ from core.scheduling.ledger import SequenceState
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from tests.support.driven_worker import LAYOUT, address, request
 from tests.unit.decode_worker.driven_decode import Decode
-from worker.core import DrainRequested
+from worker.core import ConfigChanged, DrainRequested
 
 # ---- prefill on the decode worker
 
@@ -140,6 +141,21 @@ def test_a_refused_call_leaves_no_state() -> None:
     worker.machine.check()
     assert worker.of(DecodeFailed) == []
     assert worker.machine.load().num_pulls_waiting == 1
+
+
+def test_hand_offs_beyond_a_lowered_limit_wait_on() -> None:
+    worker = Decode(num_blocks=4, max_pulls_waiting=8)
+    worker.arrive(request("holds all blocks", 13), ticket=1)
+    worker.ready_all(ticket=1)
+    for ticket in (2, 3):
+        worker.arrive(request(f"r{ticket}", 4), ticket=ticket)
+    limits = SchedulerConfig(max_batched_tokens=8, max_running=1)
+    worker.post(ConfigChanged(limits, WorkerConfig(max_pulls_waiting=1)))
+    with pytest.raises(QueueFull, match=r"1 hand-offs already wait for room \(max_pulls_waiting\)"):
+        worker.arrive(request("late", 4), ticket=4)
+    assert worker.of(DecodeFailed) == []
+    assert worker.machine.load().num_pulls_waiting == 2
+    assert worker.core.scheduler.config is limits
 
 
 def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:

@@ -42,7 +42,7 @@ class Recorded:
 
     def __init__(self, **router: Any) -> None:
         self.metrics = Metrics(TelemetryConfig(), lambda: ())
-        self.requests = RequestMetrics(self.metrics, RouterConfig(**router))
+        self.requests = RequestMetrics(self.metrics, RouterConfig(**router).slo_ttft_ms)
 
     def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """Counters by labels; of a histogram, the sums."""

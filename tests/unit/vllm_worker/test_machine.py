@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config import SchedulerConfig, WorkerConfig
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -27,7 +28,7 @@ from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, Dec
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep
 from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Fail, Limits, Submit, VllmMachine
-from worker.core import DrainRequested
+from worker.core import ConfigChanged, DrainRequested
 
 EOS = 7
 LAYOUT = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=2)
@@ -37,7 +38,7 @@ TICKET, DEADLINE = 5, 100.0
 
 
 def machine(max_calls: int = 8) -> VllmMachine:
-    return VllmMachine(INFO, Limits(step_timeout_s=30.0, max_calls=max_calls))
+    return VllmMachine(INFO, Limits(step_timeout_s=30.0, max_waiting=max_calls, max_running=0))
 
 
 def request(name: str = "a", num_tokens: int = 6, delivered: int = 0, **sampling: object) -> Request:
@@ -214,6 +215,19 @@ def test_a_refused_call_changes_nothing(event: DecodeArrived, error: type[Tandem
         worker.handle(event, 0.0)
     worker.check()
     assert worker.worker_load().num_calls == 1
+
+
+def test_calls_beyond_a_lowered_limit_go_on_and_the_engine_keeps_its_sizes() -> None:
+    worker = VllmMachine(INFO, Limits(step_timeout_s=30.0, max_waiting=8, max_running=1))
+    for name in "abc":
+        worker.handle(decode(name), 0.0)
+    new = SchedulerConfig(max_running=64, max_batched_tokens=64, max_waiting=1, slo_itl_ms=50.0)
+    assert worker.handle(ConfigChanged(new, WorkerConfig(step_timeout_s=3.0)), 0.0) == []
+    worker.check()
+    with pytest.raises(QueueFull, match="2 requests are open already"):
+        worker.handle(decode("d"), 0.0)
+    assert worker.next_deadline() == 3.0
+    assert worker.worker_load().slo_itl_s == 0.05
 
 
 def test_a_draining_worker_refuses_new_calls_and_finishes_its_own() -> None:

@@ -157,6 +157,19 @@ async def test_an_idle_worker_sends_its_next_number_and_nothing_else() -> None:
     await worker.end()
 
 
+async def test_a_shorter_interval_begins_at_once() -> None:
+    worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=1000.0)), Context()
+    await worker.watch("r", context)
+    running = asyncio.create_task(worker.feed.run())
+    await asyncio.sleep(0.01)
+    worker.feed.set_config(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=0.01))
+    async with asyncio.timeout(5):
+        while len(context.written) < 3:
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await worker.end()
+
+
 async def test_an_event_that_changes_nothing_sends_no_report_before_the_next_sign_of_life() -> None:
     worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=1000.0)), Context()
     await worker.watch("r", context)
