@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cli.command_options import DEFAULT_ROUTER, Router, Security, console
+from cli.config_commands import config_app
 
 # The range of the message field; the supervisor checks a narrower limit.
 Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
@@ -96,3 +97,4 @@ def roll(
 def add_fleet_commands(app: typer.Typer) -> None:
     for command in (status, events, scale, roll):
         app.command()(command)
+    app.add_typer(config_app, name="config")

@@ -77,8 +77,14 @@ def health_of(fleet: cluster_pb2.GetFleetResponse) -> Health:
     return Health.DEGRADED if any(pool.lacking for pool in pools.values()) else Health.HEALTHY
 
 
+def services_without(revision: int, fleet: cluster_pb2.GetFleetResponse) -> list[str]:
+    """Names of the serving slots with an older config."""
+    serving = [slot for slot in fleet.slots if slot.state == cluster_pb2.SLOT_STATE_SERVING]
+    return [slot.name for slot in serving if slot.config_revision < revision]
+
+
 def slot_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
-    """A line for each slot that does not serve, one about a roll, and one if several versions serve."""
+    """A line for each slot that does not serve, one about a new config, and one if several versions serve."""
     lines = [
         f"{slot.name} {state_name(slot)} for {slot.in_state_ms / 1e3:.0f} s"
         + (f": {slot.reason}" if slot.reason else "")
@@ -88,6 +94,8 @@ def slot_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
     if fleet.rolling:
         num_rolled = sum(slot.config_revision == fleet.config_revision for slot in fleet.slots)
         lines.append(f"rolling to config {fleet.config_revision}: {num_rolled} of {len(fleet.slots)} services have it")
+    elif late := services_without(fleet.config_revision, fleet):
+        lines.append(f"config {fleet.config_revision} is on its way to {', '.join(late)}")
     versions = Counter(slot.version or "unknown" for slot in fleet.slots if slot.service_id)
     if len(versions) > 1:
         lines.append("versions: " + ", ".join(f"{version} ({count})" for version, count in sorted(versions.items())))

@@ -10,7 +10,7 @@ import dataclasses
 import json
 
 from cli.config_file import Flags, config_of
-from core.config import TandemConfig
+from core.config import Change, TandemConfig, changes
 from core.errors import ConfigError, InvalidRequest
 
 # Options that two services of one fleet must have in common, by table. Empty: every option of the table.
@@ -35,22 +35,29 @@ def as_json(config: TandemConfig) -> str:
 
 
 def read_again(started: TandemConfig, flags: Flags, text: str) -> TandemConfig:
+    """As `config_from`, for a roll: options of `FIXED` must be those of the start."""
+    config = config_from(started, flags, text)
+    for change in changes(started, config):
+        if is_fixed(change):
+            raise InvalidRequest(
+                "config", f"{change.name} must stay as it is in a roll; to change it, start `tandem serve` again"
+            )
+    return config
+
+
+def is_fixed(change: Change) -> bool:
+    return change.table in FIXED and change.option in (FIXED[change.table] or (change.option,))
+
+
+def config_from(started: TandemConfig, flags: Flags, text: str) -> TandemConfig:
     """The config of `as_json` with the flags and the token of the start. Raises `InvalidRequest` naming the option."""
     try:
         tables = json.loads(text)
         if not isinstance(tables, dict) or not isinstance(tables.setdefault("security", {}), dict):
             raise InvalidRequest("config", "must be an object of tables")
         tables["security"] |= {name: getattr(started.security, name) for name in KEPT}
-        config = config_of(tables, flags)
+        return config_of(tables, flags)
     except json.JSONDecodeError as error:
         raise InvalidRequest("config", f"is not JSON: {error}") from error
     except ConfigError as error:
         raise InvalidRequest("config", str(error)) from error
-    for table, options in FIXED.items():
-        old, new = getattr(started, table), getattr(config, table)
-        for name in options or [field.name for field in dataclasses.fields(old)]:
-            if getattr(old, name) != getattr(new, name):
-                raise InvalidRequest(
-                    "config", f"[{table}] {name} must stay as it is in a roll; to change it, start `tandem serve` again"
-                )
-    return config

@@ -23,12 +23,13 @@ from cli.config_file import Flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.gateway import claimed_port, gateway_line
+from cli.live_config import amended
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
-from cli.roll_config import read_again
+from cli.roll_config import as_json, read_again
 from cli.vllm_environment import python_of, torch_version, variables
-from core.config import EngineConfig, TandemConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.config import EngineConfig, LiveConfig, TandemConfig, changes, too_large
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster
@@ -45,8 +46,10 @@ POLL_INTERVAL_S = 0.05
 PrintLine = Callable[[str], None]
 
 
-def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
-    """`flags` of the command line, which win again when the config is read again."""
+def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemConfig | None = None) -> FleetSpec:
+    """`flags` of the command line, which win again when the config is read again. Services are built with the config
+    `built` of the last start or roll, from which `config` differs in live options; None = with `config`."""
+    built = built or config
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
@@ -56,9 +59,9 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
         build_prefill, build_decode = vllm.build_prefill_worker, vllm.build_decode_worker
     return FleetSpec(
         config.cluster,
-        router=functools.partial(compose.build_router, config),
-        prefill=functools.partial(build_prefill, config),
-        decode=functools.partial(build_decode, config),
+        router=functools.partial(compose.build_router, built),
+        prefill=functools.partial(build_prefill, built),
+        decode=functools.partial(build_decode, built),
         router_host=functools.partial(compose.router_host, config),
         router_port=config.router.port,
         drain_timeout_s=config.worker.drain_timeout_s,
@@ -67,12 +70,27 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
         reread=functools.partial(_spec_of, config, flags or {}),
+        amend=functools.partial(_amended, config, built, flags or {}),
+        live=LiveConfig.of(config),
+        text=as_json(config),
     )
 
 
 def _spec_of(started: TandemConfig, flags: Flags, text: str) -> FleetSpec:
     """A `fleet.spec.Reread` of a fleet that started with `started`."""
     return fleet_spec(read_again(started, flags, text), flags)
+
+
+def _amended(
+    present: TandemConfig, built: TandemConfig, flags: Flags, config: str, options: str
+) -> tuple[FleetSpec, tuple[str, ...]]:
+    """A `fleet.spec.Amend` of a fleet with the config `present`."""
+    new = amended(present, flags, config, options)
+    spec = fleet_spec(new, flags, built)
+    fault = too_large(built.scheduler, new.scheduler, on_gpu=spec.gpu_use is not GpuUse.NEVER)
+    if fault:
+        raise InvalidRequest("config", f"{fault}; to raise the limit, use `tandem roll --config FILE`")
+    return spec, tuple(map(str, changes(present, new)))
 
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:

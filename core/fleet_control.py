@@ -28,7 +28,7 @@ class SlotStatus:
     service_id: str = ""  # of a service that serves or drains
     machine: str = ""  # name of its machine, once it has one
     version: str = ""  # of the software of a service that serves or drains
-    revision: int = 0  # of the config with which it has started, from 1; 0 = not started yet
+    revision: int = 0  # of the config that it has, from 1; 0 = not started yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,18 @@ class FleetNote:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    revision: int  # of new starts
+    text: str  # as JSON: one object for each table, without the token of the cluster
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    revision: int  # that every service gets
+    changes: tuple[str, ...]  # one line for each option; empty if the config has these values already
+
+
 class FleetControl(Protocol):
     """Every method raises `WorkerUnavailable` if the supervisor is dead or silent."""
 
@@ -66,6 +78,14 @@ class FleetControl(Protocol):
 
     async def stop_roll(self) -> int:
         """Begin to restore the revision before the present roll, and return it. Raises `InvalidRequest`."""
+
+    async def config(self) -> FleetConfig: ...
+
+    async def change_config(self, config: str, options: str) -> ConfigChange:
+        """Begin to give every service other live options. Raises `InvalidRequest` naming those that are not live.
+
+        One of the two is empty: `config` is a whole one, as in `roll`; `options` has only the options to change.
+        """
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         """The newest notes with a higher number than `after`, at most `limit`, oldest first."""

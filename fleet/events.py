@@ -97,6 +97,14 @@ class ServiceDied:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceConfigured:
+    """The service has taken the live options of this revision."""
+
+    member: Member
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     member: Member
 
@@ -138,12 +146,20 @@ class StopRoll:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeConfig:
+    """Give every service the next revision of the config, which differs in live options only."""
+
+    rules: FleetRules
+    changes: str  # for the operator
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
-MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceDied | Drained
-FleetEvent = MemberEvent | ScaleTo | MachineLeaving | RollFleet | StopRoll | Shutdown | Tick
+MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceConfigured | ServiceDied | Drained
+FleetEvent = MemberEvent | ScaleTo | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +169,14 @@ class StartService:
     member: Member
     revision: int  # of the config, from 1
     replaces: Member | None = None  # serves until this service does
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigureService:
+    """Give the service the live options of this revision. `ServiceConfigured` follows, or `ServiceDied`."""
+
+    member: Member
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +236,13 @@ class FleetStopped:
 
 
 FleetAction = (
-    StartService | DrainService | KillService | PublishFleet | FleetMessage | FleetReady | FleetFailed | FleetStopped
+    StartService
+    | ConfigureService
+    | DrainService
+    | KillService
+    | PublishFleet
+    | FleetMessage
+    | FleetReady
+    | FleetFailed
+    | FleetStopped
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.config import LiveConfig
 from core.service import Endpoint, FleetRouter
 from fleet.events import MachineId
 from fleet.service_host import StartFault
@@ -35,6 +36,9 @@ class Host(Protocol):
         """Return when the service was stopped."""
 
     async def drain(self, timeout_s: float) -> None: ...
+
+    async def set_config(self, live: LiveConfig) -> None:
+        """Of a started service."""
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
 

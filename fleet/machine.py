@@ -17,6 +17,7 @@ back the demand from which an autoscaler starts a machine. The time limit of a s
 Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, at the latest so long
 before the end of the machine as a drain may take.
 Rule 8: a roll replaces one service at a time (fleet/roll.py).
+Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
 from fleet.events import (
+    ChangeConfig,
+    ConfigureService,
     Drained,
     DrainService,
     FleetAction,
@@ -45,6 +48,7 @@ from fleet.events import (
     PublishFleet,
     RollFleet,
     ScaleTo,
+    ServiceConfigured,
     ServiceDied,
     ServicePlaced,
     ServiceStarted,
@@ -95,7 +99,7 @@ class FleetMachine:
         return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a size out of range and for a roll out of place, and then changes nothing."""
+        """Raises `InvalidRequest` for a size out of range, and for a roll or change out of place: nothing changes."""
         match event:
             case ScaleTo():
                 self._scale(event)
@@ -103,6 +107,8 @@ class FleetMachine:
                 self._begin_roll(event)
             case StopRoll():
                 self._stop_roll(now)
+            case ChangeConfig():
+                self._change_config(event)
             case MachineLeaving():
                 if not self._ending:
                     self._leave_machine(event, now)
@@ -117,6 +123,7 @@ class FleetMachine:
         self._expire(now)
         self._balance(now)
         self._advance_roll(now)
+        self._configure()
         self._announce()
         actions, self._actions = self._actions, []
         return actions
@@ -132,6 +139,9 @@ class FleetMachine:
             assert self._ending or len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
         assert self._published == self._slots.publications(), "a router has not been told of a change"
+        serving = [slot for slot in self._slots if slot.state is SlotState.SERVING]
+        has_newest = [self._revision in (slot.revision, slot.configuring) for slot in serving]
+        assert self._ending or self._roll is not None or all(has_newest), "a service has an old config, without a roll"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
     @property
@@ -197,6 +207,8 @@ class FleetMachine:
                 replaced, slot.replaces = self._slots.replaced_by(slot), None
                 if replaced is not None:
                     self._leave(replaced, replaced.reason, now)
+            case ServiceConfigured() if slot.state is SlotState.SERVING and slot.configuring == event.revision:
+                slot.revision = event.revision
             case StartFailed() if slot.state is SlotState.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
             case ServiceDied() if slot.state in (SlotState.PLACING, SlotState.STARTING, SlotState.SERVING):
@@ -268,7 +280,7 @@ class FleetMachine:
         reason = self._newest_rules.claims.wait_reason(slot.member.role)
         slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
         slot.machine = slot.machine_ends_at = None
-        slot.revision = self._revision
+        slot.revision, slot.configuring = self._revision, 0
         replaced = self._slots.replaced_by(slot)
         self._actions.append(StartService(slot.member, slot.revision, None if replaced is None else replaced.member))
 
@@ -320,13 +332,32 @@ class FleetMachine:
         self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
         self._slots.remove(slot)
 
-    def _begin_roll(self, event: RollFleet) -> None:
+    def _add_revision(self, rules: FleetRules, field: str) -> int:
+        """The rules of new starts from now on. Returns the revision before."""
         if self._roll is not None or self._ending:
-            raise InvalidRequest("roll", "the fleet stops" if self._ending else "the fleet rolls already")
+            raise InvalidRequest(
+                field, "the fleet stops" if self._ending else "the fleet rolls already; try again afterwards"
+            )
         old, self._revision = self._revision, max(self._rules) + 1
-        self._rules = {old: self._rules[old], self._revision: event.rules} | {
+        self._rules = {old: self._rules[old], self._revision: rules} | {
             slot.revision: self._rules[slot.revision] for slot in self._slots if slot.revision
         }
+        return old
+
+    def _change_config(self, event: ChangeConfig) -> None:
+        self._add_revision(event.rules, "config")
+        self._say("fleet", f"takes config {self._revision}", event.changes)
+
+    def _configure(self) -> None:
+        """Rule 9."""
+        for slot in self._slots:
+            is_old = self._revision not in (slot.revision, slot.configuring)
+            if slot.state is SlotState.SERVING and is_old and self._roll is None and not self._ending:
+                slot.configuring = self._revision
+                self._actions.append(ConfigureService(slot.member, self._revision))
+
+    def _begin_roll(self, event: RollFleet) -> None:
+        old = self._add_revision(event.rules, "roll")
         self._roll = Roll(self._revision, restores=old)
         self._say("fleet", f"rolls to config {self._revision}")
 

@@ -12,6 +12,7 @@ import pickle
 from functools import partial
 from typing import Any
 
+from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
@@ -121,6 +122,9 @@ class RayHost:
 
     async def drain(self, timeout_s: float) -> None:
         await self._finish(self._actor.drain.remote(timeout_s))
+
+    async def set_config(self, live: LiveConfig) -> None:
+        await self._finish(self._actor.set_config.remote(live))
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         await self._finish(self._actor.set_fleet.remote(workers, routers))

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from core.config import LiveConfig
 from core.errors import TandemError
 from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
@@ -114,6 +115,10 @@ class ServiceHost:
         if self._service is not None:
             await self._service.stop()
         self._stopped.set()
+
+    async def set_config(self, live: LiveConfig) -> None:
+        assert self._service is not None, "configured before start"
+        self._service.set_config(live)
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         router: RouterControl = self._service  # type: ignore[assignment]  # the supervisor calls this on routers only

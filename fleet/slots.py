@@ -31,7 +31,8 @@ class Slot:
     replaces: SlotId | None = None  # the slot drains when this one serves; until then this one is not counted
     leave_at: float | None = None  # a serving slot drains then, also if its replacement does not serve
     machine_ends_at: float | None = None
-    revision: int = 0  # of the config of the newest start
+    revision: int = 0  # of the config of the newest start, or of a later change that the service has taken
+    configuring: int = 0  # revision on its way to the service since its start
 
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from core.config import ClusterConfig
+from core.config import ClusterConfig, LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.claims import Claims, GpuUse
@@ -18,6 +18,10 @@ RouterHost = Callable[[str], str]
 
 # A spec from another config, as in `FleetControl.roll`. Raises `InvalidRequest`. Pickled by name.
 Reread = Callable[[str], "FleetSpec"]
+
+# The spec after a change of live options, as in `FleetControl.change_config`, and what has changed: nothing, if empty.
+# Raises `InvalidRequest`. Pickled by name.
+Amend = Callable[[str, str], tuple["FleetSpec", tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,9 @@ class FleetSpec:
     gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
     interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
     reread: Reread | None = None  # None: the config cannot change
+    amend: Amend | None = None
+    live: LiveConfig = field(default_factory=LiveConfig)  # for services, as soon as their factory has built them
+    text: str = "{}"  # the config as JSON, as in `FleetConfig`
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {

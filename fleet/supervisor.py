@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from core.errors import InvalidRequest, WorkerUnavailable
-from core.fleet_control import FleetNote, FleetStatus
+from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.cores import LocalRanks
 from fleet.events import (
+    ChangeConfig,
+    ConfigureService,
     Drained,
     DrainService,
     FleetAction,
@@ -40,6 +42,7 @@ from fleet.events import (
     PublishFleet,
     RollFleet,
     ScaleTo,
+    ServiceConfigured,
     ServiceDied,
     ServicePlaced,
     ServiceStarted,
@@ -142,17 +145,48 @@ class Supervisor:
         """As `FleetControl.roll`."""
         assert self._driver is not None, "start it first"
         try:
-            spec = self._specs[self._machine.status(self._driver.now()).revision]
+            spec = self._specs[self._revision]
             if config:
                 spec = replace(await asyncio.to_thread(self._read_again, config), gpu_use=spec.gpu_use)
-            self._driver.ask(RollFleet(spec.rules))
+            self._add_revision(RollFleet(spec.rules), spec)
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
-        status = self._machine.status(self._driver.now())
-        used = {slot.revision for slot in status.slots}
+        return self._revision
+
+    @property
+    def _revision(self) -> int:
+        """Of new starts."""
+        assert self._driver is not None, "start it first"
+        return self._machine.status(self._driver.now()).revision
+
+    def _add_revision(self, event: RollFleet | ChangeConfig, spec: FleetSpec) -> None:
+        """Keep the specs that a service runs, or a stopped roll restores."""
+        assert self._driver is not None, "start it first"
+        before = self._revision
+        self._driver.ask(event)
+        used = {slot.revision for slot in self._machine.status(self._driver.now()).slots} | {before}
         self._specs = {revision: kept for revision, kept in self._specs.items() if revision in used}
-        self._specs[status.revision] = spec
-        return status.revision
+        self._specs[self._revision] = spec
+
+    async def config(self) -> FleetConfig:
+        """As `FleetControl.config`."""
+        return FleetConfig(self._revision, self._specs[self._revision].text)
+
+    async def change_config(self, config: str, options: str) -> ConfigChange | Refusal:
+        """As `FleetControl.change_config`."""
+        before = self._revision
+        present = self._specs[before]
+        try:
+            if present.amend is None:
+                raise InvalidRequest("config", "this fleet cannot change its config")
+            spec, changes = await asyncio.to_thread(present.amend, config, options)
+            if self._revision != before:
+                raise InvalidRequest("config", "another config came meanwhile; try again")
+            if changes:
+                self._add_revision(ChangeConfig(spec.rules, ", ".join(changes)), replace(spec, gpu_use=present.gpu_use))
+        except InvalidRequest as refused:
+            return Refusal(refused.field, refused.message)
+        return ConfigChange(self._revision, changes)
 
     def _read_again(self, config: str) -> FleetSpec:
         if self._spec.reread is None:
@@ -199,6 +233,8 @@ class Supervisor:
         match action:
             case StartService():
                 self._spawn(self._live(action))
+            case ConfigureService():
+                self._spawn(self._configure(action))
             case DrainService():
                 self._spawn(self._drain(action.member, action.timeout_s))
             case KillService():
@@ -244,7 +280,8 @@ class Supervisor:
     async def _live(self, start: StartService) -> None:
         """Follow one member from its start to its death."""
         member = start.member
-        host = self._hosts[member] = self._create_host(member, self._specs[start.revision])
+        spec = self._specs[start.revision]
+        host = self._hosts[member] = self._create_host(member, spec)
         is_router = member.role is ServiceRole.ROUTER
         try:
             machine = await host.machine()
@@ -259,6 +296,7 @@ class Supervisor:
                 self._kill(member)
                 self._post(StartFailed(member, result.reason, result.permanent))
                 return
+            await host.set_config(spec.live)
             if is_router:
                 self._routers[member] = result
             self._post(ServiceStarted(member, result.service_id, result.address, result.version))
@@ -272,6 +310,14 @@ class Supervisor:
 
     def _num_wanted_workers(self) -> int:
         return sum(size for role, size in self._machine.wanted.items() if role is not ServiceRole.ROUTER)
+
+    async def _configure(self, action: ConfigureService) -> None:
+        host = self._hosts.get(action.member)
+        if host is None:
+            return  # died just now
+        with contextlib.suppress(HostDied):  # `_live` reports the death
+            await host.set_config(self._specs[action.revision].live)
+            self._post(ServiceConfigured(action.member, action.revision))
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
         if self._unpublished and member.role is not ServiceRole.ROUTER:

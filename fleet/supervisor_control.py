@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidRequest, WorkerUnavailable
-from core.fleet_control import FleetNote, FleetStatus
+from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.service import PoolSizes
 from fleet.host import HostDied
 from fleet.ray_calls import await_actor
@@ -41,6 +41,15 @@ class SupervisorControl:
     async def stop_roll(self) -> int:
         revision: int = await _answer(self.supervisor.stop_roll.remote())
         return revision
+
+    async def config(self) -> FleetConfig:
+        config: FleetConfig = await _answer(self.supervisor.config.remote())
+        return config
+
+    async def change_config(self, config: str, options: str) -> ConfigChange:
+        call = self.supervisor.change_config.remote(config, options)
+        change: ConfigChange = await _answer(call, ROLL_TIMEOUT_S)
+        return change
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         notes: list[FleetNote] = await _answer(self.supervisor.notes.remote(limit, after))

@@ -220,6 +220,14 @@ class AsyncClient:
         """Start every service again, with the config of the call if there is one, or stop that and restore the old."""
         return await self._operate("Roll", cluster_pb2.RollRequest(config=config, stop=stop))
 
+    async def config(self) -> cluster_pb2.GetConfigResponse:
+        """The config of the fleet, as JSON."""
+        return await self._operate("GetConfig", cluster_pb2.GetConfigRequest())
+
+    async def change_config(self, config: str = "", options: str = "") -> cluster_pb2.ChangeConfigResponse:
+        """Change live options while the fleet serves: to those of a whole config, or only `options`, both as JSON."""
+        return await self._operate("ChangeConfig", cluster_pb2.ChangeConfigRequest(config=config, options=options))
+
     async def _ask(self, method: str, request: Any, metadata: Metadata) -> Any:
         headers = self._credentials.headers(metadata)
 
@@ -309,6 +317,8 @@ class Client:
     events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
     roll = _blocking(AsyncClient.roll)
+    config = _blocking(AsyncClient.config)
+    change_config = _blocking(AsyncClient.change_config)
 
 
 def _checked(address: str) -> str:

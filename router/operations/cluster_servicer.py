@@ -153,6 +153,22 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
         return cluster_pb2.RollResponse(config_revision=revision)
 
+    async def GetConfig(self, _: cluster_pb2.GetConfigRequest, context: CallContext) -> cluster_pb2.GetConfigResponse:
+        try:
+            config = await self._supervisor().config()
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.GetConfigResponse(config=config.text, config_revision=config.revision)
+
+    async def ChangeConfig(
+        self, request: cluster_pb2.ChangeConfigRequest, context: CallContext
+    ) -> cluster_pb2.ChangeConfigResponse:
+        try:
+            change = await self._supervisor().change_config(request.config, request.options)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ChangeConfigResponse(config_revision=change.revision, changes=change.changes)
+
     def _supervisor(self) -> FleetControl:
         if self._control is None:
             raise WorkerUnavailable("this router runs without a supervisor, which steers a fleet and keeps its events")

@@ -62,7 +62,9 @@ class Credentials:
 
 OPEN = Credentials()
 WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
-CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/Roll", "/tandem.v1.Cluster/GetLedger")
+CONTROL_METHODS = tuple(
+    f"/tandem.v1.Cluster/{method}" for method in ("Scale", "Roll", "GetConfig", "ChangeConfig", "GetLedger")
+)
 OPERATOR_METHODS = ("/tandem.v1.Cluster/",)
 OPEN_METHODS = (
     "/grpc.health.v1.Health/",

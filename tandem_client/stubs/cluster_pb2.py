@@ -26,7 +26,7 @@ from tandem_client.stubs import inference_pb2 as tandem__client_dot_stubs_dot_in
 from tandem_client.stubs import worker_pb2 as tandem__client_dot_stubs_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tandem_client/stubs/cluster.proto\x12\ttandem.v1\x1a#tandem_client/stubs/inference.proto\x1a tandem_client/stubs/worker.proto\"\x11\n\x0fGetFleetRequest\"\xeb\x01\n\x0b\x46leetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rreport_age_ms\x18\x06 \x01(\x01\x12\x16\n\x0enum_dispatched\x18\x07 \x01(\r\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\"\xae\x01\n\x0b\x46leetRouter\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x17\n\nnum_queued\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rnum_in_flight\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_num_queuedB\x10\n\x0e_num_in_flight\"\xd8\x01\n\tFleetSlot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.tandem.v1.ServiceRole\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.tandem.v1.SlotState\x12\x13\n\x0bin_state_ms\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nservice_id\x18\x06 \x01(\t\x12\x0f\n\x07machine\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x17\n\x0f\x63onfig_revision\x18\t \x01(\r\"\xa5\x02\n\x10GetFleetResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.FleetWorker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\x12\x16\n\x0ewanted_prefill\x18\x04 \x01(\r\x12\x15\n\rwanted_decode\x18\x05 \x01(\r\x12\'\n\x07routers\x18\x06 \x03(\x0b\x32\x16.tandem.v1.FleetRouter\x12\x16\n\x0ewanted_routers\x18\x07 \x01(\r\x12#\n\x05slots\x18\x08 \x03(\x0b\x32\x14.tandem.v1.FleetSlot\x12\x17\n\x0f\x63onfig_revision\x18\t \x01(\r\x12\x0f\n\x07rolling\x18\n \x01(\x08\"+\n\x0bRollRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x0c\n\x04stop\x18\x02 \x01(\x08\"\'\n\x0cRollResponse\x12\x17\n\x0f\x63onfig_revision\x18\x01 \x01(\r\"1\n\x11ListEventsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"^\n\tFleetNote\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x01\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0c\n\x04what\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\":\n\x12ListEventsResponse\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.tandem.v1.FleetNote\"\xc4\x02\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0ftransfer_blocks\x18\x07 \x01(\r\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\x12\x10\n\x08queue_ms\x18\n \x01(\x01\x12\x12\n\nprefill_ms\x18\x0b \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x0c \x01(\x01\x12\x14\n\x0croom_wait_ms\x18\r \x01(\x01\x12\x0e\n\x06gap_ms\x18\x0e \x01(\x01\x12\x13\n\x0bnum_streams\x18\x0f \x01(\r\x12\x16\n\x0e\x66irst_token_ms\x18\x10 \x01(\x01\x12\x0f\n\x07\x63ost_ms\x18\x11 \x01(\x01J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\t\"\x88\x01\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12(\n\ncandidates\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12$\n\x04path\x18\x03 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x0e\n\x06reason\x18\x04 \x01(\t\"r\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07routers\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\n\n\x08_routers\"V\n\rScaleResponse\x12\x16\n\x0ewanted_prefill\x18\x01 \x01(\r\x12\x15\n\rwanted_decode\x18\x02 \x01(\r\x12\x16\n\x0ewanted_routers\x18\x03 \x01(\r\"&\n\x10GetLedgerRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"c\n\x0cWorkerLedger\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\x06ledger\x18\x02 \x01(\x0b\x32!.tandem.v1.DescribeLedgerResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x11GetLedgerResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerLedger\"3\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"\x97\x03\n\x0eRequestSummary\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x1a\n\x12\x61rrived_at_unix_ms\x18\x05 \x01(\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x07 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x08 \x01(\x01\x12\x0b\n\x03\x65nd\x18\t \x01(\t\x12\x1f\n\x05usage\x18\n \x01(\x0b\x32\x10.tandem.v1.Usage\x12$\n\x04path\x18\x0b \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x16\n\x0eprefill_worker\x18\x0c \x01(\t\x12\x15\n\rdecode_worker\x18\r \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12(\n\x07timings\x18\x10 \x01(\x0b\x32\x17.tandem.v1.PhaseTimings\x12\x19\n\x11transferred_bytes\x18\x11 \x01(\x04\"C\n\x14ListRequestsResponse\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RequestSummary\"\x1d\n\x0fGetTraceRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\xd3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x10\n\x08start_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x05 \x01(\x01\x12\x33\n\nattributes\x18\x06 \x03(\x0b\x32\x1f.tandem.v1.Span.AttributesEntry\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"~\n\x05Trace\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RequestSummary\x12\x1e\n\x05spans\x18\x02 \x03(\x0b\x32\x0f.tandem.v1.Span\x12(\n\ncandidates\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Candidate\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*w\n\x0bServiceRole\x12\x1c\n\x18SERVICE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13SERVICE_ROLE_ROUTER\x10\x01\x12\x18\n\x14SERVICE_ROLE_PREFILL\x10\x02\x12\x17\n\x13SERVICE_ROLE_DECODE\x10\x03*\xa1\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_WAITING\x10\x01\x12\x16\n\x12SLOT_STATE_PLACING\x10\x02\x12\x17\n\x13SLOT_STATE_STARTING\x10\x03\x12\x16\n\x12SLOT_STATE_SERVING\x10\x04\x12\x17\n\x13SLOT_STATE_DRAINING\x10\x05\x32\xef\x04\n\x07\x43luster\x12\x43\n\x08GetFleet\x12\x1a.tandem.v1.GetFleetRequest\x1a\x1b.tandem.v1.GetFleetResponse\x12\x41\n\x07\x45xplain\x12\x1a.tandem.v1.GenerateRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12\x37\n\x04Roll\x12\x16.tandem.v1.RollRequest\x1a\x17.tandem.v1.RollResponse\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponse\x12O\n\x0cListRequests\x12\x1e.tandem.v1.ListRequestsRequest\x1a\x1f.tandem.v1.ListRequestsResponse\x12\x38\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x10.tandem.v1.Trace\x12I\n\nListEvents\x12\x1c.tandem.v1.ListEventsRequest\x1a\x1d.tandem.v1.ListEventsResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tandem_client/stubs/cluster.proto\x12\ttandem.v1\x1a#tandem_client/stubs/inference.proto\x1a tandem_client/stubs/worker.proto\"\x11\n\x0fGetFleetRequest\"\xeb\x01\n\x0b\x46leetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rreport_age_ms\x18\x06 \x01(\x01\x12\x16\n\x0enum_dispatched\x18\x07 \x01(\r\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\"\xae\x01\n\x0b\x46leetRouter\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x17\n\nnum_queued\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rnum_in_flight\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_num_queuedB\x10\n\x0e_num_in_flight\"\xd8\x01\n\tFleetSlot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.tandem.v1.ServiceRole\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.tandem.v1.SlotState\x12\x13\n\x0bin_state_ms\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nservice_id\x18\x06 \x01(\t\x12\x0f\n\x07machine\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x17\n\x0f\x63onfig_revision\x18\t \x01(\r\"\xa5\x02\n\x10GetFleetResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.FleetWorker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\x12\x16\n\x0ewanted_prefill\x18\x04 \x01(\r\x12\x15\n\rwanted_decode\x18\x05 \x01(\r\x12\'\n\x07routers\x18\x06 \x03(\x0b\x32\x16.tandem.v1.FleetRouter\x12\x16\n\x0ewanted_routers\x18\x07 \x01(\r\x12#\n\x05slots\x18\x08 \x03(\x0b\x32\x14.tandem.v1.FleetSlot\x12\x17\n\x0f\x63onfig_revision\x18\t \x01(\r\x12\x0f\n\x07rolling\x18\n \x01(\x08\"+\n\x0bRollRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x0c\n\x04stop\x18\x02 \x01(\x08\"\'\n\x0cRollResponse\x12\x17\n\x0f\x63onfig_revision\x18\x01 \x01(\r\"\x12\n\x10GetConfigRequest\"<\n\x11GetConfigResponse\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x17\n\x0f\x63onfig_revision\x18\x02 \x01(\r\"6\n\x13\x43hangeConfigRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x0f\n\x07options\x18\x02 \x01(\t\"@\n\x14\x43hangeConfigResponse\x12\x17\n\x0f\x63onfig_revision\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanges\x18\x02 \x03(\t\"1\n\x11ListEventsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"^\n\tFleetNote\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x01\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0c\n\x04what\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\":\n\x12ListEventsResponse\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.tandem.v1.FleetNote\"\xc4\x02\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0ftransfer_blocks\x18\x07 \x01(\r\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\x12\x10\n\x08queue_ms\x18\n \x01(\x01\x12\x12\n\nprefill_ms\x18\x0b \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x0c \x01(\x01\x12\x14\n\x0croom_wait_ms\x18\r \x01(\x01\x12\x0e\n\x06gap_ms\x18\x0e \x01(\x01\x12\x13\n\x0bnum_streams\x18\x0f \x01(\r\x12\x16\n\x0e\x66irst_token_ms\x18\x10 \x01(\x01\x12\x0f\n\x07\x63ost_ms\x18\x11 \x01(\x01J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\t\"\x88\x01\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12(\n\ncandidates\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12$\n\x04path\x18\x03 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x0e\n\x06reason\x18\x04 \x01(\t\"r\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07routers\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\n\n\x08_routers\"V\n\rScaleResponse\x12\x16\n\x0ewanted_prefill\x18\x01 \x01(\r\x12\x15\n\rwanted_decode\x18\x02 \x01(\r\x12\x16\n\x0ewanted_routers\x18\x03 \x01(\r\"&\n\x10GetLedgerRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"c\n\x0cWorkerLedger\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\x06ledger\x18\x02 \x01(\x0b\x32!.tandem.v1.DescribeLedgerResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x11GetLedgerResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerLedger\"3\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"\x97\x03\n\x0eRequestSummary\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x1a\n\x12\x61rrived_at_unix_ms\x18\x05 \x01(\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x07 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x08 \x01(\x01\x12\x0b\n\x03\x65nd\x18\t \x01(\t\x12\x1f\n\x05usage\x18\n \x01(\x0b\x32\x10.tandem.v1.Usage\x12$\n\x04path\x18\x0b \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x16\n\x0eprefill_worker\x18\x0c \x01(\t\x12\x15\n\rdecode_worker\x18\r \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12(\n\x07timings\x18\x10 \x01(\x0b\x32\x17.tandem.v1.PhaseTimings\x12\x19\n\x11transferred_bytes\x18\x11 \x01(\x04\"C\n\x14ListRequestsResponse\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RequestSummary\"\x1d\n\x0fGetTraceRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\xd3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x10\n\x08start_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x05 \x01(\x01\x12\x33\n\nattributes\x18\x06 \x03(\x0b\x32\x1f.tandem.v1.Span.AttributesEntry\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"~\n\x05Trace\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RequestSummary\x12\x1e\n\x05spans\x18\x02 \x03(\x0b\x32\x0f.tandem.v1.Span\x12(\n\ncandidates\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Candidate\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*w\n\x0bServiceRole\x12\x1c\n\x18SERVICE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13SERVICE_ROLE_ROUTER\x10\x01\x12\x18\n\x14SERVICE_ROLE_PREFILL\x10\x02\x12\x17\n\x13SERVICE_ROLE_DECODE\x10\x03*\xa1\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_WAITING\x10\x01\x12\x16\n\x12SLOT_STATE_PLACING\x10\x02\x12\x17\n\x13SLOT_STATE_STARTING\x10\x03\x12\x16\n\x12SLOT_STATE_SERVING\x10\x04\x12\x17\n\x13SLOT_STATE_DRAINING\x10\x05\x32\x88\x06\n\x07\x43luster\x12\x43\n\x08GetFleet\x12\x1a.tandem.v1.GetFleetRequest\x1a\x1b.tandem.v1.GetFleetResponse\x12\x41\n\x07\x45xplain\x12\x1a.tandem.v1.GenerateRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12\x37\n\x04Roll\x12\x16.tandem.v1.RollRequest\x1a\x17.tandem.v1.RollResponse\x12\x46\n\tGetConfig\x12\x1b.tandem.v1.GetConfigRequest\x1a\x1c.tandem.v1.GetConfigResponse\x12O\n\x0c\x43hangeConfig\x12\x1e.tandem.v1.ChangeConfigRequest\x1a\x1f.tandem.v1.ChangeConfigResponse\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponse\x12O\n\x0cListRequests\x12\x1e.tandem.v1.ListRequestsRequest\x1a\x1f.tandem.v1.ListRequestsResponse\x12\x38\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x10.tandem.v1.Trace\x12I\n\nListEvents\x12\x1c.tandem.v1.ListEventsRequest\x1a\x1d.tandem.v1.ListEventsResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICEROLE']._serialized_start=3197
-  _globals['_SERVICEROLE']._serialized_end=3316
-  _globals['_SLOTSTATE']._serialized_start=3319
-  _globals['_SLOTSTATE']._serialized_end=3480
+  _globals['_SERVICEROLE']._serialized_start=3401
+  _globals['_SERVICEROLE']._serialized_end=3520
+  _globals['_SLOTSTATE']._serialized_start=3523
+  _globals['_SLOTSTATE']._serialized_end=3684
   _globals['_GETFLEETREQUEST']._serialized_start=119
   _globals['_GETFLEETREQUEST']._serialized_end=136
   _globals['_FLEETWORKER']._serialized_start=139
@@ -53,44 +53,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLREQUEST']._serialized_end=1111
   _globals['_ROLLRESPONSE']._serialized_start=1113
   _globals['_ROLLRESPONSE']._serialized_end=1152
-  _globals['_LISTEVENTSREQUEST']._serialized_start=1154
-  _globals['_LISTEVENTSREQUEST']._serialized_end=1203
-  _globals['_FLEETNOTE']._serialized_start=1205
-  _globals['_FLEETNOTE']._serialized_end=1299
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=1301
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=1359
-  _globals['_CANDIDATE']._serialized_start=1362
-  _globals['_CANDIDATE']._serialized_end=1686
-  _globals['_EXPLAINRESPONSE']._serialized_start=1689
-  _globals['_EXPLAINRESPONSE']._serialized_end=1825
-  _globals['_SCALEREQUEST']._serialized_start=1827
-  _globals['_SCALEREQUEST']._serialized_end=1941
-  _globals['_SCALERESPONSE']._serialized_start=1943
-  _globals['_SCALERESPONSE']._serialized_end=2029
-  _globals['_GETLEDGERREQUEST']._serialized_start=2031
-  _globals['_GETLEDGERREQUEST']._serialized_end=2069
-  _globals['_WORKERLEDGER']._serialized_start=2071
-  _globals['_WORKERLEDGER']._serialized_end=2170
-  _globals['_GETLEDGERRESPONSE']._serialized_start=2172
-  _globals['_GETLEDGERRESPONSE']._serialized_end=2233
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=2235
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=2286
-  _globals['_REQUESTSUMMARY']._serialized_start=2289
-  _globals['_REQUESTSUMMARY']._serialized_end=2696
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=2698
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2765
-  _globals['_GETTRACEREQUEST']._serialized_start=2767
-  _globals['_GETTRACEREQUEST']._serialized_end=2796
-  _globals['_SPAN']._serialized_start=2799
-  _globals['_SPAN']._serialized_end=3010
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=2961
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=3010
-  _globals['_TRACE']._serialized_start=3012
-  _globals['_TRACE']._serialized_end=3138
-  _globals['_GETMETRICSREQUEST']._serialized_start=3140
-  _globals['_GETMETRICSREQUEST']._serialized_end=3159
-  _globals['_GETMETRICSRESPONSE']._serialized_start=3161
-  _globals['_GETMETRICSRESPONSE']._serialized_end=3195
-  _globals['_CLUSTER']._serialized_start=3483
-  _globals['_CLUSTER']._serialized_end=4106
+  _globals['_GETCONFIGREQUEST']._serialized_start=1154
+  _globals['_GETCONFIGREQUEST']._serialized_end=1172
+  _globals['_GETCONFIGRESPONSE']._serialized_start=1174
+  _globals['_GETCONFIGRESPONSE']._serialized_end=1234
+  _globals['_CHANGECONFIGREQUEST']._serialized_start=1236
+  _globals['_CHANGECONFIGREQUEST']._serialized_end=1290
+  _globals['_CHANGECONFIGRESPONSE']._serialized_start=1292
+  _globals['_CHANGECONFIGRESPONSE']._serialized_end=1356
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1358
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1407
+  _globals['_FLEETNOTE']._serialized_start=1409
+  _globals['_FLEETNOTE']._serialized_end=1503
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1505
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1563
+  _globals['_CANDIDATE']._serialized_start=1566
+  _globals['_CANDIDATE']._serialized_end=1890
+  _globals['_EXPLAINRESPONSE']._serialized_start=1893
+  _globals['_EXPLAINRESPONSE']._serialized_end=2029
+  _globals['_SCALEREQUEST']._serialized_start=2031
+  _globals['_SCALEREQUEST']._serialized_end=2145
+  _globals['_SCALERESPONSE']._serialized_start=2147
+  _globals['_SCALERESPONSE']._serialized_end=2233
+  _globals['_GETLEDGERREQUEST']._serialized_start=2235
+  _globals['_GETLEDGERREQUEST']._serialized_end=2273
+  _globals['_WORKERLEDGER']._serialized_start=2275
+  _globals['_WORKERLEDGER']._serialized_end=2374
+  _globals['_GETLEDGERRESPONSE']._serialized_start=2376
+  _globals['_GETLEDGERRESPONSE']._serialized_end=2437
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=2439
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=2490
+  _globals['_REQUESTSUMMARY']._serialized_start=2493
+  _globals['_REQUESTSUMMARY']._serialized_end=2900
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=2902
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2969
+  _globals['_GETTRACEREQUEST']._serialized_start=2971
+  _globals['_GETTRACEREQUEST']._serialized_end=3000
+  _globals['_SPAN']._serialized_start=3003
+  _globals['_SPAN']._serialized_end=3214
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=3165
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=3214
+  _globals['_TRACE']._serialized_start=3216
+  _globals['_TRACE']._serialized_end=3342
+  _globals['_GETMETRICSREQUEST']._serialized_start=3344
+  _globals['_GETMETRICSREQUEST']._serialized_end=3363
+  _globals['_GETMETRICSRESPONSE']._serialized_start=3365
+  _globals['_GETMETRICSRESPONSE']._serialized_end=3399
+  _globals['_CLUSTER']._serialized_start=3687
+  _globals['_CLUSTER']._serialized_end=4463
 # @@protoc_insertion_point(module_scope)

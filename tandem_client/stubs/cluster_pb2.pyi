@@ -133,6 +133,34 @@ class RollResponse(_message.Message):
     config_revision: int
     def __init__(self, config_revision: _Optional[int] = ...) -> None: ...
 
+class GetConfigRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetConfigResponse(_message.Message):
+    __slots__ = ("config", "config_revision")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    config_revision: int
+    def __init__(self, config: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
+
+class ChangeConfigRequest(_message.Message):
+    __slots__ = ("config", "options")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    options: str
+    def __init__(self, config: _Optional[str] = ..., options: _Optional[str] = ...) -> None: ...
+
+class ChangeConfigResponse(_message.Message):
+    __slots__ = ("config_revision", "changes")
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    config_revision: int
+    changes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, config_revision: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ListEventsRequest(_message.Message):
     __slots__ = ("limit", "after")
     LIMIT_FIELD_NUMBER: _ClassVar[int]

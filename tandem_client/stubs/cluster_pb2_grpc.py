@@ -56,6 +56,16 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
                 _registered_method=True)
+        self.GetConfig = channel.unary_unary(
+                '/tandem.v1.Cluster/GetConfig',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigResponse.FromString,
+                _registered_method=True)
+        self.ChangeConfig = channel.unary_unary(
+                '/tandem.v1.Cluster/ChangeConfig',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.FromString,
+                _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.Cluster/GetLedger',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
@@ -112,6 +122,21 @@ class ClusterServicer:
     def Roll(self, request, context):
         """Start every service again, one at a time, and give it another config, or restore the config before. The call returns
         at once: GetFleet and ListEvents show the progress. If the cluster has a token, the call needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetConfig(self, request, context):
+        """The config of new starts. If the cluster has a token, the call needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeConfig(self, request, context):
+        """Change live options of every service while they serve, or nothing: the answer names every option that is not live.
+        The call returns at once: GetFleet shows the config of each service. If the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +201,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Roll,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.SerializeToString,
+            ),
+            'GetConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetConfig,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigResponse.SerializeToString,
+            ),
+            'ChangeConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeConfig,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
@@ -312,6 +347,60 @@ class Cluster:
             '/tandem.v1.Cluster/Roll',
             tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
             tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetConfig',
+            tandem__client_dot_stubs_dot_cluster__pb2.GetConfigRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ChangeConfig',
+            tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,8 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.claims import Claims
 from fleet.events import (
+    ChangeConfig,
+    ConfigureService,
     Drained,
     DrainService,
     FleetRules,
@@ -26,6 +28,7 @@ from fleet.events import (
     PublishFleet,
     RollFleet,
     ScaleTo,
+    ServiceConfigured,
     ServiceDied,
     ServicePlaced,
     ServiceStarted,
@@ -51,6 +54,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         self.alive: dict[Member, str] = {}  # -> placing | starting | serving | draining
         self.dead: list[Member] = []
         self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
+        self.configuring: list[ConfigureService] = []  # changes on their way to services
         self.ended = False
         self.send(Tick())
 
@@ -61,6 +65,10 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                     assert member.name not in [other.name for other in self.alive]
                     assert not self.ended
                     self.alive[member] = "placing"
+                case ConfigureService(member):
+                    assert self.alive[member] == "serving"
+                    assert not self.fleet.status(self.now).rolling
+                    self.configuring.append(action)
                 case DrainService(member):
                     assert self.alive[member] == "serving"
                     if self.ended and member.role is not ServiceRole.ROUTER:
@@ -102,6 +110,20 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def an_operator_rolls(self, event: str) -> None:
         with contextlib.suppress(InvalidRequest):  # there is a roll already, or none to stop
             self.send(RollFleet(self.fleet_rules) if event == "roll" else StopRoll())
+
+    @rule()
+    def an_operator_changes_live_options(self) -> None:
+        rolling, before = self.fleet.status(self.now).rolling, self.fleet.status(self.now).revision
+        with contextlib.suppress(InvalidRequest):
+            self.send(ChangeConfig(self.fleet_rules, "a change"))
+        assert (self.fleet.status(self.now).revision > before) == (not rolling)
+
+    @precondition(lambda self: self.configuring)
+    @rule(data=st.data())
+    def a_service_takes_a_change(self, data: st.DataObject) -> None:
+        """In any order, and also when the service does not serve any more."""
+        taken = self.configuring.pop(data.draw(st.integers(0, len(self.configuring) - 1)))
+        self.send(ServiceConfigured(taken.member, taken.revision))
 
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
@@ -165,6 +187,9 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def once_everything_succeeds(self) -> None:
         """Every start finds a machine and serves, every drain ends, and time passes, until nothing changes."""
         for _ in range(500):
+            while self.configuring:
+                taken = self.configuring.pop(0)
+                self.send(ServiceConfigured(taken.member, taken.revision))
             for member, state in list(self.alive.items()):
                 if state == "placing":
                     self.alive[member] = "starting"

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig
+from core.config import ClusterConfig, LiveConfig, RouterConfig
 from core.errors import TandemError, WorkerUnavailable
+from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
 from fleet import supervisor
@@ -35,6 +36,7 @@ class FakeHost:
         site.hang_next = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.local_rank: LocalRank | None = None
+        self.live: LiveConfig | None = None
         self.leaving_workers: set[str] = set()  # as a router knows them
         site.hosts.append(self)
 
@@ -54,6 +56,10 @@ class FakeHost:
         self._site.drained.append((self.member.name, timeout_s))
         routers = [host for host in self._site.hosts if host.member.role is ServiceRole.ROUTER]
         self._site.told_before_drain[self.member.name] = self.member.name in routers[-1].leaving_workers
+
+    async def set_config(self, live: LiveConfig) -> None:
+        await self._site.services_answer.wait()
+        self.live = live
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         del routers
@@ -82,6 +88,8 @@ class Site:
         self.told_before_drain: dict[str, bool] = {}  # whether the newest router knew, by worker
         self.routers_answer = asyncio.Event()
         self.routers_answer.set()
+        self.services_answer = asyncio.Event()  # to `set_config`
+        self.services_answer.set()
         self.leaving: Mapping[MachineId, float | None] = {}
         self.supervisor = Supervisor(spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving)
 
@@ -131,8 +139,16 @@ def reread(config: str) -> FleetSpec:
     return replace(SPEC, drain_timeout_s=float(config))
 
 
+def amend(config: str, options: str) -> tuple[FleetSpec, tuple[str, ...]]:
+    del config
+    if not options:
+        return SPEC, ()
+    live = LiveConfig(router=RouterConfig(max_queued=int(options)))
+    return replace(SPEC, live=live, text=options), (f"max_queued {options}",)
+
+
 CLUSTER = ClusterConfig(start_timeout_s=0.05, restart_backoff_s=0.01)
-SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, reread=reread)
+SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, reread=reread, amend=amend)
 
 
 @pytest_asyncio.fixture
@@ -202,6 +218,35 @@ async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_
     assert await site.supervisor.roll("") == 3
     await site.comes_to_serve("router-0", "prefill-0", "decode-0")
     assert site.host("decode-0").spec.drain_timeout_s == 7.5, "without a new config, the present one stays"
+
+
+async def test_a_change_of_live_options_reaches_services_and_later_starts_and_not_their_factories(site: Site) -> None:
+    site.services_answer.clear()
+    change = await site.supervisor.change_config("", "7")
+    assert change == ConfigChange(2, ("max_queued 7",))
+    assert {slot.revision for slot in (await site.supervisor.status()).slots} == {1}, "as long as none has answered"
+    site.services_answer.set()
+    async with asyncio.timeout(5.0):
+        while {slot.revision for slot in (await site.supervisor.status()).slots} != {2}:
+            await asyncio.sleep(0.005)
+    assert {host.live.router.max_queued for host in site.hosts if host.live is not None} == {7}
+    assert await site.supervisor.config() == FleetConfig(2, "7")
+    site.host("decode-0").die("out of memory")
+    await until(lambda: len(site.hosts) == 4, "it starts again", 5.0)
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    assert site.host("decode-0").live == LiveConfig(router=RouterConfig(max_queued=7))
+    assert len(site.hosts) == 4, "no other service has started again"
+
+
+async def test_a_change_that_changes_nothing_makes_no_revision(site: Site) -> None:
+    assert await site.supervisor.change_config("", "") == ConfigChange(1, ())
+
+
+async def test_of_two_changes_at_the_same_time_one_is_refused(site: Site) -> None:
+    """The second one has read the config without the first."""
+    answers = await asyncio.gather(*(site.supervisor.change_config("", "7") for _ in range(2)))
+    assert ConfigChange(2, ("max_queued 7",)) in answers
+    assert Refusal("config", "another config came meanwhile; try again") in answers
 
 
 async def test_a_roll_that_cannot_begin_is_refused_as_a_value(site: Site) -> None:

@@ -1,0 +1,153 @@
+"""`tandem config` on `tandem serve --routers 2`: every process has a change within a second, and no request fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from cli.credentials import client_of, find_credentials
+from cli.health import services_without
+from tandem_client import AsyncClient
+from tandem_client.stubs import worker_pb2
+from tests.support.command import PATIENCE_S, Served, serving, tandem
+from tests.support.faults import prompt_of
+from tests.support.served_answers import Answer, Load
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHANGED_WITHIN_S = 1.0
+NUM_CLIENTS = 6
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    async with serving("--routers", "2", "--slo-ttft-ms", "900", "--kv-memory-mb", "64") as fleet:
+        yield fleet
+        fleet.process.send_signal(signal.SIGINT)
+        assert await fleet.ended() == (0, [])
+
+
+@contextlib.asynccontextmanager
+async def client_at(served: Served) -> AsyncIterator[AsyncClient]:
+    async with client_of(served.address, find_credentials(None, served.address)) as client:
+        yield client
+
+
+async def change(client: AsyncClient, **tables: dict[str, int]) -> int:
+    """Change options, and wait until every service has them. Returns the revision."""
+    async with asyncio.timeout(CHANGED_WITHIN_S):
+        revision = (await client.change_config(options=json.dumps(tables))).config_revision
+        while services_without(revision, await client.fleet()):
+            await asyncio.sleep(0.01)
+    return revision
+
+
+async def changed(served: Served, *arguments: str) -> int:
+    """The same by the command, which tells the time."""
+    code, out, err = await tandem("config", *arguments, "--router", served.address)
+    assert code == 0, err
+    told = out.splitlines()[-1]
+    assert float(told.split(" after ")[1].removesuffix(" s")) < CHANGED_WITHIN_S
+    return int(told.split()[1].removesuffix(":"))
+
+
+async def decode_load(client: AsyncClient) -> worker_pb2.LoadReport:
+    (found,) = [w for w in (await client.fleet()).workers if w.role == worker_pb2.WORKER_ROLE_DECODE]
+    return found.load
+
+
+async def most_running(client: AsyncClient, seconds: float) -> int:
+    """Most sequences that ran at the same time on the decode worker, in the reports of these seconds."""
+    loop, most = asyncio.get_running_loop(), 0
+    end = loop.time() + seconds
+    while loop.time() < end:
+        most = max(most, (await decode_load(client)).num_running)
+        await asyncio.sleep(0.02)
+    return most
+
+
+async def test_limits_of_a_running_fleet_fall_and_rise_within_a_second_and_no_request_fails(served: Served) -> None:
+    load = Load(served.address, NUM_CLIENTS)
+    async with client_at(served) as client:
+        assert await most_running(client, 1.0) > 1, "no load: nothing is tested"
+        assert await change(client, scheduler={"max_running": 1}, router={"max_in_flight_per_worker": 3}) == 2
+        async with asyncio.timeout(PATIENCE_S):
+            while (await decode_load(client)).num_running > 1:  # those that ran go on to their ends
+                await asyncio.sleep(0.02)
+        num_right = load.num_right
+        assert await most_running(client, 1.0) == 1
+        assert load.num_right > num_right, "the fleet serves on"
+        assert await changed(served, "set", "scheduler.max_running=0", "router.max_in_flight_per_worker=0") == 3
+        assert await most_running(client, 1.0) > 1
+    await load.end()  # each answer is right, at its first attempt
+
+
+async def test_a_lowered_queue_bound_refuses_new_requests_and_ends_none_that_waits(served: Served) -> None:
+    async with client_at(served) as client:
+        await change(client, router={"max_in_flight_per_worker": 1})
+        runs = await Answer(client, prompt_of(1)).begun()
+        wait = [Answer(client, prompt_of(seed), num_output=5) for seed in (2, 3)]
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.fleet()).num_queued < len(wait):
+                await asyncio.sleep(0.02)
+        await change(client, router={"max_queued": 1})
+        refused = Answer(client, prompt_of(4), num_output=5)
+        await refused.reading
+        assert not runs.ended, "nothing was tested"
+        assert "2 requests are queued, and max_queued is 1" in str(refused.error)
+        await change(client, router={"max_queued": 1024, "max_in_flight_per_worker": 0})
+        for answer in (runs, *wait):
+            await answer.right()
+
+
+async def test_a_worker_that_starts_again_has_the_newest_config(served: Served) -> None:
+    async with client_at(served) as client:
+        revision = await change(client, scheduler={"max_batched_tokens": 128})
+        async with asyncio.timeout(CHANGED_WITHIN_S):
+            while (await decode_load(client)).max_step_tokens != 128:
+                await asyncio.sleep(0.02)
+        processes = psutil.Process(served.process.pid).children(recursive=True)
+        (victim,) = [process for process in processes if "ray::DecodeWorker" in " ".join(process.cmdline())]
+        victim.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                fleet = await client.fleet()
+                found = [w.load.max_step_tokens for w in fleet.workers if w.role == worker_pb2.WORKER_ROLE_DECODE]
+                if found == [128] and not victim.is_running():
+                    break
+                await asyncio.sleep(0.05)
+        await Answer(client, prompt_of(5), num_output=5).right()
+    code, out, _ = await tandem("status", "--json", "--router", served.address)
+    assert code == 0
+    assert {slot["config"] for slot in json.loads(out)["slots"]} == {revision}
+
+
+async def test_a_file_is_applied_if_only_live_options_differ_and_is_refused_as_a_whole_otherwise(
+    served: Served, tmp_path: Path
+) -> None:
+    code, out, err = await tandem("config", "show", "--router", served.address)
+    assert (code, err) == (0, "")
+    shown = tomllib.loads(out)
+    assert (shown["router"]["slo_ttft_ms"], shown["scheduler"]["max_batched_tokens"]) == (900.0, 128)
+    path = tmp_path / "fleet.toml"
+    path.write_text(out.replace("max_queued = 1024", "max_queued = 77").replace("max_waiting = 256", "max_waiting = 9"))
+    revision = await changed(served, "apply", str(path))
+
+    path.write_text(out.replace("max_queued = 1024", "max_queued = 1").replace('dtype = "auto"', 'dtype = "float32"', 1)
+                    .replace('local_prefill = "auto"', 'local_prefill = "never"'))  # fmt: skip
+    code, _, err = await tandem("config", "apply", str(path), "--router", served.address)
+    assert code == 1
+    assert "[engine] dtype: start `tandem serve` again" in err
+    assert "[router] local_prefill: use `tandem roll --config FILE`" in err
+    code, out, _ = await tandem("config", "show", "--router", served.address)
+    assert out.startswith(f"# Config {revision} of the fleet at {served.address}")
+    assert tomllib.loads(out)["router"]["max_queued"] == 77, "nothing of a refused change is taken"
