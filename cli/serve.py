@@ -122,12 +122,13 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
                     return list(dict.fromkeys(router.address for router in await cluster.routers()))
 
 
-async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:
+async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
     """Drain every service, and give up when the time limits of all drains are over."""
-    limit_s = spec.router_drain_timeout_s + LAST_DRAIN_S + 2 * DRAIN_GRACE_S + STOP_MARGIN_S
+    loop, limit_s = asyncio.get_running_loop(), LAST_DRAIN_S + 2 * DRAIN_GRACE_S + STOP_MARGIN_S
     try:
-        async with asyncio.timeout(limit_s):
-            await cluster.shutdown()
+        async with asyncio.timeout(limit_s) as patience:
+            limit_s += await cluster.shutdown()
+            patience.reschedule(loop.time() + limit_s)
             while True:
                 for update in await cluster.updates():
                     if isinstance(update, FleetMessage):
@@ -172,7 +173,7 @@ async def fleet(
                 await wait_for_workers(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
         yield addresses
     finally:
-        await stop_fleet(cluster, spec, print_line)
+        await stop_fleet(cluster, print_line)
 
 
 @contextlib.asynccontextmanager

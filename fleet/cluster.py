@@ -137,14 +137,15 @@ class Cluster:
         """Call `start` first."""
         return SupervisorControl(self._supervisor)
 
-    async def shutdown(self) -> None:
-        """Begin to drain every service; `FleetStopped` is the last update.
+    async def shutdown(self) -> float:
+        """As `Supervisor.shutdown`.
 
         Raises `WorkerUnavailable` if no fleet has started, or if its supervisor is dead.
         """
         if self._supervisor is None:
             raise WorkerUnavailable("no fleet has started")
-        await self._ask(self._supervisor.shutdown.remote())
+        limit_s: float = await self._ask(self._supervisor.shutdown.remote())
+        return limit_s
 
     async def _ask(self, call: Any) -> Any:
         """Raises `WorkerUnavailable` if the supervisor is dead."""

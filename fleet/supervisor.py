@@ -121,9 +121,10 @@ class Supervisor:
         if self._leaving_machines is not None:
             self._spawn(self._watch_machines(self._leaving_machines))
 
-    async def shutdown(self) -> None:
-        """Drain every service; `FleetStopped` is the last update."""
+    async def shutdown(self) -> float:
+        """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
         self._post(Shutdown())
+        return max(spec.router_drain_timeout_s for spec in self._specs.values())
 
     async def scale(self, sizes: PoolSizes) -> PoolSizes | Refusal:
         """Set the wanted sizes of these roles. Returns every size now wanted.
