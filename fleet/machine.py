@@ -139,9 +139,7 @@ class FleetMachine:
             assert self._ending or len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
         assert self._published == self._slots.publications(), "a router has not been told of a change"
-        serving = [slot for slot in self._slots if slot.state is SlotState.SERVING]
-        has_newest = [self._revision in (slot.revision, slot.configuring) for slot in serving]
-        assert self._ending or self._roll is not None or all(has_newest), "a service has an old config, without a roll"
+        assert self._ending or self._roll or not self._slots.lacking(self._revision), "a service has an old config"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
     @property
@@ -350,9 +348,8 @@ class FleetMachine:
 
     def _configure(self) -> None:
         """Rule 9."""
-        for slot in self._slots:
-            is_old = self._revision not in (slot.revision, slot.configuring)
-            if slot.state is SlotState.SERVING and is_old and self._roll is None and not self._ending:
+        if self._roll is None and not self._ending:
+            for slot in self._slots.lacking(self._revision):
                 slot.configuring = self._revision
                 self._actions.append(ConfigureService(slot.member, self._revision))
 

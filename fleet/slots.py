@@ -84,6 +84,10 @@ class Slots:
         slots = [s for s in self if s.member.role is role and s.state is not SlotState.DRAINING and not s.replaces]
         return sorted(slots, key=lambda s: (KEPT_FIRST.index(s.state), s.leave_at is not None, s.member.start))
 
+    def lacking(self, revision: int) -> list[Slot]:
+        """The serving slots that neither have this revision of the config, nor will have it soon."""
+        return [s for s in self if s.state is SlotState.SERVING and revision not in (s.revision, s.configuring)]
+
     def replaced_by(self, slot: Slot) -> Slot | None:
         """The serving slot that this one replaces."""
         return self._slots[slot.replaces] if slot.replaces is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,14 @@ def test_each_slot_that_does_not_serve_has_a_line_with_its_reason() -> None:
         "decode-1 placing for 12 s: no machine has a free 'decode'",
         "decode-2 starting for 1 s",
     ]
+
+
+def test_a_change_that_a_serving_service_has_not_taken_has_a_line() -> None:
+    found = fleet(
+        slots=(*(replace(slot, revision=2) for slot in SLOTS), replace(SLOTS[0], name="prefill-1", revision=1))
+    )
+    found.config_revision = 2
+    assert slot_lines(found)[-1] == "config 2 is on its way to prefill-1"
 
 
 def test_two_versions_side_by_side_have_a_line_and_one_version_has_none() -> None:

@@ -238,6 +238,22 @@ async def test_a_change_of_live_options_reaches_services_and_later_starts_and_no
     assert len(site.hosts) == 4, "no other service has started again"
 
 
+async def test_a_stopped_roll_restores_a_change_that_no_service_had_taken(site: Site) -> None:
+    site.services_answer.clear()
+    await site.supervisor.change_config("", "7")
+    assert await site.supervisor.roll("7.5") == 3
+    await asyncio.sleep(0)  # the start of prefill-1 has begun
+    await site.supervisor.stop_roll()  # on a slow machine, that start has failed by now and stopped the roll itself
+    site.services_answer.set()
+    async with asyncio.timeout(5.0):
+        while (status := await site.supervisor.status()).rolling or {slot.revision for slot in status.slots} != {2}:
+            await asyncio.sleep(0.005)
+    newest = [site.host(slot.name) for slot in status.slots]
+    assert {(host.live, host.spec.drain_timeout_s) for host in newest} == {
+        (LiveConfig(router=RouterConfig(max_queued=7)), 30.0)
+    }
+
+
 async def test_a_change_that_changes_nothing_makes_no_revision(site: Site) -> None:
     assert await site.supervisor.change_config("", "") == ConfigChange(1, ())
 
