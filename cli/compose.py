@@ -34,7 +34,7 @@ from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.grammar_check import refuse_grammars
-from worker.service import BuildParts, WorkerParts, WorkerService
+from worker.service import BuildParts, Servicer, WorkerParts, WorkerService
 from worker.step_stats import StepStats
 from worker.view import WorkerMachine
 from worker.warm_up import warm_up
@@ -87,24 +87,35 @@ def load_policy(config: RouterConfig) -> Policy:
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
-    from prefill_worker.machine import PrefillMachine
-    from prefill_worker.servicer import PrefillServicer
-
-    credentials = load_credentials(config.security)
-    servicer = PrefillServicer(config.worker.default_timeout_s)
-    build = _worker_parts(ServiceRole.PREFILL, config, placement, PrefillMachine, cache_dir)
-    return WorkerService(ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, credentials)
+    return _build_worker(ServiceRole.PREFILL, config, placement, cache_dir)
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
-    from decode_worker.machine import DecodeMachine
-    from decode_worker.servicer import DecodeServicer
+    return _build_worker(ServiceRole.DECODE, config, placement, cache_dir)
 
-    machine = functools.partial(DecodeMachine, max_pulls_waiting=config.worker.max_pulls_waiting)
-    credentials = load_credentials(config.security)
-    servicer = DecodeServicer(config.worker.default_timeout_s)
-    build = _worker_parts(ServiceRole.DECODE, config, placement, machine, cache_dir)
-    return WorkerService(ServiceRole.DECODE, _worker_config(config, placement), build, servicer, credentials)
+
+def _build_worker(
+    role: ServiceRole, config: TandemConfig, placement: Placement, cache_dir: Path | None
+) -> WorkerService:
+    from decode_worker.servicer import DecodeServicer
+    from prefill_worker.servicer import PrefillServicer
+
+    timeout_s = config.worker.default_timeout_s
+    servicers: dict[ServiceRole, Servicer] = {
+        ServiceRole.PREFILL: PrefillServicer(timeout_s),
+        ServiceRole.DECODE: DecodeServicer(timeout_s),
+    }
+    build = _worker_parts(role, config, placement, cache_dir)
+    return WorkerService(role, _worker_config(config, placement), build, servicers, load_credentials(config.security))
+
+
+def role_option(config: EngineConfig) -> str:
+    """The option that keeps a worker from serving in the other role; empty = it can."""
+    if config.name == "vllm":
+        return "[engine] name = vllm"
+    if config.prefill_block_size not in (0, config.block_size):
+        return f"[engine] prefill_block_size = {config.prefill_block_size} beside block_size = {config.block_size}"
+    return ""
 
 
 def open_transport(config: TransferConfig, name: str, on_device: bool = False) -> Transport:
@@ -147,7 +158,8 @@ def _listen_on(configured: str, default: str, machine: str) -> str:
 
 def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement) -> EngineConfig:
     """The engine's options for a worker of this role at this place."""
-    own_size = config.prefill_block_size if role is ServiceRole.PREFILL else 0
+    is_prefill = role is ServiceRole.PREFILL
+    own_size = config.prefill_block_size if is_prefill else 0
     device = config.device
     if placement.gpus is not None:
         device = "cuda" if placement.gpus else "cpu"  # CUDA shows the worker no GPU but its own
@@ -156,7 +168,8 @@ def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement
         device=device,
         num_threads=config.num_threads or placement.num_threads,
         block_size=own_size or config.block_size,
-        speculation="off" if role is ServiceRole.PREFILL else config.speculation,  # it samples one token of a prompt
+        # A prefill worker proposes nothing before it serves as a decode worker, so its device need not be able to.
+        speculation=config.speculation.replace("lookup", "auto") if is_prefill else config.speculation,
     )
 
 
@@ -164,15 +177,16 @@ def _worker_parts(
     role: ServiceRole,
     config: TandemConfig,
     placement: Placement,
-    make_machine: Callable[[WorkerCore, TransferMachine], WorkerMachine],
     cache_dir: Path | None,
 ) -> BuildParts:
     """Returns the function that builds a worker's parts: runner, pool, transfer agent, machine. Runs in a thread."""
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
+        from decode_worker.machine import DecodeMachine
         from engine.backend import choose_device
         from engine.factory import build_runner
         from engine.runner import StepLimits
+        from prefill_worker.machine import PrefillMachine
         from text.grammars import GrammarReader
         from text.tokenizer import load_tokenizer
 
@@ -190,7 +204,8 @@ def _worker_parts(
             max_tokens = min(step.max_batched_tokens, runner.info.context_length - 1)
             warm_up(executor, costs, runner.layout.block_size, runner.num_blocks, max_tokens)
         # The identity includes an incarnation, so peers treat a restarted worker as a new worker.
-        identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
+        name = placement.slot or f"{role.value}-{placement.ordinal}"
+        identity = AgentIdentity(name, secrets.randbits(63) | 1)
         on_device = runner.pool_device() is not None
         num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout, on_device)
         memory = PoolMemory(
@@ -213,11 +228,18 @@ def _worker_parts(
         runner.start_background_work()
         pool = BlockPool(num_blocks)
         eos = runner.info.eos_token_ids
-        scheduler = Scheduler(step, pool, runner.layout.block_size, eos, speculates=runner.proposes)
+        scheduler = Scheduler(step, pool, runner.layout.block_size, eos)
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
         core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
-        machine = make_machine(core, TransferMachine(transfer, pool, address))
+        transfers = TransferMachine(transfer, pool, address)
+
+        def make_machine(role: ServiceRole) -> WorkerMachine:
+            core.take_role(speculates=runner.proposes and role is ServiceRole.DECODE)
+            if role is ServiceRole.PREFILL:  # it samples one token of each prompt
+                return PrefillMachine(core, transfers)
+            return DecodeMachine(core, transfers, config.worker.max_pulls_waiting)
+
         check_grammar = grammars.compile_aside if runner.takes_grammars else refuse_grammars
-        return WorkerParts(identity.name, machine, executor, agent, check_grammar)
+        return WorkerParts(identity.name, make_machine(role), make_machine, executor, agent, check_grammar)
 
     return build

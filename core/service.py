@@ -23,7 +23,7 @@ def join_address(host: str, port: int | str) -> str:
 class Endpoint:
     """The name and the address of a started service."""
 
-    service_id: str  # unique among all starts: <role>-<n>.<incarnation in hex>
+    service_id: str  # unique among all starts: <slot>.<incarnation in hex>, where a slot is e.g. decode-1
     address: str  # host:port of its gRPC server
     role: ServiceRole
     version: str = ""  # of the software in its process; its host knows it
@@ -69,12 +69,22 @@ class HttpFront(Protocol):
         """Cut off every answer. A second call does nothing."""
 
 
+class WorkerControl(Service, Protocol):
+    """A worker as the supervisor sees it."""
+
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> None:
+        """Drain for at most `timeout_s`, then serve in the other role under the same name, with everything cached.
+
+        Raises `TandemError` if work is left. The worker then refuses calls, and its host ends it.
+        """
+
+
 class RouterControl(Service, Protocol):
     """A router as the supervisor sees it."""
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
-        """`workers` lists every live worker. Connect to new ones; treat missing ones as lost; send no new call to those
-        that drain."""
+        """`workers` lists every live worker. Connect to new ones; treat missing ones as lost, and those with another
+        role than before as lost and new; send no new call to those that drain."""
 
     async def set_routers(self, routers: list[FleetRouter]) -> None:
         """`routers` lists every live router of the fleet, this one too."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 
-from core.errors import InvalidRequest, TandemError, TokenStreamEnded, WorkerUnavailable
+from core.errors import InvalidRequest, TandemError, TokenStreamEnded
 from core.lifecycle import FinishReason, MoveReason, Stage
 from decode_worker.events import (
     AskToMove,
@@ -91,8 +91,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest("stream_id", "must not be 0")
         if wire.stream_id in self._streams:
             raise InvalidRequest("stream_id", f"a stream {wire.stream_id} is open already")
-        if self._driver.stopped:
-            raise WorkerUnavailable("this worker stops, or has failed")
+        self._driver.refuse_if_stopped()
         stream = self._streams[wire.stream_id] = TokenStreamWriter(wire.router_id)
         try:
             await stream.write_all(context.write)

@@ -29,7 +29,7 @@ from core.service import Endpoint, FleetRouter, RouterControl, Service, join_add
 class Placement:
     """The place where a service starts."""
 
-    ordinal: int  # number of the service in its pool
+    ordinal: int  # number of its slot
     host: str  # address of this machine as peers reach it; empty when the whole fleet runs on one machine
     address: str  # of a router: host:port that routers of this machine share; empty = alone on the configured port
     num_threads: int  # compute threads, unless the config gives a number
@@ -38,6 +38,7 @@ class Placement:
     # Share of the only GPU that CUDA shows this process, in [0, 1], or their number; 0 = it shows none. None: placed
     # without Ray, on the device of the config.
     gpus: float | None = None
+    slot: str = ""  # its name, such as decode-1; empty: that of the role and the ordinal
 
 
 # When a step starts, the event loop still encodes the tokens of the previous step. At Python's default of 5 ms the

@@ -147,21 +147,32 @@ class RouterShell:
 
     async def set_workers(self, endpoints: list[Endpoint]) -> None:
         wanted = {endpoint.service_id: endpoint for endpoint in endpoints}
-        for worker_id, endpoint in wanted.items():
-            if worker_id not in self.links:
-                self.links[worker_id] = WorkerLink(
-                    endpoint, self.router_id, self.post, self._is_known, self._credentials
-                )
+        for endpoint in endpoints:
             if endpoint.draining:
-                self.post(events.WorkerLeaves(worker_id))
-        gone = [link for worker_id, link in self.links.items() if worker_id not in wanted]
+                self.post(events.WorkerLeaves(endpoint.service_id))
+        gone = [
+            link
+            for worker_id, link in self.links.items()
+            if worker_id not in wanted or _has_switched(link.endpoint, wanted[worker_id])
+        ]
         for link in gone:
             link.end_watch()  # else a report that has arrived already lets the worker join again
         # Post every loss before any link is removed: until then the machine may dispatch to one of these workers.
         for link in gone:
-            self.post(events.WorkerLost(link.endpoint.service_id, "the supervisor removed the worker"))
+            self.post(
+                events.WorkerLost(
+                    link.endpoint.service_id, "the supervisor removed the worker, or gave it another role"
+                )
+            )
         for link in gone:
             del self.links[link.endpoint.service_id]
+        for worker_id, endpoint in wanted.items():
+            if worker_id in self.links:
+                self.links[worker_id].endpoint = endpoint
+            else:
+                self.links[worker_id] = WorkerLink(
+                    endpoint, self.router_id, self.post, self._is_known, self._credentials
+                )
         await asyncio.gather(*(link.close() for link in gone))
 
     def _is_known(self, worker_id: str) -> bool:
@@ -214,3 +225,8 @@ class RouterShell:
     def _on_fatal(self, error: BaseException) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
+
+
+def _has_switched(before: Endpoint, now: Endpoint) -> bool:
+    """A worker that drained serves again only after a switch. A slow router may miss one of two switches."""
+    return before.role is not now.role or (before.draining and not now.draining)

@@ -20,6 +20,8 @@ from core.machine import Machine, Tick
 E = TypeVar("E")
 A = TypeVar("A")
 
+STOPPED = "this process stops, or has failed"
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class Driver(Generic[E, A]):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None  # when `_timer` fires
+        self._refusal: tuple[type[TandemError], str] = WorkerUnavailable, STOPPED
         self.stopped = False
 
     def now(self) -> float:
@@ -81,12 +84,11 @@ class Driver(Generic[E, A]):
     def ask(self, event: E | Tick) -> None:
         """`post` an event whose sender waits for what follows.
 
-        Raises `WorkerUnavailable` once the driver has stopped: nothing would ever follow. An event that makes the
+        Raises the error of `stop` once the driver has stopped: nothing would ever follow. An event that makes the
         machine or the shell fail raises a plain `TandemError`, which nobody retries: a retry might bring down one
         worker after the other.
         """
-        if self.stopped:
-            raise WorkerUnavailable("this process stops, or has failed")
+        self.refuse_if_stopped()
         try:
             self.post(event)
         except Exception as error:
@@ -99,8 +101,14 @@ class Driver(Generic[E, A]):
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.post, event)
 
-    def stop(self) -> None:
-        self.stopped = True
+    def refuse_if_stopped(self) -> None:
+        if self.stopped:
+            error, reason = self._refusal
+            raise error(reason)
+
+    def stop(self, error: type[TandemError] = WorkerUnavailable, reason: str = STOPPED) -> None:
+        """Handle no further event. `ask` raises this error from now on."""
+        self.stopped, self._refusal = True, (error, reason)
         if self._timer is not None:
             self._timer.cancel()
 

@@ -320,6 +320,13 @@ class WorkerCore:
             takes_moves=takes_moves,
         )
 
+    def take_role(self, *, speculates: bool) -> None:
+        """Serve again after a drain, with the machine of another role. `speculates` as in `Scheduler`."""
+        assert not self.open_calls, "the drain has not ended"
+        assert not self.scheduler.num_steps_in_flight, "a step of the other role is in flight"
+        self.draining = False
+        self.scheduler.speculates = speculates
+
     def claims(self) -> list[Claim]:
         """The claims of the scheduler's sequences that have blocks."""
         states = [(sequence, SequenceState.WAITING) for sequence in self.scheduler.waiting]

@@ -100,11 +100,15 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._subscribers.discard(queue)
         queue.put_nowait(None)
 
+    def end_streams(self) -> None:
+        """The routers subscribe again, and get a snapshot."""
+        for queue in list(self._subscribers):
+            self._cut_off(queue)
+
     def close(self) -> None:
         """End every stream and refuse new ones, so that no router takes a stopping worker for a new one."""
         self._closed = True
-        for queue in list(self._subscribers):
-            self._cut_off(queue)
+        self.end_streams()
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._closed:
@@ -121,7 +125,9 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
                 await context.write(report)
         finally:
             self._subscribers.discard(queue)
-        await abort(context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker is stopping"))
+        await abort(
+            context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops or changes its role")
+        )
 
     async def DescribeLedger(
         self, request: worker_pb2.DescribeLedgerRequest, _: grpc.aio.ServicerContext[Any, Any]

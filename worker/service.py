@@ -4,20 +4,23 @@
                                                   ^                              |
                                                   +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
 
-Each role brings its machine and its servicer. This file has the common part: start, reports, drain, stop.
+Each role brings its machine and its servicer. This file has the common part: start, reports, drain, stop, and the
+switch to the other role: the machine of that role gets the pool, the prefix cache, the runner and the agent of the one
+before. The services of both roles are registered from the start; that of the other role refuses its calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from core.config import LiveConfig, WorkerConfig, with_live
-from core.errors import DeviceLost, TandemError, WorkerUnavailable
+from core.errors import DeviceLost, TandemError, WorkerDrains, WorkerUnavailable
 from core.lifecycle import ServiceRole
+from core.machine import Tick
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
 from core.step import StepOutput
@@ -65,7 +68,8 @@ class WorkerParts:
     """The parts that are slow to build (model, pool). The service builds them in a thread when it starts."""
 
     worker_id: str
-    machine: WorkerMachine
+    machine: WorkerMachine  # of the present role
+    make_machine: Callable[[ServiceRole], WorkerMachine]  # with the same core and transfers; only once those are idle
     executor: StepExecutor
     agent: TransferAgent  # started
     check_grammar: GrammarCheck
@@ -76,20 +80,20 @@ BuildParts = Callable[[Callable[[Any], None], Callable[[BaseException], None]], 
 
 
 class WorkerService:
-    """A `core.service.Service`. `start` calls `build` once, in a thread."""
+    """A `core.service.WorkerControl`. `start` calls `build` once, in a thread."""
 
     def __init__(
         self,
         role: ServiceRole,
         config: WorkerConfig,
         build: BuildParts,
-        servicer: Servicer,
+        servicers: Mapping[ServiceRole, Servicer],
         credentials: Credentials = OPEN,
     ) -> None:
         self._role = role
         self._config = config
         self._build = build
-        self._servicer = servicer
+        self._servicers = servicers
         self._credentials = credentials
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -105,12 +109,11 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
-        self._view = WorkerMachineView(parts.machine)
-        self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
-        self._servicer.attach(self._driver, parts.worker_id, parts.check_grammar)
+        self._attach_machine()
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
-        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
-        self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
+        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._ask)
+        for servicer in self._servicers.values():
+            self._server.add(servicer.register, servicer, servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
         reporting = asyncio.create_task(self._feed.run(), name="reports")
         reporting.add_done_callback(self._on_reports_ended)
@@ -148,6 +151,22 @@ class WorkerService:
         except TimeoutError:
             logger.warning("%s still has work after draining for %g s", self._parts.worker_id, timeout_s)
 
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> None:
+        await self.drain(timeout_s)
+        assert self._driver is not None
+        assert self._parts is not None
+        if self._driver.stopped or not self._view.is_idle:
+            raise WorkerUnavailable(f"still has work after draining for {timeout_s:g} s")
+        self._driver.stop()
+        self._servicers[self._role].fail_all(WorkerDrains("this worker changes its role"))
+        self._feed.end_streams()  # the next snapshots name the new role
+        self._role = role
+        self._parts = replace(self._parts, machine=self._parts.make_machine(role))
+        self._attach_machine()
+        self._driver.post(Tick())
+        await self._server.set_serving(True)
+        logger.info("%s serves as %s worker", self._parts.worker_id, role.value)
+
     async def stop(self) -> None:
         if self._driver is None or self._stopping:
             return
@@ -170,8 +189,23 @@ class WorkerService:
             logger.warning("%s", error)
 
     def _end_calls(self, error: TandemError) -> None:
-        self._servicer.fail_all(error)
+        for servicer in self._servicers.values():
+            servicer.fail_all(error)
         self._feed.close()
+
+    def _attach_machine(self) -> None:
+        """Drive the machine of the present role. The service of the other role gets a driver that refuses its calls."""
+        parts = self._parts
+        assert parts is not None
+        self._view = WorkerMachineView(parts.machine)
+        drivers = [
+            Driver[Any, Any](parts.machine, self._perform, self._on_fatal, self._after_event) for _ in self._servicers
+        ]
+        self._driver, refusing = drivers
+        refusing.stop(WorkerDrains, f"this worker serves as {self._role.value} worker")
+        for role, servicer in self._servicers.items():
+            driver = self._driver if role is self._role else refusing
+            servicer.attach(driver, parts.worker_id, parts.check_grammar)
 
     # ---- actions
 
@@ -181,7 +215,7 @@ class WorkerService:
             self._parts.executor.submit(action.plan, action.planned, self._on_step_done)
             if self._step_watch is None:
                 self._watch_step()
-        elif not self._servicer.perform(action):
+        elif not self._servicers[self._role].perform(action):
             self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
 
     def _after_event(self) -> None:
@@ -223,8 +257,16 @@ class WorkerService:
         self._on_fatal(TandemError(f"a step has run for more than {limit} and is considered to hang"))
 
     def _post_threadsafe(self, event: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._post, event)
+
+    def _post(self, event: Any) -> None:
         if self._driver is not None:  # before `start` has created the driver, no peer has our address
-            self._driver.post_threadsafe(event)
+            self._driver.post(event)
+
+    def _ask(self, event: Any) -> None:
+        assert self._driver is not None
+        self._driver.ask(event)
 
     def _fail_threadsafe(self, error: BaseException) -> None:
         if not self._loop.is_closed():

@@ -75,8 +75,8 @@ class WorkerMachineView:
 
     @property
     def is_idle(self) -> bool:
-        """No request and no transfer is open."""
-        return self._machine.idle
+        """No request, no transfer and no step is open."""
+        return self._machine.idle and self.step_started_at is None
 
     @property
     def transfers_alive(self) -> bool:

@@ -81,9 +81,7 @@ class Scheduler:
         pool: BlockPool,
         block_size: int,
         eos_token_ids: frozenset[int],
-        speculates: bool = True,
     ) -> None:
-        """`speculates`: false if the runner proposes nothing."""
         self.pool = pool
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
@@ -96,7 +94,7 @@ class Scheduler:
         self._admitted: list[Sequence] = []  # by the newest step
         self._in_flight: list[_StepInFlight] = []  # oldest first
         self._next_step_id = 0
-        self._speculates = speculates
+        self.speculates = True  # whether the runner may propose tokens
         self._has_proposals = False  # the newest output had some
         self.num_drafts = 0  # guessed tokens that steps have computed
         self.num_right_drafts = 0  # ... and that were right
@@ -222,7 +220,7 @@ class Scheduler:
         if self._has_proposals and not self._in_flight:
             planner.add_drafts(step)
         self._admitted = step.admitted
-        plan = StepPlan(self._next_step_id, tuple(step.chunks), self._speculates and planner.can_gain_by_drafts(step))
+        plan = StepPlan(self._next_step_id, tuple(step.chunks), self.speculates and planner.can_gain_by_drafts(step))
         self._in_flight.append(_StepInFlight(plan, step.sequences, self._has_proposals and plan.num_drafts > 0))
         self._next_step_id += 1
         return plan

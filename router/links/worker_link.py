@@ -102,9 +102,13 @@ class WorkerLink:
                         await self._tokens.open(self._decode, self._credentials.metadata)
                     await self._follow_reports(self._time_limit)
                 self._failures = 0  # a report is missing, or the machine lost the worker: get a fresh snapshot
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, TimeoutError, WorkerUnavailable) as error:
                 self._failures += 1
-                cause = error_from(error) if isinstance(error, grpc.RpcError) else "the worker does not answer"
+                cause = (
+                    error_from(error)
+                    if isinstance(error, grpc.RpcError)
+                    else str(error) or "the worker does not answer"
+                )
                 if isinstance(cause, Unauthenticated) and self._failures == 1:
                     logger.error("worker %s and this router have different cluster tokens", self.endpoint.service_id)
                 if self._failures >= 2:
@@ -122,7 +126,8 @@ class WorkerLink:
     async def _follow_reports(self, time_limit: asyncio.Timeout) -> None:
         """Post reports in order. Returns when the link has to subscribe again.
 
-        Raises `InvalidRequest` or `LayoutMismatch` if the worker cannot join.
+        Raises `InvalidRequest` or `LayoutMismatch` if the worker cannot join, and `WorkerUnavailable` if it serves in
+        another role.
         """
         loop = asyncio.get_running_loop()
         request = worker_pb2.WatchRequest(router_id=self._router_id)
@@ -167,9 +172,11 @@ class WorkerLink:
             raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
         if changes.load is None:
             raise InvalidRequest("load", "must be set beside a snapshot")
+        if codec.decode_role(snapshot.role) is not self.endpoint.role:  # the supervisor will say so
+            raise WorkerUnavailable(f"the worker serves as {codec.decode_role(snapshot.role).value} worker now")
         return events.WorkerJoined(
             worker_id=self.endpoint.service_id,
-            role=codec.decode_role(snapshot.role),
+            role=self.endpoint.role,
             agent=codec.decode_agent(snapshot.agent),
             cached_blocks=tuple(snapshot.cached_blocks),
             load=changes.load,

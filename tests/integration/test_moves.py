@@ -14,9 +14,10 @@ from core.lifecycle import WorkerState
 from core.request import Request, SamplingParams
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import OutputFormat
-from tests.support.deployment import Answer, Deployment, deploy, machine_of, make_request, tiny_config
+from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.reference import CoLocatedEngine
 from tests.support.steps import slow_down
+from tests.support.streams import Streams
 from tests.support.waiting import until
 from worker.service import WorkerService
 
@@ -44,33 +45,6 @@ def expected(deployment: Deployment, prompt: tuple[int, ...], **sampling: Any) -
     params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True, **sampling)
     engine = CoLocatedEngine(deployment.config.engine)
     return engine.generate(Request("reference", prompt, len(prompt), params))
-
-
-class Streams:
-    """Requests that are answered in the background."""
-
-    def __init__(self, deployment: Deployment, requests: list[inference_pb2.GenerateRequest]) -> None:
-        self._deployment = deployment
-        self.answers = [Answer() for _ in requests]
-        self._tasks = [asyncio.create_task(self._read(*pair)) for pair in zip(requests, self.answers, strict=True)]
-
-    async def _read(self, request: inference_pb2.GenerateRequest, answer: Answer) -> None:
-        async for response in self._deployment.inference.Generate(request, timeout=60.0):
-            if response.HasField("finished"):
-                answer.finished = response.finished
-            else:
-                answer.token_ids += response.tokens.token_ids
-
-    async def reach(self, num_tokens: int) -> None:
-        def enough() -> bool:
-            return all(len(answer.token_ids) >= num_tokens for answer in self.answers)
-
-        await until(enough, f"every stream has {num_tokens} tokens")
-
-    async def finished(self) -> list[inference_pb2.Finished]:
-        await asyncio.gather(*self._tasks)
-        ends = [answer.finished for answer in self.answers]
-        return [end for end in ends if end is not None]
 
 
 def id_of(deployment: Deployment, worker: WorkerService) -> str:

@@ -18,6 +18,7 @@ import grpc.aio
 
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.lifecycle import ServiceRole
 from core.paths import PathState
 from core.scheduling.block_pool import Column
 from core.service import Endpoint
@@ -121,6 +122,18 @@ class Deployment:
             blocks = pool.allocate(pool.num_blocks)
             assert blocks is not None, "the worker is not idle"
             pool.release(blocks)
+
+    async def switch_role(self, worker: WorkerService, role: ServiceRole, timeout_s: float = 20.0) -> None:
+        """As the supervisor does it: the routers learn of the drain before, and of the role afterwards."""
+        endpoint = self.endpoints[id(worker)]
+        self.endpoints[id(worker)] = replace(endpoint, draining=True)
+        await self.router.set_workers(list(self.endpoints.values()))
+        await worker.switch_role(role, timeout_s)
+        self.endpoints[id(worker)] = replace(endpoint, role=role)
+        await self.router.set_workers(list(self.endpoints.values()))
+        pools = {ServiceRole.PREFILL: self.prefill, ServiceRole.DECODE: self.decode}
+        pools[endpoint.role].remove(worker)
+        pools[role].append(worker)
 
     async def settle(self) -> None:
         """Wait at most a lease until no block is in use, until no request is open, and until the workers have reported

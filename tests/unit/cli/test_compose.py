@@ -98,7 +98,7 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
     monkeypatch.setattr("engine.factory.build_runner", build_runner)
     monkeypatch.setattr("engine.backend.choose_device", lambda wanted: torch.device(wanted.replace("auto", "cpu")))
     config = replace(tiny_config(), scheduler=scheduler)
-    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
+    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), None)
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
     assert given == [(on_gpu if gpus else on_cpu, share)]
@@ -120,6 +120,6 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
     with pytest.raises(ConfigError, match="expandable_segments"):
         open_transport(TransferConfig(transport="memory"), "a", on_device=True)
     config = replace(tiny_config(), engine=EngineConfig(model="no such model", device="cuda"))
-    parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
+    parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None)
     with pytest.raises(ConfigError, match="expandable_segments"):
         parts(lambda _: None, lambda _: None)

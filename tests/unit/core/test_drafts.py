@@ -209,7 +209,7 @@ def test_where_a_row_costs_as_much_as_a_step_the_runner_need_not_propose(monkeyp
 def test_a_sequence_that_refuses_guesses_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner proposes none; the scheduler computes none where it is told that nobody proposes."""
     driven = Guessing(monkeypatch)
-    driven.scheduler._speculates = False
+    driven.scheduler.speculates = False
     driven.add("a", PROMPT, max_tokens=20)
     assert not driven.begin().wants_proposals
 

@@ -22,13 +22,14 @@ from worker.grammar_check import refuse_grammars
 class FakeDriver:
     """Keeps every event."""
 
-    stopped = False
-
     def __init__(self) -> None:
         self.events: list[object] = []
 
     def now(self) -> float:
         return 0.0
+
+    def refuse_if_stopped(self) -> None:
+        pass
 
     def ask(self, event: object) -> None:
         self.events.append(event)

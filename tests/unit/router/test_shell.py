@@ -76,6 +76,33 @@ async def test_a_worker_that_will_drain_gets_no_new_call(shell: RouterShell) -> 
     assert {record.worker_id: record.has_room for record in shell.view.workers()} == {"p": True, "d": False}
 
 
+async def test_a_worker_with_another_role_is_lost_and_joins_again_by_its_next_snapshot(shell: RouterShell) -> None:
+    (decode,) = await watch(shell, "d")
+    decode.reports.put(snapshot("d"))
+    await turn_the_loop()
+    await shell.set_workers([replace(endpoint("d"), draining=True)])
+    link = shell.links["d"]
+    switched = replace(endpoint("d"), role=ServiceRole.PREFILL)
+    await shell.set_workers([switched])
+    assert shell.links["d"] is not link
+    assert not list(shell.view.workers())
+    worker = shell.links["d"]._worker = FakeWorker()  # type: ignore[assignment]
+    async with asyncio.timeout(5):
+        while not worker.num_watches:
+            await asyncio.sleep(0)
+    worker.reports.put(snapshot("d", ServiceRole.PREFILL))
+    await turn_the_loop()
+    assert [(record.role, record.has_room) for record in shell.view.workers()] == [(ServiceRole.PREFILL, True)]
+
+
+async def test_a_worker_that_switched_twice_while_the_router_was_slow_gets_calls_again(shell: RouterShell) -> None:
+    await watch(shell, "p", "d")
+    await shell.set_workers([endpoint("p"), replace(endpoint("d"), draining=True)])
+    links = dict(shell.links)
+    await shell.set_workers([endpoint("p"), endpoint("d")])
+    assert {name: shell.links[name] is link for name, link in links.items()} == {"p": True, "d": False}
+
+
 async def test_a_fault_in_performing_an_action_ends_the_router(shell: RouterShell) -> None:
     prefill, decode = await watch(shell, "p", "d")
     prefill.reports.put(snapshot("p", ServiceRole.PREFILL))

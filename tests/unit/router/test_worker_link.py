@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import TransferFailed, WorkerUnavailable
 from core.handoff import LIVE_STATES
-from core.lifecycle import WorkerState
+from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
@@ -114,6 +114,18 @@ async def test_the_link_logs_a_refused_snapshot_and_subscribes_again(
         assert isinstance(await worker.event(), WorkerLost)
     assert [record.getMessage() for record in caplog.records] == [f"worker w cannot join: {why}"]
     assert not worker.link._watching.done()
+
+
+async def test_a_worker_in_another_role_is_lost_without_an_error(
+    worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the supervisor tells the router of the role."""
+    await worker.joins()
+    for _ in range(3):
+        worker.reports.put(snapshot("w", ServiceRole.PREFILL))
+    lost = await worker.event()
+    assert lost == WorkerLost("w", "the worker serves as prefill worker now")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its_next_snapshot(

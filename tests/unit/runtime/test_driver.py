@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from core.errors import QueueFull, TandemError, WorkerUnavailable
+from core.errors import QueueFull, TandemError, WorkerDrains, WorkerUnavailable
 from core.machine import Tick
 from runtime.driver import Driver
 
@@ -88,10 +88,11 @@ async def test_an_exception_after_the_last_action_is_fatal_too() -> None:
     assert [str(failure) for failure in failures] == ["no such agent"]
 
 
-async def test_a_stopped_driver_refuses_too() -> None:
+@pytest.mark.parametrize("error", [WorkerUnavailable, WorkerDrains])
+async def test_a_stopped_driver_refuses_with_the_error_of_its_stop(error: type[TandemError]) -> None:
     driver: Driver[str, str] = Driver(Echo(), lambda _: None, lambda _: None)
-    driver.stop()
-    with pytest.raises(WorkerUnavailable, match="stops"):
+    driver.stop(error, "stops")
+    with pytest.raises(error, match="stops"):
         driver.ask("a")
 
 
