@@ -73,6 +73,7 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemCo
         amend=functools.partial(_amended, config, built, flags or {}),
         live=LiveConfig.of(config),
         text=as_json(config),
+        role_option=compose.role_option(config.engine),
     )
 
 

@@ -15,13 +15,14 @@ class SlotState(Enum):
     PLACING = "placing"  # waits for a machine with room
     STARTING = "starting"  # has a machine
     SERVING = "serving"
+    SWITCHING = "switching"  # finishes its requests, then serves in the other role
     DRAINING = "draining"  # finishes its requests
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
     name: str  # such as decode-1
-    role: ServiceRole  # of the service that runs, or starts next
+    role: ServiceRole  # of the service that runs, or starts next, or after the switch
     state: SlotState
     in_state_s: float
     reason: str = ""  # of the state, or of leaving it; empty if the service serves and stays
@@ -67,6 +68,9 @@ class FleetControl(Protocol):
 
     async def scale(self, sizes: PoolSizes) -> PoolSizes:
         """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`."""
+
+    async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
+        """Begin to give a worker the other role. Returns all sizes now wanted. Raises `InvalidRequest`."""
 
     async def status(self) -> FleetStatus: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
@@ -35,10 +35,11 @@ class SlotId:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of one slot, with the role of this start. `start` numbers all starts of the fleet; 0 = none yet."""
+    """One start of one slot. `start` numbers all starts of the fleet; 0 = none yet. It stays the same member when its
+    role changes."""
 
     slot: SlotId
-    role: ServiceRole
+    role: ServiceRole = field(compare=False)
     start: int
 
     @property
@@ -55,6 +56,7 @@ class Serving:
     """A started member, as the routers learn of it."""
 
     member: Member
+    role: ServiceRole  # until a switch of the role has ended, the one before
     service_id: str
     address: str  # host:port
     draining: bool = False
@@ -65,6 +67,14 @@ class ScaleTo:
     """The pool sizes to change. A role without an entry keeps its size."""
 
     sizes: PoolSizes
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRole:
+    """Give the worker of a slot the other role."""
+
+    slot: str
+    role: ServiceRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,19 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleSwitched:
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchFailed:
+    """The worker has work left. Its process is killed."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MachineLeaving:
     """The machine takes no new service and ends in `in_s` seconds; None = when its services have left."""
 
@@ -124,6 +147,7 @@ class FleetRules:
     claims: Claims
     drain_timeout_s: float  # of a worker
     router_drain_timeout_s: float
+    role_option: str = ""  # the option that keeps workers from changing their roles
 
     @property
     def config(self) -> ClusterConfig:
@@ -158,8 +182,19 @@ class Shutdown:
     """Drain every service; `FleetStopped` follows."""
 
 
-MemberEvent = ServicePlaced | ServiceStarted | StartFailed | ServiceConfigured | ServiceDied | Drained
-FleetEvent = MemberEvent | ScaleTo | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
+MemberEvent = (
+    ServicePlaced
+    | ServiceStarted
+    | StartFailed
+    | ServiceConfigured
+    | ServiceDied
+    | Drained
+    | RoleSwitched
+    | SwitchFailed
+)
+FleetEvent = (
+    MemberEvent | ScaleTo | SwitchRole | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +220,15 @@ class DrainService:
 
     A worker drains when every router knows: else a router may send it a call after the end of its process.
     """
+
+    member: Member
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchService:
+    """Drain the worker, then let it serve in the role of `member`. `RoleSwitched`, `SwitchFailed` or `ServiceDied`
+    follows, else `KillService`. It drains when every router knows, as with `DrainService`."""
 
     member: Member
     timeout_s: float
@@ -239,6 +283,7 @@ FleetAction = (
     StartService
     | ConfigureService
     | DrainService
+    | SwitchService
     | KillService
     | PublishFleet
     | FleetMessage

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.config import LiveConfig
+from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from fleet.events import MachineId
 from fleet.service_host import StartFault
@@ -39,6 +40,9 @@ class Host(Protocol):
 
     async def set_config(self, live: LiveConfig) -> None:
         """Of a started service."""
+
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
+        """Drain the worker, and let it serve in this role. Returns the reason if it cannot, else an empty text."""
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
 

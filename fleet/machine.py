@@ -18,6 +18,7 @@ Rule 7: a service on a machine that leaves drains when its replacement serves on
 before the end of the machine as a drain may take.
 Rule 8: a roll replaces one service at a time (fleet/roll.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
+Rule 10: a worker may switch its role (fleet/role_switch.py). A roll waits for the end of a switch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
+from fleet import role_switch
 from fleet.events import (
     ChangeConfig,
     ConfigureService,
@@ -46,6 +48,7 @@ from fleet.events import (
     Member,
     MemberEvent,
     PublishFleet,
+    RoleSwitched,
     RollFleet,
     ScaleTo,
     ServiceConfigured,
@@ -56,6 +59,9 @@ from fleet.events import (
     StartFailed,
     StartService,
     StopRoll,
+    SwitchFailed,
+    SwitchRole,
+    SwitchService,
 )
 from fleet.roll import Roll
 from fleet.slots import Slot, Slots
@@ -99,10 +105,13 @@ class FleetMachine:
         return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a size out of range, and for a roll or change out of place: nothing changes."""
+        """Raises `InvalidRequest` for a size out of range, and for a roll, a change or a switch out of place: then nothing
+        changes."""
         match event:
             case ScaleTo():
                 self._scale(event)
+            case SwitchRole():
+                self._switch_role(event, now)
             case RollFleet():
                 self._begin_roll(event)
             case StopRoll():
@@ -162,6 +171,17 @@ class FleetMachine:
             self._say("fleet", "is scaled", sizes, printed=False)
         self._wanted |= changed
 
+    def _switch_role(self, event: SwitchRole, now: float) -> None:
+        """Rule 9."""
+        if self._ending or self._roll is not None:
+            raise InvalidRequest("role", "the fleet stops" if self._ending else "the fleet rolls; switch afterwards")
+        slot = role_switch.find_slot(event, self._slots, self._newest_rules)
+        before, timeout_s = slot.member.role, self._rules[slot.revision].drain_limit_s(event.role)
+        self._scale(ScaleTo({before: self._wanted[before] - 1, event.role: self._wanted[event.role] + 1}))
+        role_switch.begin(slot, event.role, now, now + timeout_s + DRAIN_GRACE_S)
+        self._actions.append(SwitchService(slot.member, timeout_s))
+        self._say(slot.member.name, slot.reason, printed=False)
+
     def _leave_machine(self, event: MachineLeaving, now: float) -> None:
         """Rule 7. A service that starts there starts again elsewhere."""
         for slot in self._slots:
@@ -176,6 +196,9 @@ class FleetMachine:
                 in_s = self._newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
                 slot.machine_ends_at = now + in_s
                 self._replace(slot, now + max(0.0, in_s - last_s), f"{event.machine} leaves", now)
+            elif slot.state is SlotState.SWITCHING:
+                limit_s = math.inf if event.in_s is None else max(0.0, event.in_s - DRAIN_GRACE_S)
+                self._leave(slot, f"{event.machine} leaves", now, limit_s)
 
     def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> Slot:
         """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
@@ -209,9 +232,16 @@ class FleetMachine:
                 slot.revision = event.revision
             case StartFailed() if slot.state is SlotState.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
-            case ServiceDied() if slot.state in (SlotState.PLACING, SlotState.STARTING, SlotState.SERVING):
+            case ServiceDied() if slot.state not in (SlotState.WAITING, SlotState.DRAINING):
                 self._fail(slot, "died", event.reason, now)
-            case Drained() | ServiceDied() if slot.state is SlotState.DRAINING:
+            case RoleSwitched() if slot.state is SlotState.SWITCHING:
+                slot.enter(SlotState.SERVING, now, None)
+                self._say(name, f"serves as {slot.member.role.value} worker")
+            case SwitchFailed() if slot.state is SlotState.SWITCHING:
+                self._fail(slot, "did not switch", event.reason, now)
+            case Drained() | ServiceDied() | RoleSwitched() | SwitchFailed() if slot.state is SlotState.DRAINING:
+                if isinstance(event, RoleSwitched):  # it has drained for its switch, and leaves instead
+                    self._actions.append(KillService(slot.member))
                 self._say(name, "has drained", printed=not self._ending)
                 self._slots.remove(slot)
 
@@ -238,6 +268,9 @@ class FleetMachine:
                 limit_s = self._rules[slot.revision].config.start_timeout_s
                 reason = f"no answer within {limit_s:g} s (cluster.start_timeout_s)"
                 self._fail(slot, "did not start", reason, now, permanent=True)
+            elif slot.state is SlotState.SWITCHING:
+                self._actions.append(KillService(slot.member))
+                self._fail(slot, "did not switch", "its drain took too long", now)
             elif slot.state is SlotState.DRAINING:
                 self._actions.append(KillService(slot.member))
                 self._say(slot.member.name, "did not drain in time and was killed")
@@ -325,6 +358,10 @@ class FleetMachine:
             self._actions.append(DrainService(slot.member, timeout_s))
             self._say(slot.member.name, "drains", reason, printed=False)
             return
+        if slot.state is SlotState.SWITCHING:
+            role_switch.abandon(slot, now, now + limit_s + DRAIN_GRACE_S, reason)
+            self._say(slot.member.name, "drains and does not switch", reason, printed=False)
+            return
         if slot.state in (SlotState.PLACING, SlotState.STARTING):
             self._actions.append(KillService(slot.member))
         self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
@@ -378,7 +415,8 @@ class FleetMachine:
 
     def _advance_roll(self, now: float) -> None:
         roll = self._roll
-        if roll is None or self._ending or not roll.step_ended(self._slots):
+        is_switching = any(slot.state is SlotState.SWITCHING for slot in self._slots)
+        if roll is None or self._ending or is_switching or not roll.step_ended(self._slots):
             return
         slot = roll.next_slot(self._slots)
         if slot is None:

@@ -60,12 +60,13 @@ class HostActor(ServiceHost):
             control=SupervisorControl(supervisor) if is_router else None,
             cores=cores,
             gpus=self._claim.gpus,
+            slot=member.name,
         )
         return await self.start(factory, placement)
 
 
 class Router(HostActor):
-    """`ps` shows the name of an actor's class: ray::Router."""
+    """`ps` shows the name of an actor's class: ray::Router. A process keeps its name when its role changes."""
 
 
 class PrefillWorker(HostActor):
@@ -125,6 +126,10 @@ class RayHost:
 
     async def set_config(self, live: LiveConfig) -> None:
         await self._finish(self._actor.set_config.remote(live))
+
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
+        reason: str = await self._finish(self._actor.switch_role.remote(role, timeout_s))
+        return reason
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         await self._finish(self._actor.set_fleet.remote(workers, routers))

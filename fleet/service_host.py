@@ -22,7 +22,7 @@ from core.config import LiveConfig
 from core.errors import TandemError
 from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, RouterControl, Service, join_address
+from core.service import Endpoint, FleetRouter, RouterControl, Service, WorkerControl, join_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,15 @@ class ServiceHost:
                 await self._service.drain(timeout_s)
         finally:
             await self.stop()
+
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
+        """As `Host.switch_role`."""
+        worker: WorkerControl = self._service  # type: ignore[assignment]  # the supervisor calls this on workers only
+        try:
+            await worker.switch_role(role, timeout_s)
+        except TandemError as error:
+            return str(error)
+        return ""
 
     async def stop(self) -> None:
         if self._service is not None:

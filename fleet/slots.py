@@ -10,9 +10,10 @@ from core.lifecycle import ServiceRole
 from fleet.events import MachineId, Member, PublishFleet, Serving, SlotId
 
 ROLES = tuple(ServiceRole)
+OTHER_ROLE = {ServiceRole.PREFILL: ServiceRole.DECODE, ServiceRole.DECODE: ServiceRole.PREFILL}
 # The slots that a shrinking pool keeps, first to last.
-KEPT_FIRST = (SlotState.SERVING, SlotState.STARTING, SlotState.PLACING, SlotState.WAITING)
-LIVE = (SlotState.SERVING, SlotState.DRAINING)
+KEPT_FIRST = (SlotState.SERVING, SlotState.SWITCHING, SlotState.STARTING, SlotState.PLACING, SlotState.WAITING)
+LIVE = (SlotState.SERVING, SlotState.SWITCHING, SlotState.DRAINING)
 PLACED = (SlotState.STARTING, *LIVE)
 
 
@@ -21,7 +22,9 @@ class Slot:
     member: Member  # the newest start
     state: SlotState
     since: float
-    deadline: float | None  # WAITING: starts then; PLACING: says so then; STARTING: fails then; DRAINING: killed then
+    deadline: (
+        float | None
+    )  # WAITING: starts then; PLACING: says so then; STARTING: fails then; SWITCHING, DRAINING: killed then
     reason: str = ""  # of the state, or of leaving it
     failures: int = 0  # since the slot was last stable
     service_id: str = ""
@@ -37,6 +40,11 @@ class Slot:
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
         self.leave_at = None
+
+    @property
+    def served_role(self) -> ServiceRole:
+        """Of the live service. `member` already has the role after a switch."""
+        return OTHER_ROLE[self.member.role] if self.state is SlotState.SWITCHING else self.member.role
 
     def check(self) -> None:
         name, state = self.member.name, self.state
@@ -98,7 +106,7 @@ class Slots:
     def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
         """The serving and the draining members of these roles, by their start."""
         live = [
-            Serving(slot.member, slot.service_id, slot.address, slot.state is SlotState.DRAINING)
+            Serving(slot.member, slot.served_role, slot.service_id, slot.address, slot.state is not SlotState.SERVING)
             for slot in self
             if slot.member.role in roles and slot.state in LIVE
         ]

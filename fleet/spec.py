@@ -51,6 +51,7 @@ class FleetSpec:
     amend: Amend | None = None
     live: LiveConfig = field(default_factory=LiveConfig)  # for services, as soon as their factory has built them
     text: str = "{}"  # the config as JSON, as in `FleetConfig`
+    role_option: str = ""  # the option that keeps workers from changing their roles
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {
@@ -76,4 +77,4 @@ class FleetSpec:
 
     @property
     def rules(self) -> FleetRules:
-        return FleetRules(self.claims, self.drain_timeout_s, self.router_drain_timeout_s)
+        return FleetRules(self.claims, self.drain_timeout_s, self.router_drain_timeout_s, self.role_option)

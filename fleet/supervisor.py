@@ -40,6 +40,7 @@ from fleet.events import (
     MachineLeaving,
     Member,
     PublishFleet,
+    RoleSwitched,
     RollFleet,
     ScaleTo,
     ServiceConfigured,
@@ -50,6 +51,9 @@ from fleet.events import (
     StartFailed,
     StartService,
     StopRoll,
+    SwitchFailed,
+    SwitchRole,
+    SwitchService,
 )
 from fleet.host import Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
@@ -131,9 +135,16 @@ class Supervisor:
 
         Raises `WorkerUnavailable` if the fleet has failed.
         """
+        return self._resize(ScaleTo(sizes))
+
+    async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes | Refusal:
+        """As `FleetControl.switch_role`."""
+        return self._resize(SwitchRole(slot, role))
+
+    def _resize(self, event: ScaleTo | SwitchRole) -> PoolSizes | Refusal:
         assert self._driver is not None, "start it first"
         try:
-            self._driver.ask(ScaleTo(sizes))
+            self._driver.ask(event)
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
@@ -238,6 +249,8 @@ class Supervisor:
                 self._spawn(self._configure(action))
             case DrainService():
                 self._spawn(self._drain(action.member, action.timeout_s))
+            case SwitchService():
+                self._spawn(self._switch_role(action.member, action.timeout_s))
             case KillService():
                 self._kill(action.member)
             case PublishFleet():
@@ -321,9 +334,8 @@ class Supervisor:
             self._post(ServiceConfigured(action.member, action.revision))
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
-        if self._unpublished and member.role is not ServiceRole.ROUTER:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_published.wait(), PUBLISH_TIMEOUT_S)
+        if member.role is not ServiceRole.ROUTER:
+            await self._until_published()
         host = self._hosts.get(member)
         if host is None:
             return  # died just now
@@ -331,6 +343,25 @@ class Supervisor:
             await host.drain(timeout_s)
             self._kill(member)
             self._post(Drained(member))
+
+    async def _switch_role(self, member: Member, timeout_s: float) -> None:
+        await self._until_published()
+        host = self._hosts.get(member)
+        if host is None:
+            return  # died just now
+        with contextlib.suppress(HostDied):  # `_live` reports the death
+            reason = await host.switch_role(member.role, timeout_s)
+            if not reason:
+                self._post(RoleSwitched(member))
+                return
+            self._kill(member)
+            self._post(SwitchFailed(member, reason))
+
+    async def _until_published(self) -> None:
+        """Wait until every router has the newest lists, or does not answer."""
+        if self._unpublished:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_published.wait(), PUBLISH_TIMEOUT_S)
 
     def _kill(self, member: Member) -> None:
         host = self._hosts.pop(member, None)
@@ -346,9 +377,7 @@ class Supervisor:
         try:
             while True:
                 publication = self._unpublished[router]
-                workers = [
-                    Endpoint(s.service_id, s.address, s.member.role, draining=s.draining) for s in publication.workers
-                ]
+                workers = [Endpoint(s.service_id, s.address, s.role, draining=s.draining) for s in publication.workers]
                 routers = [FleetRouter(s.service_id, s.address, s.draining) for s in publication.routers]
                 await self._hosts[router].set_fleet(workers, routers)
                 if self._unpublished[router] is publication:

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
+from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.host import HostDied
 from fleet.ray_calls import await_actor
@@ -28,6 +29,10 @@ class SupervisorControl:
 
     async def scale(self, sizes: PoolSizes) -> PoolSizes:
         wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes))
+        return wanted
+
+    async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
+        wanted: PoolSizes = await _answer(self.supervisor.switch_role.remote(slot, role))
         return wanted
 
     async def status(self) -> FleetStatus:

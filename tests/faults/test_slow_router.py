@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from decode_worker import token_stream
@@ -43,7 +44,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 def servicer_of(deployment: Deployment) -> DecodeServicer:
-    servicer = deployment.decode[0]._servicer
+    servicer = deployment.decode[0]._servicers[ServiceRole.DECODE]
     assert isinstance(servicer, DecodeServicer)
     return servicer
 

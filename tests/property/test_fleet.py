@@ -6,7 +6,7 @@ import contextlib
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
@@ -26,6 +26,7 @@ from fleet.events import (
     MachineLeaving,
     Member,
     PublishFleet,
+    RoleSwitched,
     RollFleet,
     ScaleTo,
     ServiceConfigured,
@@ -36,10 +37,14 @@ from fleet.events import (
     StartFailed,
     StartService,
     StopRoll,
+    SwitchFailed,
+    SwitchRole,
+    SwitchService,
 )
 from fleet.machine import FleetMachine
+from fleet.slots import OTHER_ROLE
 
-LIVE = ("serving", "draining")
+LIVE = ("serving", "switching", "draining")
 
 
 class FleetUnderRandomEvents(RuleBasedStateMachine):
@@ -51,12 +56,18 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         self.fleet_rules = FleetRules(Claims(config), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
         self.fleet = FleetMachine(self.fleet_rules)
         self.now = 0.0
-        self.alive: dict[Member, str] = {}  # -> placing | starting | serving | draining
+        self.alive: dict[Member, str] = {}  # -> placing | starting | serving | switching | draining
+        self.roles: dict[Member, ServiceRole] = {}  # of the services that have started
         self.dead: list[Member] = []
         self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
         self.configuring: list[ConfigureService] = []  # changes on their way to services
         self.ended = False
         self.send(Tick())
+
+    @initialize(serves=st.booleans())
+    def the_fleet_may_have_started(self, serves: bool) -> None:
+        if serves:
+            self.once_everything_succeeds()
 
     def send(self, event: object) -> None:
         for action in self.fleet.handle(event, self.now):  # type: ignore[arg-type]
@@ -74,6 +85,10 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                     if self.ended and member.role is not ServiceRole.ROUTER:
                         assert not [other for other in self.alive if other.role is ServiceRole.ROUTER]
                     self.alive[member] = "draining"
+                case SwitchService(member):
+                    assert self.alive[member] == "serving"
+                    assert not self.ended
+                    self.alive[member] = "switching"
                 case KillService(member):
                     self.mark_dead(member)
                 case PublishFleet(router, workers, routers):
@@ -126,10 +141,38 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         self.send(ServiceConfigured(taken.member, taken.revision))
 
     @rule(data=st.data())
+    def an_operator_switches_a_role(self, data: st.DataObject) -> None:
+        serving = [m for m, state in self.alive.items() if state == "serving" and self.roles[m] in OTHER_ROLE]
+        if not serving:
+            return
+        member, before = data.draw(st.sampled_from(serving)), dict(self.alive)
+        with contextlib.suppress(InvalidRequest):  # a roll, a machine that leaves, or the limit of a pool
+            self.send(SwitchRole(member.name, OTHER_ROLE[self.roles[member]]))
+            assert self.alive == before | {member: "switching"}, "another service starts or stops"
+
+    @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "starting"):
-            self.alive[member] = "serving"
-            self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+            self.starts_to_serve(member)
+
+    def starts_to_serve(self, member: Member) -> None:
+        self.alive[member], self.roles[member] = "serving", member.role
+        self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+
+    @rule(data=st.data())
+    def a_switch_succeeds(self, data: st.DataObject) -> None:
+        if member := self.member_in(data, "switching"):
+            self.switches(member)
+
+    def switches(self, member: Member) -> None:
+        self.alive[member], self.roles[member] = "serving", OTHER_ROLE[self.roles[member]]
+        self.send(RoleSwitched(member))
+
+    @rule(data=st.data())
+    def a_switch_fails(self, data: st.DataObject) -> None:
+        if member := self.member_in(data, "switching"):
+            self.mark_dead(member)
+            self.send(SwitchFailed(member, "still has work"))
 
     @rule(data=st.data(), permanent=st.booleans())
     def a_start_fails(self, data: st.DataObject, permanent: bool) -> None:
@@ -139,7 +182,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        if member := self.member_in(data, "placing", "starting", "serving", "draining"):
+        if member := self.member_in(data, "placing", "starting", *LIVE):
             self.mark_dead(member)
             self.send(ServiceDied(member, "killed"))
 
@@ -179,10 +222,9 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         for publication in self.published.values():
             assert {serving.member for serving in publication.workers} == live - routers
             assert {serving.member for serving in publication.routers} == routers
-            assert all(
-                serving.draining == (self.alive[serving.member] == "draining")
-                for serving in (*publication.workers, *publication.routers)
-            )
+            for serving in (*publication.workers, *publication.routers):
+                assert serving.draining == (self.alive[serving.member] != "serving")
+                assert serving.role is self.roles[serving.member]
 
     def once_everything_succeeds(self) -> None:
         """Every start finds a machine and serves, every drain ends, and time passes, until nothing changes."""
@@ -195,8 +237,9 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                     self.alive[member] = "starting"
                     self.send(ServicePlaced(member, MachineId("new", "")))
                 elif state == "starting":
-                    self.alive[member] = "serving"
-                    self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+                    self.starts_to_serve(member)
+                elif state == "switching":
+                    self.switches(member)
                 elif state == "draining":
                     self.mark_dead(member)
                     self.send(Drained(member))

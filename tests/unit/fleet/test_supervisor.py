@@ -38,6 +38,7 @@ class FakeHost:
         self.local_rank: LocalRank | None = None
         self.live: LiveConfig | None = None
         self.leaving_workers: set[str] = set()  # as a router knows them
+        self.roles: dict[str, ServiceRole] = {}  # of workers, likewise
         site.hosts.append(self)
 
     async def machine(self) -> MachineId:
@@ -61,9 +62,15 @@ class FakeHost:
         await self._site.services_answer.wait()
         self.live = live
 
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
+        assert role is not self.member.role
+        await self.drain(timeout_s)
+        return self._site.switch_fault
+
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         del routers
         await self._site.routers_answer.wait()
+        self.roles = {worker.service_id.partition(".")[0]: worker.role for worker in workers}
         self.leaving_workers = {worker.service_id.partition(".")[0] for worker in workers if worker.draining}
 
     def kill(self) -> None:
@@ -85,6 +92,7 @@ class Site:
         self.hang_next = False  # at its start, while Ray does not answer
         self.updates: list[FleetUpdate] = []
         self.drained: list[tuple[str, float]] = []
+        self.switch_fault = ""  # the reason why a worker cannot switch
         self.told_before_drain: dict[str, bool] = {}  # whether the newest router knew, by worker
         self.routers_answer = asyncio.Event()
         self.routers_answer.set()
@@ -206,6 +214,36 @@ async def test_a_router_that_does_not_answer_holds_no_drain_up(site: Site, monke
     await site.reports("decode-0", "has drained")
     assert site.told_before_drain == {"decode-0": False}
     site.routers_answer.set()
+
+
+async def test_a_worker_switches_its_role_in_its_process_when_the_routers_know(site: Site) -> None:
+    num_hosts = len(site.hosts)
+    wanted = await site.supervisor.switch_role("decode-0", ServiceRole.PREFILL)
+    assert wanted == {ServiceRole.PREFILL: 2, ServiceRole.DECODE: 0, ServiceRole.ROUTER: 1}
+    await site.reports("decode-0", "serves as prefill worker")
+    assert site.told_before_drain == {"decode-0": True}
+    assert len(site.hosts) == num_hosts
+    router = site.host("router-0")
+    await until(lambda: router.roles["decode-0"] is ServiceRole.PREFILL, "the router knows the role", 5.0)
+    assert not router.leaving_workers
+    site.host("decode-0").die("out of memory")
+    await site.reports("decode-0", "died")
+    await until(lambda: len(site.hosts) == num_hosts + 1, "it starts again", 5.0)
+    assert site.host("decode-0").member.role is ServiceRole.PREFILL
+
+
+async def test_a_worker_that_cannot_switch_starts_again_in_the_other_role(site: Site) -> None:
+    site.switch_fault = "still has work"
+    await site.supervisor.switch_role("prefill-0", ServiceRole.DECODE)
+    assert (await site.reports("prefill-0", "did not switch")).reason.startswith("still has work; starting it again")
+    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
+    assert [host.member.role for host in site.hosts if host.member.name == "prefill-0"] == [
+        ServiceRole.PREFILL,
+        ServiceRole.DECODE,
+    ]
+    assert await site.supervisor.switch_role("decode-7", ServiceRole.PREFILL) == Refusal(
+        "slot", "'decode-7' is no slot of this fleet; `tandem status` lists them"
+    )
 
 
 async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:
