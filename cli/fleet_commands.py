@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,11 @@ from cli.config_commands import config_app
 # The range of the message field; the supervisor checks a narrower limit.
 Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
 NumRouters = Annotated[int | None, typer.Option(help="Number of routers wanted.", min=0, max=2**32 - 1)]
+
+
+class WorkerRole(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 def status(
@@ -72,6 +78,19 @@ def scale(
     asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
 
 
+def role(
+    slot: Annotated[str, typer.Argument(help="Name of the worker in `tandem status`, such as decode-1.")],
+    role: Annotated[WorkerRole, typer.Argument(help="The pool that it joins.")],
+    router: Router = DEFAULT_ROUTER,
+    config: Security = None,
+) -> None:
+    """Move a worker to the other pool in its process: it drains, and serves on with its weights and its cache."""
+    from cli.credentials import client_of, find_credentials
+    from cli.role import switch_role
+
+    asyncio.run(switch_role(client_of(router, find_credentials(config, router)), slot, role.value, console))
+
+
 def roll(
     config: Annotated[
         Path | None,
@@ -95,6 +114,6 @@ def roll(
 
 
 def add_fleet_commands(app: typer.Typer) -> None:
-    for command in (status, events, scale, roll):
+    for command in (status, events, scale, role, roll):
         app.command()(command)
     app.add_typer(config_app, name="config")

@@ -106,7 +106,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
     """The fleet as one line of JSON; docs/usage.md lists the keys."""
     pools: dict[str, dict[str, Any]] = {
         role: {"wanted": pool.wanted, "serving": pool.serving}
-        | {state: pool.states.get(state, 0) for state in ("starting", "placing", "waiting", "draining")}
+        | {state: pool.states.get(state, 0) for state in ("starting", "placing", "waiting", "switching", "draining")}
         for role, pool in pools_of(fleet).items()
     }
     versions = {worker.worker_id: worker.protocol_version for worker in fleet.workers}

@@ -192,9 +192,7 @@ MemberEvent = (
     | RoleSwitched
     | SwitchFailed
 )
-FleetEvent = (
-    MemberEvent | ScaleTo | SwitchRole | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
-)
+FleetEvent = MemberEvent | ScaleTo | SwitchRole | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class FleetMachine:
         return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a size out of range, and for a roll, a change or a switch out of place: then nothing
+        """Raises `InvalidRequest` for a size out of range, and for a roll, a change or a switch out of place: nothing
         changes."""
         match event:
             case ScaleTo():

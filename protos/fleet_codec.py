@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.errors import InvalidRequest
 from core.fleet_control import FleetNote, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from tandem_client.stubs import cluster_pb2
@@ -16,8 +17,17 @@ SLOT_STATES = {
     SlotState.PLACING: cluster_pb2.SLOT_STATE_PLACING,
     SlotState.STARTING: cluster_pb2.SLOT_STATE_STARTING,
     SlotState.SERVING: cluster_pb2.SLOT_STATE_SERVING,
+    SlotState.SWITCHING: cluster_pb2.SLOT_STATE_SWITCHING,
     SlotState.DRAINING: cluster_pb2.SLOT_STATE_DRAINING,
 }
+
+
+def decode_service_role(wire: cluster_pb2.ServiceRole) -> ServiceRole:
+    """Raises `InvalidRequest`."""
+    role = next((role for role, found in SERVICE_ROLES.items() if found == wire), None)
+    if role is None:
+        raise InvalidRequest("role", f"{wire} is not a ServiceRole")
+    return role
 
 
 def encode_slot(slot: SlotStatus) -> cluster_pb2.FleetSlot:

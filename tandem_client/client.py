@@ -216,6 +216,10 @@ class AsyncClient:
         request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
         return await self._operate("Scale", request)
 
+    async def switch_role(self, slot: str, role: cluster_pb2.ServiceRole) -> cluster_pb2.SwitchRoleResponse:
+        """Begin to give the worker of a slot, such as "decode-1", the role of the other pool."""
+        return await self._operate("SwitchRole", cluster_pb2.SwitchRoleRequest(slot=slot, role=role))
+
     async def roll(self, config: str = "", stop: bool = False) -> cluster_pb2.RollResponse:
         """Start every service again, with the config of the call if there is one, or stop that and restore the old."""
         return await self._operate("Roll", cluster_pb2.RollRequest(config=config, stop=stop))
@@ -316,6 +320,7 @@ class Client:
     ledger = _blocking(AsyncClient.ledger)
     events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
+    switch_role = _blocking(AsyncClient.switch_role)
     roll = _blocking(AsyncClient.roll)
     config = _blocking(AsyncClient.config)
     change_config = _blocking(AsyncClient.change_config)

@@ -9,7 +9,7 @@ from core.fleet_control import FleetControl, FleetStatus
 from core.lifecycle import ServiceRole, WorkerState
 from core.service import SIZE_FIELDS, FleetRouter
 from protos import codec, report_codec
-from protos.fleet_codec import encode_note, encode_slot
+from protos.fleet_codec import decode_service_role, encode_note, encode_slot
 from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
@@ -141,6 +141,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_prefill=wanted[ServiceRole.PREFILL],
             wanted_decode=wanted[ServiceRole.DECODE],
             wanted_routers=wanted[ServiceRole.ROUTER],
+        )
+
+    async def SwitchRole(
+        self, request: cluster_pb2.SwitchRoleRequest, context: CallContext
+    ) -> cluster_pb2.SwitchRoleResponse:
+        try:
+            wanted = await self._supervisor().switch_role(request.slot, decode_service_role(request.role))
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.SwitchRoleResponse(
+            wanted_prefill=wanted[ServiceRole.PREFILL], wanted_decode=wanted[ServiceRole.DECODE]
         )
 
     async def Roll(self, request: cluster_pb2.RollRequest, context: CallContext) -> cluster_pb2.RollResponse:

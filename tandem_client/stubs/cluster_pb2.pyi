@@ -24,6 +24,7 @@ class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SLOT_STATE_STARTING: _ClassVar[SlotState]
     SLOT_STATE_SERVING: _ClassVar[SlotState]
     SLOT_STATE_DRAINING: _ClassVar[SlotState]
+    SLOT_STATE_SWITCHING: _ClassVar[SlotState]
 SERVICE_ROLE_UNSPECIFIED: ServiceRole
 SERVICE_ROLE_ROUTER: ServiceRole
 SERVICE_ROLE_PREFILL: ServiceRole
@@ -34,6 +35,7 @@ SLOT_STATE_PLACING: SlotState
 SLOT_STATE_STARTING: SlotState
 SLOT_STATE_SERVING: SlotState
 SLOT_STATE_DRAINING: SlotState
+SLOT_STATE_SWITCHING: SlotState
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()
@@ -252,6 +254,22 @@ class ScaleResponse(_message.Message):
     wanted_decode: int
     wanted_routers: int
     def __init__(self, wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., wanted_routers: _Optional[int] = ...) -> None: ...
+
+class SwitchRoleRequest(_message.Message):
+    __slots__ = ("slot", "role")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    slot: str
+    role: ServiceRole
+    def __init__(self, slot: _Optional[str] = ..., role: _Optional[_Union[ServiceRole, str]] = ...) -> None: ...
+
+class SwitchRoleResponse(_message.Message):
+    __slots__ = ("wanted_prefill", "wanted_decode")
+    WANTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    wanted_prefill: int
+    wanted_decode: int
+    def __init__(self, wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ...) -> None: ...
 
 class GetLedgerRequest(_message.Message):
     __slots__ = ("worker_ids",)

@@ -51,6 +51,11 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/tandem.v1.Cluster/SwitchRole',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
         self.Roll = channel.unary_unary(
                 '/tandem.v1.Cluster/Roll',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
@@ -114,6 +119,15 @@ class ClusterServicer:
     def Scale(self, request, context):
         """Set the wanted sizes of the pools. The call returns before services have started or stopped: GetFleet lists them.
         If the cluster has a token, the call needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwitchRole(self, request, context):
+        """Give a worker the role of the other pool, in its process: it drains, then serves with everything that it has cached.
+        The wanted sizes change with it. The call returns at once: GetFleet shows the slot as switching, then as serving. If
+        the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,6 +210,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleResponse.SerializeToString,
             ),
             'Roll': grpc.unary_unary_rpc_method_handler(
                     servicer.Roll,
@@ -320,6 +339,33 @@ class Cluster:
             '/tandem.v1.Cluster/Scale',
             tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
             tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/SwitchRole',
+            tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,7 +6,7 @@ import asyncio
 
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
+from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.command import PATIENCE_S
 from tests.support.faults import Prompt, expected, prompt_of
 
@@ -19,7 +19,7 @@ class Answer:
     def __init__(self, client: AsyncClient, prompt: Prompt, num_output: int = NUM_OUTPUT) -> None:
         self.token_ids: list[int] = []
         self.error: CallFailed | None = None
-        self.attempts = 0
+        self.finished = Finished()
         self._client, self._prompt, self._num_output = client, prompt, num_output
         self._grown = asyncio.Condition()
         self.reading = asyncio.create_task(self._read())
@@ -33,7 +33,7 @@ class Answer:
         try:
             async for response in self._client.generate(request, PATIENCE_S):
                 self.token_ids += response.tokens.token_ids
-                self.attempts = response.finished.attempts
+                self.finished = response.finished
                 async with self._grown:
                     self._grown.notify_all()
         except CallFailed as error:
@@ -49,11 +49,11 @@ class Answer:
         return self
 
     async def right(self) -> Answer:
-        """Wait for the end: every token, at the first attempt."""
+        """Wait for the end: every token, at the first attempt, and none computed again."""
         await self.reading
         assert self.error is None
         assert self.token_ids == expected(self._prompt, self._num_output)
-        assert self.attempts == 1
+        assert (self.finished.attempts, self.finished.recomputed_tokens) == (1, 0)
         return self
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cli.compose import _engine_config, _worker_parts, build_router, open_transport, router_host
+from cli.compose import _engine_config, _worker_parts, build_router, open_transport, role_option, router_host
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
@@ -102,6 +102,21 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
     assert given == [(on_gpu if gpus else on_cpu, share)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"),
+    [
+        (EngineConfig(), ""),
+        (EngineConfig(prefill_block_size=16), ""),
+        (EngineConfig(prefill_block_size=32), "[engine] prefill_block_size = 32 beside block_size = 16"),
+        (EngineConfig(name="vllm"), "[engine] name = vllm"),
+    ],
+)
+def test_an_option_by_which_the_workers_of_the_pools_differ_keeps_them_in_their_roles(
+    engine: EngineConfig, option: str
+) -> None:
+    assert role_option(engine) == option
 
 
 def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(

@@ -93,7 +93,7 @@ def test_two_versions_side_by_side_have_a_line_and_one_version_has_none() -> Non
 def test_the_json_counts_the_slots_of_each_pool_by_state_and_lists_them() -> None:
     told = json.loads(status_json(fleet(worker(P), worker(D), decode=2, slots=SLOTS)))
     assert told["pools"]["decode"] == {
-        "wanted": 2, "serving": 1, "starting": 1, "placing": 1, "waiting": 0, "draining": 1,
+        "wanted": 2, "serving": 1, "starting": 1, "placing": 1, "waiting": 0, "switching": 0, "draining": 1,
     }  # fmt: skip
     assert told["slots"][2] == {
         "name": "decode-1", "role": "decode", "state": "placing", "in_state_s": 12.3,

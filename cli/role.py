@@ -1,0 +1,35 @@
+"""`tandem role`: moves a worker to the other pool, and waits until it serves there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from cli.health import state_name
+from cli.pools import sizes_text
+from core.errors import WorkerUnavailable
+from core.lifecycle import ServiceRole
+from protos.fleet_codec import SERVICE_ROLES
+from tandem_client import AsyncClient
+from tandem_client.stubs import cluster_pb2
+
+REFRESH_S = 0.1  # the API has no stream of the fleet's state
+
+
+async def switch_role(connection: AsyncClient, slot: str, role: str, console: Console) -> None:
+    """Raises `WorkerUnavailable` if the worker does not serve in the role. Ctrl-C ends only the wait."""
+    wanted_role = SERVICE_ROLES[ServiceRole(role)]
+    async with connection as client:
+        answer = await client.switch_role(slot, wanted_role)
+        while True:
+            slots = {found.name: found for found in (await client.fleet()).slots}
+            found = slots.get(slot, cluster_pb2.FleetSlot())
+            if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
+                break
+            await asyncio.sleep(REFRESH_S)
+    if found.state != cluster_pb2.SLOT_STATE_SERVING or found.role != wanted_role:
+        state = state_name(found) if found.name else "gone"
+        raise WorkerUnavailable(f"{slot} does not serve as {role} worker, it is {state}: {found.reason}")
+    sizes = sizes_text(answer.wanted_prefill, answer.wanted_decode, routers=1)
+    console.print(f"{slot} serves as {role} worker; wanted: {sizes}", soft_wrap=True)
