@@ -30,6 +30,7 @@ async def switch_role(connection: AsyncClient, slot: str, role: str, console: Co
             await asyncio.sleep(REFRESH_S)
     if found.state != cluster_pb2.SLOT_STATE_SERVING or found.role != wanted_role:
         state = state_name(found) if found.name else "gone"
-        raise WorkerUnavailable(f"{slot} does not serve as {role} worker, it is {state}: {found.reason}")
+        reason = f": {found.reason}" if found.reason else ""
+        raise WorkerUnavailable(f"{slot} does not serve as {role} worker, it is {state}{reason}")
     sizes = sizes_text(answer.wanted_prefill, answer.wanted_decode, routers=1)
     console.print(f"{slot} serves as {role} worker; wanted: {sizes}", soft_wrap=True)
