@@ -234,8 +234,9 @@ def _worker_parts(
         transfers = TransferMachine(transfer, pool, address)
 
         def make_machine(role: ServiceRole) -> WorkerMachine:
+            # A prefill worker samples one token of each prompt, so it has no use for guesses.
             core.take_role(speculates=runner.proposes and role is ServiceRole.DECODE)
-            if role is ServiceRole.PREFILL:  # it samples one token of each prompt
+            if role is ServiceRole.PREFILL:
                 return PrefillMachine(core, transfers)
             return DecodeMachine(core, transfers, config.worker.max_pulls_waiting)
 

@@ -93,7 +93,7 @@ class WorkerUnavailable(TandemError):
 
 
 class WorkerDrains(WorkerUnavailable):
-    """The worker drains, and has not begun with the request."""
+    """The worker drains or has changed its role, and has not begun with the request."""
 
 
 class TokenStreamEnded(WorkerUnavailable):
