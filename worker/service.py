@@ -103,6 +103,7 @@ class WorkerService:
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._limits: ConfigChanged | None = None  # the newest, for the machine of another role
         self._num_failed_steps = 0  # in a row, without an error that is sorted; for the executor's thread
 
     async def start(self) -> Endpoint:
@@ -130,12 +131,13 @@ class WorkerService:
         assert self._parts is not None
         self._config = with_live(self._config, live.worker)
         self._feed.set_config(self._config)
-        self._servicer.default_timeout_s = self._config.default_timeout_s
+        for servicer in self._servicers.values():
+            servicer.default_timeout_s = self._config.default_timeout_s
         if self._step_watch is not None:
             self._step_watch.cancel()
             self._watch_step()
-        sizes = live.scheduler.on_device(self._parts.agent.address.location.on_gpu)
-        self._driver.post(ConfigChanged(sizes, self._config))
+        self._limits = ConfigChanged(live.scheduler.on_device(self._parts.agent.address.location.on_gpu), self._config)
+        self._driver.post(self._limits)
 
     async def drain(self, timeout_s: float) -> None:
         assert self._driver is not None
@@ -163,7 +165,7 @@ class WorkerService:
         self._role = role
         self._parts = replace(self._parts, machine=self._parts.make_machine(role))
         self._attach_machine()
-        self._driver.post(Tick())
+        self._driver.post(Tick() if self._limits is None else self._limits)
         await self._server.set_serving(True)
         logger.info("%s serves as %s worker", self._parts.worker_id, role.value)
 

@@ -43,5 +43,5 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
     )
     (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None, GRAMMARS).choices
     tenant = request.tenant or request.cache_salt
-    own = {"request_id": "name.0", "num_prompt_tokens": len(request.token_ids), "tenant": tenant, "age_s": 0.0}
-    assert choice == replace(request, **own)
+    sent_by_it = replace(request, request_id="name.0", tenant=tenant, age_s=0.0)
+    assert choice == replace(sent_by_it, num_prompt_tokens=len(request.token_ids))

@@ -230,8 +230,8 @@ def main() -> None:
         ("path", tally.paths), ("attempts", tally.attempts), ("error", tally.typed), ("fault", faults)
     )  # fmt: skip
     for what, counts in tables:
-        for name, count in sorted(counts.items()):
-            report.add(Line(f"{what}: {name}", count, "times" if counts is faults else "requests"))
+        for name, number in sorted(counts.items()):
+            report.add(Line(f"{what}: {name}", number, "times" if counts is faults else "requests"))
     report.write()
     if tally.wrong or tally.endless:
         sys.exit("the soak failed")
