@@ -75,10 +75,15 @@ class Fleet:
         self._stack.callback(process.stop)
         return process
 
-    def add(self, side: Side) -> Process:
-        self.decode.append(process := self._start(side))
-        self.publish()
+    def spare(self, side: Side) -> Process:
+        """Runs, but the routers do not know it."""
+        process = self._start(side)
+        process.wait_until_ready()
         return process
+
+    async def join(self, process: Process) -> None:
+        self.decode.append(process)
+        await asyncio.to_thread(self.publish)
 
     def publish(self) -> None:
         workers = [process.listed() for process in (self.prefill, *self.decode)]
@@ -190,9 +195,10 @@ async def gap(report: Report, repeats: int) -> None:
         async with AsyncClient(running.addresses) as client:
             for repeat in range(repeats):
                 for length in LENGTHS:
-                    (leaving,) = running.decode
-                    async with streams(client, STREAMS_PER_GAP, length, 150, repeat * len(LENGTHS) + length) as begun:
-                        running.add(Side("decode", 1 + repeat * len(LENGTHS) + LENGTHS.index(length)))
+                    (leaving,), number = running.decode, repeat * len(LENGTHS) + LENGTHS.index(length)
+                    spare = running.spare(Side("decode", 1 + number))
+                    async with streams(client, STREAMS_PER_GAP, length, 150, number) as begun:
+                        await running.join(spare)
                         await drain(running, leaving)
                     found[length] += begun
                     running.leave(leaving)
@@ -219,17 +225,18 @@ async def drain_many(report: Report, repeats: int) -> None:
         for way in ways:
             with fleet(Side("decode", 0)) as running:
                 async with AsyncClient(running.addresses) as client:
-                    (leaving,) = running.decode
+                    (leaving,), spare = running.decode, running.spare(Side("decode", 1))
                     async with streams(client, DRAINED_STREAMS, DRAINED_TOKENS, 400, repeat) as begun:
-                        other = None if way == "waiting" else running.add(Side("decode", 1))
+                        if way != "waiting":
+                            await running.join(spare)
                         start = time.perf_counter()
                         if way == "death":
                             leaving.kill()
                         else:
                             await drain(running, leaving)
                         seconds = time.perf_counter() - start
-                        if way == "moves" and other is not None:
-                            moved = (await in_thread(other, "counters"))["read_bytes"]
+                        if way == "moves":
+                            moved = (await in_thread(spare, "counters"))["read_bytes"]
                             rates.append(moved / seconds)
                     if way == "death":  # until the last stream goes on
                         seconds = max(max(stream.gaps) for stream in begun)
@@ -260,9 +267,10 @@ async def room(report: Report, repeats: int) -> None:
         for with_moves in worst:
             side = Side("decode", 0, num_blocks=num_blocks, moves_for_room=with_moves)
             with fleet(side) as running:
+                spare = running.spare(Side("decode", 1, num_blocks=num_blocks))
                 async with AsyncClient(running.addresses) as client:
                     async with streams(client, count, num_prompt, num_output, repeat) as begun:
-                        running.add(Side("decode", 1, num_blocks=num_blocks))
+                        await running.join(spare)
                     for process in running.decode:
                         preemptions[with_moves] += (await in_thread(process, "counters"))["preemptions"]
                     worst[with_moves] += [max(stream.gaps) for stream in begun]
