@@ -17,6 +17,7 @@ from runtime.rpc.grpc_server import error_from, open_channel
 from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import (
     Deployment,
+    another_router,
     deploy,
     machine_of,
     make_request,
@@ -116,6 +117,21 @@ async def test_an_idle_worker_goes_there_and_back_and_serves_after_each_switch(d
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.token_ids == expected(deployment, prompt[number:], 8)
         await deployment.settle()
+
+
+async def test_a_router_that_has_not_heard_of_the_switch_uses_the_other_workers_until_it_has(
+    deployment: Deployment,
+) -> None:
+    async with another_router(deployment) as other:
+        worker = deployment.decode[0]
+        await deployment.switch_role(worker, P)
+        for prompt in PROMPTS[:4]:
+            answer = await other.generate(token_ids=prompt, max_tokens=8)
+            assert answer.token_ids == expected(deployment, prompt, 8)
+        await other.router.set_workers(list(deployment.endpoints.values()))
+        await known_as(other, worker, P)
+        await other.generate(token_ids=PROMPTS[0], max_tokens=8)
+    await deployment.settle()
 
 
 async def test_the_service_of_the_other_role_refuses_its_calls_and_they_may_be_retried(deployment: Deployment) -> None:
