@@ -101,6 +101,9 @@ class FleetMachine:
         """The wanted number of services of every role."""
         return dict(self._wanted)
 
+    def has(self, member: Member) -> bool:
+        return self._slots.newest(member) is not None
+
     def status(self, now: float) -> FleetStatus:
         return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 

@@ -294,6 +294,8 @@ class Supervisor:
     async def _live(self, start: StartService) -> None:
         """Follow one member from its start to its death."""
         member = start.member
+        if not self._machine.has(member):
+            return  # killed in the turn of the loop in which it was to start
         spec = self._specs[start.revision]
         host = self._hosts[member] = self._create_host(member, spec)
         is_router = member.role is ServiceRole.ROUTER

@@ -246,6 +246,14 @@ async def test_a_worker_that_cannot_switch_starts_again_in_the_other_role(site: 
     )
 
 
+async def test_a_worker_that_is_unwanted_in_the_turn_of_its_start_starts_no_process(site: Site) -> None:
+    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.supervisor.scale({ServiceRole.DECODE: 1})
+    await asyncio.sleep(0.05)
+    assert not [host for host in site.hosts if host.member.name == "decode-1"]
+    assert sorted(await site.serving()) == ["decode-0", "prefill-0", "router-0"]
+
+
 async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:
     ranks = {name: site.host(f"{name}-0").local_rank for name in ("prefill", "decode")}
     assert await site.supervisor.roll("7.5") == 2
