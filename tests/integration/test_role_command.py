@@ -69,17 +69,19 @@ async def test_a_decode_worker_with_16_streams_becomes_a_prefill_worker_and_no_t
         answers = [Answer(connection, prompt_of(seed), NUM_OUTPUT) for seed in range(NUM_STREAMS)]
         for answer in answers:
             await answer.begun()
+        workers = (await connection.fleet()).workers
+        slot = max(workers, key=lambda worker: (worker.role, worker.num_dispatched)).worker_id.partition(".")[0]
         # Without the command, whose process starts for seconds on a busy machine.
-        await switch_role(contextlib.nullcontext(connection), "decode-1", "prefill", Console(file=io.StringIO()))  # type: ignore[arg-type]
+        await switch_role(contextlib.nullcontext(connection), slot, "prefill", Console(file=io.StringIO()))  # type: ignore[arg-type]
         for answer in answers:
             await answer.right()
         assert [answer.finished.recomputed_tokens for answer in answers] == [0] * NUM_STREAMS
         assert any(answer.finished.num_moves for answer in answers), "the worker had no stream: nothing was tested"
         await asyncio.gather(*(Answer(connection, prompt_of(100 + seed), 5).right() for seed in range(NUM_STREAMS)))
-    assert await switch_seconds(served, "decode-1", "prefill") < MAX_WITH_STREAMS_S
+    assert await switch_seconds(served, slot, "prefill") < MAX_WITH_STREAMS_S
     after = await slots_of(served)
     assert {name: slot["id"] for name, slot in after.items()} == {name: slot["id"] for name, slot in before.items()}
-    assert (after["decode-1"]["role"], after["decode-1"]["state"]) == ("prefill", "serving")
+    assert (after[slot]["role"], after[slot]["state"]) == ("prefill", "serving")
 
 
 async def test_an_idle_worker_changes_its_pool_at_once_and_the_pools_still_scale(served: Served) -> None:
@@ -93,8 +95,8 @@ async def test_an_idle_worker_changes_its_pool_at_once_and_the_pools_still_scale
 
 
 async def test_a_switch_that_cannot_begin_ends_with_the_reason(served: Served) -> None:
-    code, _, err = await tandem("role", "decode-1", "prefill", "--router", served.address)
-    assert (code, err) == (1, "error: role: decode-1 is a prefill worker already\n")
+    code, _, err = await tandem("role", "router-0", "prefill", "--router", served.address)
+    assert (code, err) == (1, "error: role: router-0 is a router and stays one\n")
     code, _, err = await tandem("role", "decode-1", "router", "--router", served.address)
     assert code == 2
     assert "'router' is not one of 'prefill', 'decode'" in err
