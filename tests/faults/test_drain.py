@@ -128,7 +128,7 @@ async def test_what_a_decode_worker_has_left_after_its_drain_goes_on_elsewhere_o
             slow_down(worker, 0.02)
         streams = [await Stream(deployment.inference, prompt_of(seed), 60).reach(2) for seed in range(3)]
         (leaving, *others) = deployment.decode
-        machine_of(leaving).moves.ask = lambda _: []  # type: ignore[union-attr, method-assign]  # nothing moves
+        machine_of(leaving).moves.ask_to_leave = lambda _: []  # type: ignore[union-attr, method-assign]  # nothing moves
         num_left = num_sequences(leaving)
         assert num_left > 0
         with caplog.at_level(logging.WARNING):

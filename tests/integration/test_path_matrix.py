@@ -123,7 +123,7 @@ async def test_local_prefill_while_sequences_are_preempted(
         (worker,) = deployment.decode
         slow_down(worker, 0.02)  # so that they run together
         pool = machine_of(worker).core.pool
-        kept = pool.allocate(pool.num_blocks - 11)  # two sequences start, and only one can end
+        kept = pool.allocate(pool.num_blocks - 10)  # two sequences start, and only one can end
         assert kept is not None
         answers = await answer_all(deployment, prompts, draw)
         assert [answer.token_ids for answer in answers] == expected
@@ -145,8 +145,8 @@ async def test_a_stream_whose_worker_dies(
     """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands."""
     prompt = prompt_of(80, 7)
     tokens = read(oracle, engine, prompt, draw)
-    config = tiny_config(model, report_stale_s=1.0, worker_lost_s=1.5)
-    config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=2.0))
+    config = tiny_config(model, report_stale_s=2.0, worker_lost_s=3.0)
+    config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=4.0))
     async with deploy(config, num_decode=2) as deployment:
         for worker in deployment.decode:
             slow_down(worker, 0.05)
