@@ -131,13 +131,13 @@ class Stream:
             self.error = str(error)
         self.has_begun.set()
 
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.times)]
+    def gaps(self, since: float) -> list[float]:
+        """Those that ended after `since`, when the part began to disturb the streams."""
+        return [after - before for before, after in pairwise(self.times) if after > since]
 
-    @property
-    def added_gap_s(self) -> float:
-        return max(self.gaps) - statistics.median(self.gaps)
+    def added_gap_s(self, since: float) -> float:
+        gaps = self.gaps(since)
+        return max(gaps) - statistics.median(gaps)
 
     @property
     def has_moved(self) -> bool:
@@ -191,6 +191,7 @@ def recomputed(found: Sequence[Stream]) -> float:
 async def gap(report: Report, repeats: int) -> None:
     """A fresh worker drains in each repeat; the lengths take turns."""
     found: dict[int, list[Stream]] = {length: [] for length in LENGTHS}
+    added: dict[int, list[float]] = {length: [] for length in LENGTHS}
     with fleet(Side("decode", 0)) as running:
         async with AsyncClient(running.addresses) as client:
             for repeat in range(repeats):
@@ -199,13 +200,13 @@ async def gap(report: Report, repeats: int) -> None:
                     spare = running.spare(Side("decode", 1 + number))
                     async with streams(client, STREAMS_PER_GAP, length, 150, number) as begun:
                         await running.join(spare)
+                        since = time.perf_counter()
                         await drain(running, leaving)
                     found[length] += begun
+                    added[length] += [1e3 * stream.added_gap_s(since) for stream in begun if stream.has_moved]
                     running.leave(leaving)
                     leaving.stop()
-    added: dict[int, list[float]] = {}
     for length, begun in found.items():
-        added[length] = [1e3 * stream.added_gap_s for stream in begun if stream.has_moved]
         name = f"gap: {length} tokens, added by a move"
         report.add(Line(f"{name}, p50", statistics.median(added[length]), "ms", most=MOST_ADDED_MS))
         report.add(Line(f"{name}, p99", percentile(added[length], 0.99), "ms", most=MOST_ADDED_P99_MS))
@@ -239,9 +240,9 @@ async def drain_many(report: Report, repeats: int) -> None:
                             moved = (await in_thread(spare, "counters"))["read_bytes"]
                             rates.append(moved / seconds)
                     if way == "death":  # until the last stream goes on
-                        seconds = max(max(stream.gaps) for stream in begun)
+                        seconds = max(max(stream.gaps(start)) for stream in begun)
                     ways[way].append(seconds)
-                    gaps[way] += [max(stream.gaps) for stream in begun]
+                    gaps[way] += [max(stream.gaps(start)) for stream in begun]
                     again[way] += recomputed(begun)
                     failed[way] += failures(begun)
     what = f"drain: {DRAINED_STREAMS} streams of {DRAINED_TOKENS} tokens"
@@ -271,9 +272,10 @@ async def room(report: Report, repeats: int) -> None:
                 async with AsyncClient(running.addresses) as client:
                     async with streams(client, count, num_prompt, num_output, repeat) as begun:
                         await running.join(spare)
+                        since = time.perf_counter()
                     for process in running.decode:
                         preemptions[with_moves] += (await in_thread(process, "counters"))["preemptions"]
-                    worst[with_moves] += [max(stream.gaps) for stream in begun]
+                    worst[with_moves] += [max(stream.gaps(since)) for stream in begun]
                     assert not failures(begun), [stream.error for stream in begun]
     p90 = {way: 1e3 * percentile(values, 0.9) for way, values in worst.items()}
     report.add(Line("room: longest gap of a stream, p90", p90[True], "ms", "preemption", p90[False], least_ratio=3.0))
@@ -290,9 +292,9 @@ async def router(report: Report, repeats: int) -> None:
             first, second = running.addresses
             async with AsyncClient([first, second]) as client:
                 async with streams(client, 64, 256, 200, repeat) as begun:
-                    victim = running.routers[0]
-                    victim.kill()
-                gaps += [max(stream.gaps) for stream in begun]
+                    since = time.perf_counter()
+                    running.routers[0].kill()
+                gaps += [max(stream.gaps(since)) for stream in begun]
                 failed += failures(begun)
                 again += recomputed(begun)
     report.add(
