@@ -232,6 +232,7 @@ class TransferAgent:
             # One only, because over shared memory the start of a read copies its bytes. Messages, above all heartbeats,
             # wait for no other read, and the transport is polled between two reads.
             self._perform(transport, self._reads_to_start.popleft())
+        self._end_read(transport, self._reads.take_turn(transport))
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
@@ -251,7 +252,7 @@ class TransferAgent:
         events, self._events = self._events, []
         if events:
             self._on_events(events)
-        return bool(num_commands or events or transport.busy)
+        return bool(num_commands or events or transport.busy or self._reads.has_turns)
 
     def _perform(self, transport: Transport, action: AgentAction) -> None:
         match action:
@@ -334,6 +335,7 @@ class TransferAgent:
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
+        self._reads.lose(peer)
         transport.disconnect(peer)  # the next poll reports its reads as broken
 
     def _receive(self, transport: Transport, peer: str, payload: bytes) -> None:

@@ -5,7 +5,8 @@
 
 With digests, a slice is about as large as a core's second-level cache: hashing bytes that were just copied costs a
 third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice is done at
-once. Other lanes have a few slices in flight, so that they move bytes during the hashing; with many, a slice would
+once; reads then take turns, a slice each, or a block that a paused sequence waits for would wait for a long prompt of
+another. Other lanes have a few slices in flight, so that they move bytes during the hashing; with many, a slice would
 leave the cache before its hash. Without digests, and where a device hashes its own memory, a read is one slice.
 
 `Reads` runs on the agent's thread.
@@ -13,7 +14,7 @@ leave the cache before its hash. Without digests, and where a device hashes its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
@@ -34,7 +35,7 @@ class Read:
     action: StartRead
     plan: TransferPlan
     began_at: float
-    slices: Iterator[Slice]  # not started
+    slices: deque[Slice]  # not started
     digests: list[int]  # by pair; filled in as slices end
     in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
     error: TransportError | None = None
@@ -64,16 +65,31 @@ class Reads:
         self._memory = pool.memory if verify_digests and pool.view is None else None
         self._block_bytes = pool.layout.block_bytes
         self._read_of: dict[int, Read] = {}  # by handle
+        self._in_turn: deque[Read] = deque()  # with no slice in flight, and others to start
 
     def __bool__(self) -> bool:
-        return bool(self._read_of)
+        return bool(self._read_of or self._in_turn)
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self._in_turn)
+
+    def take_turn(self, transport: Transport) -> Read | None:
+        """Go on with the read that has waited longest, if there is one."""
+        return self._start_slices(transport, self._in_turn.popleft()) if self._in_turn else None
+
+    def lose(self, peer: str) -> None:
+        """The connection has ended: reads in turn read nothing more, and end at their turns."""
+        for read in self._in_turn:
+            if read.action.peer == peer and read.error is None:
+                read.error = TransportError(f"{peer} was disconnected")
 
     def start(self, transport: Transport, action: StartRead, plan: TransferPlan, began_at: float) -> Read | None:
         num_pairs = len(action.sources)
         by_device = self._memory is not None and not action.pieces
         digests = [0] * num_pairs if self._view is not None or by_device else []
         size = max(1, SLICE_BYTES // plan.piece_bytes) if self._view is not None else num_pairs
-        slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
+        slices = deque((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
         return self._start_slices(transport, Read(action, plan, began_at, slices, digests))
 
     def on_done(self, transport: Transport, handle: int) -> Read | None:
@@ -89,7 +105,8 @@ class Reads:
 
     def time_out(self, transport: Transport, now: float) -> list[Read]:
         """Cancel late reads. They end when the transport reports their end. Returns each late read once."""
-        late = [read for read in dict.fromkeys(self._read_of.values()) if now >= read.deadline and not read.timed_out]
+        reads = dict.fromkeys((*self._read_of.values(), *self._in_turn))
+        late = [read for read in reads if now >= read.deadline and not read.timed_out]
         for read in late:
             read.timed_out = f"a read did not end within {read.action.timeout_s:.1f} s"
             self._break(transport, read, TransportError(read.timed_out))
@@ -98,11 +115,9 @@ class Reads:
     # ---- inside
 
     def _start_slices(self, transport: Transport, read: Read) -> Read | None:
-        """Start slices while there is room. Returns the read if all its slices have ended."""
-        while read.error is None and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
-            part = next(read.slices, None)
-            if part is None:
-                break
+        """Start slices while there is room, up to one that is done at once. Returns the read if all have ended."""
+        while read.error is None and read.slices and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
+            part = read.slices.popleft()
             try:
                 handle = _start(transport, read, *part)
             except TransportError as error:
@@ -110,9 +125,12 @@ class Reads:
                 break
             if transport.try_complete(handle):
                 self._hash(read, part)
-            else:
-                read.in_flight[handle] = part
-                self._read_of[handle] = read
+                if read.slices and not read.in_flight:
+                    self._in_turn.append(read)
+                    return None
+                continue
+            read.in_flight[handle] = part
+            self._read_of[handle] = read
         return None if read.in_flight else read
 
     def _hash(self, read: Read, part: Slice) -> None:

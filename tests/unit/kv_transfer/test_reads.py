@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import xxhash
 
 from core.errors import PeerDisconnected, TransportError
@@ -92,14 +94,46 @@ def digests_of(copier: Copier, num_blocks: int) -> tuple[int, ...]:
     return tuple(xxhash.xxh3_64_intdigest(copier.source[block]) for block in range(num_blocks))
 
 
-def test_slices_that_land_at_once_end_the_read_at_once() -> None:
+def test_slices_that_land_at_once_are_read_one_in_each_turn() -> None:
     copier = Copier(at_once=True)
     reads, count = reads_into(copier), 2 * PER_SLICE + 3
-    read = reads.start(copier, start_of(count), PLAN, 1.0)
+    assert reads.start(copier, start_of(count), PLAN, 1.0) is None
+    assert reads.take_turn(copier) is None
+    assert reads
+    read = reads.take_turn(copier)
     assert read is not None
     assert read.result(0.5) == ReadFinished(7, digests_of(copier, count), 0.5)
     assert copier.sizes == [SLICE_BYTES, SLICE_BYTES, 3 * LAYOUT.block_bytes]
     assert not reads
+
+
+def test_a_short_read_ends_before_a_long_one_that_began_earlier() -> None:
+    copier = Copier(at_once=True)
+    reads = reads_into(copier)
+    assert reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0) is None
+    short = reads.start(copier, replace(start_of(2), read_id=8), PLAN, 1.0)
+    assert short is not None
+    assert short.result(0.5) == ReadFinished(8, digests_of(copier, 2), 0.5)
+    assert reads.has_turns
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_read_that_is_lost_or_late_between_its_turns_ends_at_the_next_one(is_late: bool) -> None:
+    copier = Copier(at_once=True)
+    reads = reads_into(copier)
+    reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0)
+    if is_late:
+        (read,) = reads.time_out(copier, 2.5)
+        assert not reads.time_out(copier, 2.5)
+    else:
+        reads.lose("another")
+        reads.lose("owner")
+    ended = reads.take_turn(copier)
+    assert ended is not None
+    assert isinstance(ended.result(0.5), ReadFailed)
+    assert copier.sizes == [SLICE_BYTES], "nothing more was read"
+    assert not reads
+    assert not is_late or ended is read
 
 
 def test_without_digests_a_read_is_one_slice() -> None:
