@@ -176,6 +176,7 @@ async def soak(
             footprints.append(Footprint.now())
         at_half_time, at_the_end = footprints
         check_flat(at_half_time, at_the_end, num_requests // 2)
+        ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         if num_rolling:
             for worker in deployment.workers:
                 slow_down(worker, STEP_S)
@@ -184,7 +185,6 @@ async def soak(
             rolling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await rolling
-        ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
         fabric.faults_done["(operations)"] = fabric.num_operations
         fabric.faults_done.update({f"(pulls {state})": count for state, count in ended.items()})
