@@ -14,6 +14,7 @@ from worker.reported_load import decode_contexts
 
 MOVE_S = 0.5  # of a move, without the time of its bytes: notices, the wait for room, the last blocks
 UNKNOWN_BYTES_PER_S = 1e9  # of a worker that has not read yet
+MIN_STEP_S = 1e-5  # a fitted cost may be zero
 
 
 def num_short(core: WorkerCore, pulls: PullQueue, transfers: TransferMachine) -> int:
@@ -22,19 +23,22 @@ def num_short(core: WorkerCore, pulls: PullQueue, transfers: TransferMachine) ->
     if len(running) < 2:
         return 0  # nobody gains by its move
     num_free = core.pool.num_available - pulls.num_promised_blocks
-    num_steps = _num_steps_of_move(core, transfers, running[-1])
+    # After most steps this is all: no step is shorter than one without sequences.
+    most_steps = _num_steps_of_move(core, transfers, running[-1], StepWork(0, 0, 0, 0.0))
+    if num_free >= len(running) * (most_steps // block_size + 1):
+        return 0
+    contexts = decode_contexts(running)
+    num_steps = _num_steps_of_move(core, transfers, running[-1], StepWork(len(contexts), sum(contexts), 0, 0.0))
     if num_free >= len(running) * (num_steps // block_size + 1):
         return 0
     return max(0, sum(_num_blocks_to_come(s, num_steps, block_size) for s in running) - num_free)
 
 
-def _num_steps_of_move(core: WorkerCore, transfers: TransferMachine, sequence: Sequence) -> int:
+def _num_steps_of_move(core: WorkerCore, transfers: TransferMachine, sequence: Sequence, step: StepWork) -> int:
     counters, layout = transfers.counters, transfers.address.layout
     speed = counters.num_bytes_read / counters.read_seconds if counters.read_seconds else UNKNOWN_BYTES_PER_S
     move_s = MOVE_S + len(sequence.block_table) * layout.block_bytes / speed
-    contexts = decode_contexts(core.scheduler.running)
-    step_s = core.costs.cost.seconds(StepWork(len(contexts), sum(contexts), 0, 0.0))
-    return int(move_s / step_s) + 1
+    return int(move_s / max(core.costs.cost.seconds(step), MIN_STEP_S)) + 1
 
 
 def _num_blocks_to_come(sequence: Sequence, num_steps: int, block_size: int) -> int:

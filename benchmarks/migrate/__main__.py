@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID
-from benchmarks.migrate.side import BLOCK_SIZE, Side, layout_of
+from benchmarks.migrate.side import BLOCK_SIZE, Side
 from benchmarks.processes import ChildProcess
 from benchmarks.report import Line, Report
 from tandem_client import AsyncClient, CallFailed
@@ -40,7 +40,6 @@ PARTS = ("gap", "drain", "room", "router")
 MOST_ADDED_MS, MOST_ADDED_P99_MS, MOST_GROWTH = 15.0, 60.0, 1.5
 MOST_DRAIN_S = 3.0
 MOST_ROUTER_GAP_S = 2.0
-BLOCK_BYTES = layout_of("").block_bytes
 
 
 class Process(ChildProcess):
@@ -62,7 +61,7 @@ class Fleet:
     """Routers, one prefill worker, and decode workers, which come and go."""
 
     def __init__(self, stack: contextlib.ExitStack, num_routers: int, *decode: Side) -> None:
-        self._stack, self._num_started = stack, 0
+        self._stack = stack
         self.routers = [self._start(Side("router", ordinal)) for ordinal in range(num_routers)]
         self.prefill = self._start(Side("prefill", step_s=0.002))
         self.decode = [self._start(side) for side in decode]

@@ -24,12 +24,8 @@ class RouterConfig:
     default_timeout_s: float = live(600.0)  # time limit of a call without a deadline
     max_attempts: int = live(3)  # dispatches of one request in a row that deliver no token
     retry_pause_s: float = live(0.05)  # pause before the third of them, doubled for each later one; the second has none
-    slo_ttft_ms: float = live(
-        1000.0
-    )  # wanted time to the first token; admission = "shed" refuses requests that miss it
-    admission: str = live(
-        "queue"
-    )  # queue | shed; shed = refuse a request at once if its predicted first token is too late
+    slo_ttft_ms: float = live(1000.0)  # wanted time to the first token; admission = "shed" refuses what misses it
+    admission: str = live("queue")  # queue | shed; shed = refuse a request whose predicted first token is too late
     local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
     policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
     report_stale_s: float = live(3.0)  # after this long without a report, a worker counts as saturated

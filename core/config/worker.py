@@ -121,9 +121,7 @@ class WorkerConfig:
     drain_timeout_s: float = live(30.0)  # time limit for the open requests of a removed worker
     max_pulls_waiting: int = live(256)  # hand-offs that wait for blocks on a decode worker
     default_timeout_s: float = live(600.0)  # time limit of a call without a deadline
-    step_timeout_s: float = live(
-        300.0
-    )  # a step that takes longer has failed: the worker's process is killed and replaced
+    step_timeout_s: float = live(300.0)  # a longer step has failed: the worker's process is killed and replaced
 
     def __post_init__(self) -> None:
         require_positive(
