@@ -175,7 +175,7 @@ class FleetMachine:
         self._wanted |= changed
 
     def _switch_role(self, event: SwitchRole, now: float) -> None:
-        """Rule 9."""
+        """Rule 10."""
         if self._ending or self._roll is not None:
             raise InvalidRequest("role", "the fleet stops" if self._ending else "the fleet rolls; switch afterwards")
         slot = role_switch.find_slot(event, self._slots, self._newest_rules)
