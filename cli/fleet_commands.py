@@ -67,6 +67,7 @@ def scale(
     prefill: Size = None,
     decode: Size = None,
     routers: NumRouters = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Let the planner size the pools that are not given.")] = False,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
@@ -75,7 +76,7 @@ def scale(
     from cli.status import scale as request_sizes
 
     sizes = {"prefill": prefill, "decode": decode, "routers": routers}
-    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
+    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, auto, console))
 
 
 def role(

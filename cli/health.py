@@ -125,6 +125,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
         }
         for slot in fleet.slots
     ]
+    planner = fleet.planner
     return json.dumps(
         {
             "health": health_of(fleet).name.lower(),
@@ -132,5 +133,16 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
             "rolling": fleet.rolling,
             "pools": pools,
             "slots": slots,
+            "planner": {
+                "enabled": planner.enabled,
+                "pinned": [ROLES[role] for role in planner.pinned],
+                "plan": planner.plan,
+            },
+            "traffic": {
+                "requests_per_s": round(planner.requests_per_s, 3),
+                "ended": planner.num_ended,
+                "attainment": round(planner.attainment, 4),
+                "moved": fleet.num_moved,
+            },
         }
     )

@@ -8,6 +8,7 @@ from core.config import ClusterConfig
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
+SIZED = {cluster_pb2.SERVICE_ROLE_PREFILL: "prefill", cluster_pb2.SERVICE_ROLE_DECODE: "decode"}
 NO_PREFILL = "decode workers compute the prompts"
 
 
@@ -20,10 +21,28 @@ def pool_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
     if not num_serving(fleet, worker_pb2.WORKER_ROLE_DECODE):
         if fleet.wanted_decode:
             return ["no decode worker serves yet: requests wait"]
+        if fleet.planner.enabled and cluster_pb2.SERVICE_ROLE_DECODE not in fleet.planner.pinned:
+            return ["no decode worker serves: the next request brings some"]
         return [f"no request is served: {NO_DECODE}"]
     if not num_serving(fleet, worker_pb2.WORKER_ROLE_PREFILL):
         return [f"no prefill worker serves: {NO_PREFILL}"]
     return []
+
+
+def traffic_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
+    """The traffic of the newest minutes, and what the planner makes of it."""
+    planner, lines = fleet.planner, []
+    if planner.num_ended:
+        moved = f", {fleet.num_moved} sequences moved since the start" if fleet.num_moved else ""
+        lines.append(
+            f"{planner.requests_per_s:.3g} requests/s; {planner.attainment:.0%} of {planner.num_ended} within the "
+            f"wanted times in 5 minutes{moved}"
+        )
+    if planner.enabled:
+        pinned = " and ".join(SIZED[role] for role in planner.pinned)
+        held = f" ({pinned} pinned; `tandem scale --auto` releases)" if pinned else ""
+        lines.append(f"planner: {planner.plan}{held}")
+    return lines
 
 
 def sizes_text(prefill: int, decode: int, routers: int) -> str:

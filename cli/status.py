@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cli.health import SILENT_MS, Health, health_of, slot_lines, status_json
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
-from cli.pools import num_serving, pool_lines, sizes_text
+from cli.pools import num_serving, pool_lines, sizes_text, traffic_lines
 from core.errors import InvalidRequest
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, worker_pb2
@@ -199,7 +199,8 @@ def _view(before: Sample | None, now: Sample) -> RenderableType:
     table = fleet_table(now.fleet, rates(before, now), with_ledger=now.ledger is not None)
     holders = [] if now.ledger is None else [holders_table(now.ledger)]
     empty = [Text(line, style="yellow") for line in (*pool_lines(now.fleet), *slot_lines(now.fleet))]
-    return Group(table, *empty, *paths_text(now.fleet), *holders)
+    traffic = [Text(line, style="dim") for line in traffic_lines(now.fleet)]
+    return Group(table, *empty, *traffic, *paths_text(now.fleet), *holders)
 
 
 def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
@@ -207,11 +208,11 @@ def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
     return [Text(line, style="dim" if number == 0 else "yellow") for number, line in enumerate(path_lines(fleet))]
 
 
-async def scale(connection: AsyncClient, sizes: Mapping[str, int | None], console: Console) -> None:
-    """Change the wanted sizes (prefill, decode, routers). Raises `InvalidRequest` if none is given."""
-    if all(size is None for size in sizes.values()):
-        raise InvalidRequest("scale", "give --prefill, --decode or --routers")
+async def scale(connection: AsyncClient, sizes: Mapping[str, int | None], auto: bool, console: Console) -> None:
+    """Change the wanted sizes (prefill, decode, routers). Raises `InvalidRequest` if nothing is given."""
+    if all(size is None for size in sizes.values()) and not auto:
+        raise InvalidRequest("scale", "give --prefill, --decode, --routers or --auto")
     async with connection as client:
-        answer = await client.scale(**sizes)
+        answer = await client.scale(**sizes, auto=auto)
     wanted = sizes_text(answer.wanted_prefill, answer.wanted_decode, answer.wanted_routers)
     console.print(f"wanted: {wanted}; `tandem status` shows the progress")

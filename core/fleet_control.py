@@ -33,11 +33,24 @@ class SlotStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanStatus:
+    """The planner (fleet/planner/planner.py), and the traffic as it sees it."""
+
+    enabled: bool = False
+    pinned: tuple[ServiceRole, ...] = ()  # pools whose sizes an operator has set
+    plan: str = ""  # the sizes and their reason; empty if it is off
+    rate: float = 0.0  # requests/s that arrive
+    num_ended: int = 0  # requests in the newest 5 minutes
+    attainment: float = 0.0  # share of these within the wanted times
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
     wanted: PoolSizes
     slots: tuple[SlotStatus, ...]  # by role and number
     revision: int = 0  # of the config of new starts
     rolling: bool = False  # services of other revisions are being replaced
+    planner: PlanStatus = PlanStatus()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +79,11 @@ class ConfigChange:
 class FleetControl(Protocol):
     """Every method raises `WorkerUnavailable` if the supervisor is dead or silent."""
 
-    async def scale(self, sizes: PoolSizes) -> PoolSizes:
-        """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`."""
+    async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
+        """Set the wanted sizes of these roles. Returns all sizes now wanted. Raises `InvalidRequest`.
+
+        The planner then leaves these pools alone. With `auto`, it sizes all others, those too that were set before.
+        """
 
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
         """Begin to give a worker the other role. Returns all sizes now wanted. Raises `InvalidRequest`."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from core.config import LiveConfig
 from core.lifecycle import ServiceRole
+from core.traffic import RouterTraffic
 
 
 def join_address(host: str, port: int | str) -> str:
@@ -88,6 +89,13 @@ class RouterControl(Service, Protocol):
 
     async def set_routers(self, routers: list[FleetRouter]) -> None:
         """`routers` lists every live router of the fleet, this one too."""
+
+    def traffic(self, start_s: float) -> RouterTraffic:
+        """What the router has counted, and what its workers report, for the planner. Call `start` first.
+
+        If the planner brings workers when requests wait, they wait for `start_s`, the time of a start, and half of that
+        again; else it is 0.
+        """
 
 
 # The name of each role's size in the API and in errors.

@@ -67,6 +67,7 @@ class ScaleTo:
     """The pool sizes to change. A role without an entry keeps its size."""
 
     sizes: PoolSizes
+    first_to_leave: tuple[str, ...] = ()  # names of slots of a shrinking pool, in this order; then the newest
 
 
 @dataclass(frozen=True, slots=True)

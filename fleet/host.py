@@ -8,6 +8,7 @@ from typing import Protocol
 from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
+from core.traffic import RouterTraffic
 from fleet.events import MachineId
 from fleet.service_host import StartFault
 
@@ -45,5 +46,8 @@ class Host(Protocol):
         """Drain the worker, and let it serve in this role. Returns the reason if it cannot, else an empty text."""
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
+
+    async def traffic(self, start_s: float) -> RouterTraffic:
+        """As `RouterControl.traffic`, of a started router."""
 
     def kill(self) -> None: ...

@@ -9,7 +9,7 @@ machine drops every event of a member that is not the newest start of its slot.
 
 Rule 1: the number of slots of a role that do not drain equals the wanted size.
 Rule 2: every router learns of a change in the step in which the machine learns of it.
-Rule 3: removed slots drain, newest first. A drain past its time limit is killed.
+Rule 3: removed slots drain, those that are named first, then the newest. A drain past its time limit is killed.
 Rule 4: at shutdown all routers drain before any worker, so that dispatched requests can finish.
 Rule 5: at least one router is wanted.
 Rule 6: a slot waits for a machine without a time limit, until it is not wanted any more: a killed actor would take
@@ -173,6 +173,10 @@ class FleetMachine:
             sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
             self._say("fleet", "is scaled", sizes, printed=False)
         self._wanted |= changed
+        for order, name in enumerate(event.first_to_leave):
+            slot = next((slot for slot in self._slots if slot.member.name == name), None)
+            if slot is not None:
+                slot.leave_order = order
 
     def _switch_role(self, event: SwitchRole, now: float) -> None:
         """Rule 10."""
@@ -328,6 +332,8 @@ class FleetMachine:
             staying = self._slots.staying(role)
             for slot in staying[wanted:]:
                 self._leave(slot, "not wanted any more", now)
+            for slot in staying:
+                slot.leave_order = None
             added += [self._slots.add(role, now) for _ in range(wanted - len(staying))]
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):

@@ -15,6 +15,7 @@ from typing import Any
 from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
+from core.traffic import RouterTraffic
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import MachineId, Member
@@ -133,6 +134,10 @@ class RayHost:
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         await self._finish(self._actor.set_fleet.remote(workers, routers))
+
+    async def traffic(self, start_s: float) -> RouterTraffic:
+        traffic: RouterTraffic = await self._finish(self._actor.traffic.remote(start_s))
+        return traffic
 
     async def _finish(self, call: Any) -> Any:
         """The result of a call. A method that raises is a bug of the service, so the call also ends its process."""

@@ -23,6 +23,7 @@ from core.errors import TandemError
 from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, RouterControl, Service, WorkerControl, join_address
+from core.traffic import RouterTraffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,10 @@ class ServiceHost:
         router: RouterControl = self._service  # type: ignore[assignment]  # the supervisor calls this on routers only
         await router.set_workers(workers)
         await router.set_routers(routers)
+
+    async def traffic(self, start_s: float) -> RouterTraffic:
+        router: RouterControl = self._service  # type: ignore[assignment]  # the supervisor calls this on routers only
+        return router.traffic(start_s)
 
     async def wait(self) -> str:
         """Return an empty text after `stop`, or the reason after a fault of the service.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Slot:
     replaces: SlotId | None = None  # the slot drains when this one serves; until then this one is not counted
     leave_at: float | None = None  # a serving slot drains then, also if its replacement does not serve
     machine_ends_at: float | None = None
+    leave_order: int | None = None  # while its pool shrinks: it leaves before those with a higher number, and without
     revision: int = 0  # of the config of the newest start, or of a later change that the service has taken
     configuring: int = 0  # revision on its way to the service since its start
 
@@ -53,6 +55,11 @@ class Slot:
         assert (state in LIVE) == bool(self.service_id and self.address), f"{name}: wrong name or address"
         assert state is SlotState.SERVING or self.leave_at is None, f"{name} does not serve and will leave"
         assert (state in PLACED) == (self.machine is not None), f"{name}: wrong machine"
+
+
+def _kept_first(slot: Slot) -> tuple[int, bool, float, int]:
+    named = -math.inf if slot.leave_order is None else -slot.leave_order
+    return KEPT_FIRST.index(slot.state), slot.leave_at is not None, named, slot.member.start
 
 
 class Slots:
@@ -90,7 +97,7 @@ class Slots:
         """Slots of a role that do not drain, those to keep first; the oldest first among equals. A slot and its
         replacement are one."""
         slots = [s for s in self if s.member.role is role and s.state is not SlotState.DRAINING and not s.replaces]
-        return sorted(slots, key=lambda s: (KEPT_FIRST.index(s.state), s.leave_at is not None, s.member.start))
+        return sorted(slots, key=_kept_first)
 
     def lacking(self, revision: int) -> list[Slot]:
         """The serving slots that neither have this revision of the config, nor will have it soon."""

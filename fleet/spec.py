@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from core.config import ClusterConfig, LiveConfig
+from core.config import ClusterConfig, LiveConfig, PlannerConfig
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.claims import Claims, GpuUse
@@ -51,6 +51,8 @@ class FleetSpec:
     amend: Amend | None = None
     live: LiveConfig = field(default_factory=LiveConfig)  # for services, as soon as their factory has built them
     text: str = "{}"  # the config as JSON, as in `FleetConfig`
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    local_prefill: bool = True  # decode workers compute prompts beside prefill workers
     role_option: str = ""  # the option that keeps workers from changing their roles
 
     def factory(self, role: ServiceRole) -> ServiceFactory:

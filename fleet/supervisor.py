@@ -58,7 +58,10 @@ from fleet.events import (
 from fleet.host import Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.notes import NoteRing
+from fleet.planner.planner import PlanAction, Planner
+from fleet.planner.shell import run_planner
 from fleet.service_host import StartFault
+from fleet.slots import OTHER_ROLE
 from fleet.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
@@ -108,6 +111,8 @@ class Supervisor:
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
         self._notes = NoteRing()
+        self._planner = Planner(spec.planner, local_prefill=spec.local_prefill, can_switch=not spec.role_option)
+        self._planning: asyncio.Task[None] | None = None
         self._leaving_machines = leaving_machines
         self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
@@ -124,22 +129,32 @@ class Supervisor:
         self._post(Tick())
         if self._leaving_machines is not None:
             self._spawn(self._watch_machines(self._leaving_machines))
+        self._planning = self._spawn(
+            run_planner(self._planner, self._router_hosts, self._planned_status, self._driver.now, self._do_planned)
+        )
 
     async def shutdown(self) -> float:
         """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
+        if self._planning is not None:
+            self._planning.cancel()
         self._post(Shutdown())
         return max(spec.router_drain_timeout_s for spec in self._specs.values())
 
-    async def scale(self, sizes: PoolSizes) -> PoolSizes | Refusal:
-        """Set the wanted sizes of these roles. Returns every size now wanted.
-
-        Raises `WorkerUnavailable` if the fleet has failed.
-        """
-        return self._resize(ScaleTo(sizes))
+    async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes | Refusal:
+        """As `FleetControl.scale`. Raises `WorkerUnavailable` if the fleet has failed."""
+        if auto and not self._specs[self._revision].planner.enabled:
+            return Refusal("auto", "the planner is off; `tandem config set planner.enabled=true` starts it")
+        answer = self._resize(ScaleTo(sizes))
+        if not isinstance(answer, Refusal):
+            self._planner.pin(sizes, only=auto)
+        return answer
 
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes | Refusal:
         """As `FleetControl.switch_role`."""
-        return self._resize(SwitchRole(slot, role))
+        answer = self._resize(SwitchRole(slot, role))
+        if not isinstance(answer, Refusal):
+            self._planner.pin(OTHER_ROLE)  # it would switch the worker back
+        return answer
 
     def _resize(self, event: ScaleTo | SwitchRole) -> PoolSizes | Refusal:
         assert self._driver is not None, "start it first"
@@ -151,7 +166,34 @@ class Supervisor:
 
     async def status(self) -> FleetStatus:
         assert self._driver is not None, "start it first"
+        return replace(self._planned_status(), planner=self._planner.status(self._driver.now()))
+
+    def _fleet_status(self) -> FleetStatus:
+        assert self._driver is not None, "start it first"
         return self._machine.status(self._driver.now())
+
+    def _planned_status(self) -> FleetStatus:
+        """For the planner, which follows the config of new starts."""
+        status = self._fleet_status()
+        self._planner.config = self._specs[status.revision].planner
+        return status
+
+    def _router_hosts(self) -> dict[str, Host]:
+        return {
+            endpoint.service_id: self._hosts[member]
+            for member, endpoint in self._routers.items()
+            if member in self._hosts
+        }
+
+    def _do_planned(self, action: PlanAction) -> None:
+        assert self._driver is not None, "start it first"
+        if isinstance(action, FleetMessage):
+            self._perform(action)
+            return
+        try:
+            self._driver.ask(action)
+        except InvalidRequest as refused:  # the fleet has changed since the status that the planner saw
+            self._perform(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
     async def roll(self, config: str) -> int | Refusal:
         """As `FleetControl.roll`."""
@@ -268,10 +310,11 @@ class Supervisor:
             case _:
                 assert_never(action)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -27,8 +27,8 @@ class SupervisorControl:
 
     supervisor: Any
 
-    async def scale(self, sizes: PoolSizes) -> PoolSizes:
-        wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes))
+    async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
+        wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes, auto))
         return wanted
 
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:

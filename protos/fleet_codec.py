@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import InvalidRequest
-from core.fleet_control import FleetNote, SlotState, SlotStatus
+from core.fleet_control import FleetNote, PlanStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from tandem_client.stubs import cluster_pb2
 
@@ -41,6 +41,17 @@ def encode_slot(slot: SlotStatus) -> cluster_pb2.FleetSlot:
         machine=slot.machine,
         version=slot.version,
         config_revision=slot.revision,
+    )
+
+
+def encode_planner(planner: PlanStatus) -> cluster_pb2.Planner:
+    return cluster_pb2.Planner(
+        enabled=planner.enabled,
+        pinned=[SERVICE_ROLES[role] for role in planner.pinned],
+        plan=planner.plan,
+        requests_per_s=planner.rate,
+        num_ended=planner.num_ended,
+        attainment=planner.attainment,
     )
 
 

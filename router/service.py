@@ -12,6 +12,7 @@ from core.config import ApiKeyConfig, LiveConfig, RouterConfig, SecurityConfig, 
 from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, HttpFront
+from core.traffic import RouterTraffic
 from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.local_calls import LocalCalls
@@ -124,6 +125,10 @@ class RouterService:
     async def set_routers(self, routers: list[FleetRouter]) -> None:
         assert self._cluster is not None
         self._cluster.routers = routers
+
+    def traffic(self, start_s: float) -> RouterTraffic:
+        assert self._shell is not None
+        return self._shell.traffic(start_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""

@@ -13,12 +13,14 @@ from core.config import RouterConfig, with_live
 from core.errors import DeadlineExceeded, TandemError
 from core.lifecycle import Stage, Timeline
 from core.service import Endpoint
+from core.traffic import RouterTraffic
 from router.links.worker_link import WorkerLink
 from router.operations.decision_timer import DecisionTimer
 from router.operations.fleet_metrics import readings
 from router.operations.request_metrics import RequestMetrics
 from router.operations.request_ring import RequestRing
 from router.operations.request_spans import spans_of
+from router.operations.traffic_count import TrafficCount
 from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
@@ -65,6 +67,8 @@ class RouterShell:
         self.metrics = Metrics(telemetry.config, readings(self.view))
         timer.durations = self.metrics.buckets(Metric.DECISION_DURATION)
         self._request_metrics = RequestMetrics(self.metrics, config.slo_ttft_ms)
+        self._traffic = TrafficCount()
+        self._start_s = 0.0  # of a worker that the planner brings; 0 = none comes
 
     def now(self) -> float:
         return self._driver.now()
@@ -78,7 +82,7 @@ class RouterShell:
         """Take the live options of `config`."""
         self.config = with_live(self.config, config)
         self._request_metrics.slo_ttft_ms = self.config.slo_ttft_ms
-        self._driver.post(events.ConfigChanged(self.config))
+        self._driver.post(events.ConfigChanged(self.config, self._start_s))
 
     # ---- streams
 
@@ -88,6 +92,7 @@ class RouterShell:
         Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, or `WorkerUnavailable` if the machine has failed.
         """
         first, *others = (stream.request for stream in streams)
+        self._traffic.arrived(len(streams))
         self._streams |= {stream.request.request_id: stream for stream in streams}
         try:
             if deadline <= self.now():
@@ -124,6 +129,13 @@ class RouterShell:
         self.ring.add(ended)
         if self.telemetry.keeps(ended.trace, ended.total_s, failed=ended.outcome is None):
             self.telemetry.export(ended.trace, spans_of(ended, self.router_id))
+
+    def traffic(self, start_s: float) -> RouterTraffic:
+        """As `RouterControl.traffic`."""
+        if start_s != self._start_s:
+            self._start_s = start_s
+            self._driver.post(events.ConfigChanged(self.config, start_s))
+        return self._traffic.reading(self.view, self.config.slo_ttft_ms / 1e3)
 
     def count_refusal(self, error: TandemError) -> None:
         """Count a call that was refused before the request was read."""
@@ -221,6 +233,7 @@ class RouterShell:
         stream = self._streams.pop(result.request_id)
         stream.end(result)
         self._request_metrics.ended(stream, result, self.now())
+        self._traffic.ended(result, self.config.slo_ttft_ms / 1e3)
 
     def _on_fatal(self, error: BaseException) -> None:
         if not self.failure.done():

@@ -41,11 +41,12 @@ class Replay:
         self.config = config
         self.world = World(config.seed, max_events=MAX_EVENTS, is_checked=False)
         self.network = Network(self.world, NetworkFaults(delay_s=config.message_delay_s))
-        self.workers = {spec.worker_id: WorkerShell(self.world, spec) for spec in self._specs()}
-        agents: dict[str, SimulatedAgent] = {}
-        for worker in self.workers.values():
-            worker.join(self.network, agents, ReadFaults())
-        self.clients = ServedRequests(self.world)
+        self.workers: dict[str, WorkerShell] = {}
+        self._agents: dict[str, SimulatedAgent] = {}
+        for role, count in self._first_workers():
+            for number in range(count):
+                self._add_worker(f"{role.value}-{number}", role)
+        self.clients = self._new_clients()
         self.routers = [self._router(f"router-{number}") for number in range(config.num_routers)]
         self.trace = self._arrivals(workload)
 
@@ -54,27 +55,33 @@ class Replay:
         router.links = StreamLinks(self.world, router, self.workers, self.config.message_delay_s)
         return router
 
-    def _specs(self) -> list[WorkerSpec]:
-        config = self.config
-        pools = [(ServiceRole.PREFILL, config.num_prefill, config.prefill_pool_tokens, config.prefill_cost)]
-        pools += [(ServiceRole.DECODE, config.num_decode, config.decode_pool_tokens, config.decode_cost)]
-        return [
-            WorkerSpec(
-                worker_id=f"{role.value}-{number}",
-                role=role,
-                num_blocks=num_tokens // config.layout.block_size,
-                layout=config.layout,
-                scheduler=config.scheduler,
-                transfer=TransferConfig(verify_digests=False, min_bytes_per_s=config.link.bytes_per_s / 1000),
-                worker=config.worker,
-                step_cost=step_cost,
-                known_cost=step_cost,  # as after the warm-up of an engine
-                step_noise=config.step_noise,
-                link=config.link,
-            )
-            for role, count, num_tokens, step_cost in pools
-            for number in range(count)
-        ]
+    def _new_clients(self) -> ServedRequests:
+        return ServedRequests(self.world)
+
+    def _first_workers(self) -> list[tuple[ServiceRole, int]]:
+        """Those that serve before the first request."""
+        return [(ServiceRole.PREFILL, self.config.num_prefill), (ServiceRole.DECODE, self.config.num_decode)]
+
+    def _add_worker(self, worker_id: str, role: ServiceRole) -> WorkerShell:
+        config, is_prefill = self.config, role is ServiceRole.PREFILL
+        num_tokens = config.prefill_pool_tokens if is_prefill else config.decode_pool_tokens
+        step_cost = config.prefill_cost if is_prefill else config.decode_cost
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            role=role,
+            num_blocks=num_tokens // config.layout.block_size,
+            layout=config.layout,
+            scheduler=config.scheduler,
+            transfer=TransferConfig(verify_digests=False, min_bytes_per_s=config.link.bytes_per_s / 1000),
+            worker=config.worker,
+            step_cost=step_cost,
+            known_cost=step_cost,  # as after the warm-up of an engine
+            step_noise=config.step_noise,
+            link=config.link,
+        )
+        worker = self.workers[worker_id] = WorkerShell(self.world, spec)
+        worker.join(self.network, self._agents, ReadFaults())
+        return worker
 
     def _arrivals(self, workload: Workload) -> list[TraceRequest]:
         """Every number of routers and workers gets the same arrivals, apart from their rate."""
@@ -152,11 +159,14 @@ class Replay:
         """Every machine checks itself."""
         for router in self.routers:
             router.machine.check()
-        for worker in self.workers.values():
+        for worker in self._live_workers():
             worker.machine.check()
 
+    def _live_workers(self) -> list[WorkerShell]:
+        return [worker for worker in self.workers.values() if worker.alive]
+
     def _check_left_clean(self) -> None:
-        for worker in self.workers.values():
+        for worker in self._live_workers():
             kept = worker.kept_blocks
             if any(kept.values()) or not worker.machine.idle:
                 name = worker.spec.worker_id
@@ -169,7 +179,7 @@ class Replay:
         self.world.after(PROGRESS_S, partial(self._report_progress, on_progress))
 
     def _sample_pools(self) -> None:
-        for worker in self.workers.values():
+        for worker in self._live_workers():
             worker.sample_pool()
         self.world.after(SAMPLE_S, self._sample_pools)
 

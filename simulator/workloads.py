@@ -104,6 +104,26 @@ def agent_sessions(
     return Workload(path.stem, _from_zero(requests))
 
 
+def by_curve(
+    workload: Workload, rate_at: Callable[[float], float], highest_rate: float, duration_s: float, seed: int = 0
+) -> Workload:
+    """The requests in their order, by a Poisson process of `rate_at(seconds)` requests/s, at most `highest_rate`.
+
+    After the last request they begin again, with other block ids, so that nothing of them is cached.
+    """
+    chance = random.Random(f"curve of {seed}")
+    highest_id = max(max(request.hash_ids, default=0) for request in workload.requests) + 1
+    requests: list[TraceRequest] = []
+    at = 0.0
+    while (at := at + chance.expovariate(highest_rate)) < duration_s:
+        if chance.random() * highest_rate < rate_at(at):
+            turn, place = divmod(len(requests), len(workload.requests))
+            request = workload.requests[place]
+            hash_ids = tuple(hash_id + turn * highest_id for hash_id in request.hash_ids)
+            requests.append(replace(request, arrives_at=at, hash_ids=hash_ids))
+    return Workload(workload.name, requests)
+
+
 @dataclass(frozen=True, slots=True)
 class Synthetic:
     """Raises `ValueError` naming the field."""

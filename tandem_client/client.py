@@ -210,10 +210,10 @@ class AsyncClient:
         return await self._operate("ListEvents", request, metadata)
 
     async def scale(
-        self, prefill: int | None = None, decode: int | None = None, routers: int | None = None
+        self, prefill: int | None = None, decode: int | None = None, routers: int | None = None, auto: bool = False
     ) -> cluster_pb2.ScaleResponse:
-        """Set the wanted sizes; None leaves a size as it is."""
-        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
+        """Set the wanted sizes; None leaves a size as it is, and with `auto` leaves it to the planner."""
+        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers, auto=auto)
         return await self._operate("Scale", request)
 
     async def switch_role(self, slot: str, role: cluster_pb2.ServiceRole) -> cluster_pb2.SwitchRoleResponse:

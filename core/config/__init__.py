@@ -23,6 +23,7 @@ from core.config.front import (
     ServedModelConfig,
 )
 from core.config.live import live_options, with_live
+from core.config.planner import PlannerConfig
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
 from core.config.vllm import VllmConfig
@@ -41,6 +42,7 @@ __all__ = [
     "GatewayConfig",
     "LiveConfig",
     "ModelRuleConfig",
+    "PlannerConfig",
     "RouterConfig",
     "SchedulerConfig",
     "SecurityConfig",

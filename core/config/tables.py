@@ -8,6 +8,7 @@ from typing import Any
 
 from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
 from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
+from core.config.planner import PlannerConfig
 from core.config.requirements import require
 from core.config.transfer import TransferConfig
 from core.config.vllm import VllmConfig
@@ -26,6 +27,7 @@ class TandemConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
@@ -49,6 +51,12 @@ class TandemConfig:
             not self.cluster.router_resource or self.router.port != 0,
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
         )
+        for name in ("max_prefill", "max_decode"):
+            require(
+                not self.planner.enabled or getattr(self.planner, name) <= self.cluster.max_workers,
+                f"[planner] {name} must be at most {self.cluster.max_workers} ([cluster] max_workers), "
+                f"is {getattr(self.planner, name)}",
+            )
         for name in ("prefill_gpus", "decode_gpus"):
             require(
                 self.vllm.tensor_parallel == 1 or getattr(self.cluster, name) in (0.0, 1.0),

@@ -9,7 +9,7 @@ from core.fleet_control import FleetControl, FleetStatus
 from core.lifecycle import ServiceRole, WorkerState
 from core.service import SIZE_FIELDS, FleetRouter
 from protos import codec, report_codec
-from protos.fleet_codec import decode_service_role, encode_note, encode_slot
+from protos.fleet_codec import decode_service_role, encode_note, encode_planner, encode_slot
 from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
@@ -69,6 +69,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             slots=map(encode_slot, status.slots),
             config_revision=status.revision,
             rolling=status.rolling,
+            planner=None if self._control is None else encode_planner(status.planner),
+            num_moved=self._shell.view.num_moved,
         )
 
     def _describe_router(self, router: FleetRouter) -> cluster_pb2.FleetRouter:
@@ -132,9 +134,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             control = self._supervisor()
             sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
-            if not sizes:
-                raise InvalidRequest("prefill", "prefill, decode or routers must be set, none is")
-            wanted = await control.scale(sizes)
+            if not sizes and not request.auto:
+                raise InvalidRequest("prefill", "prefill, decode, routers or auto must be set, none is")
+            wanted = await control.scale(sizes, request.auto)
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.ScaleResponse(

@@ -11,7 +11,7 @@ from core.lifecycle import MoveReason, ServiceRole, WorkerState
 from core.paths import PathState
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import STEP_BOUNDS_S, WorkerLoad
-from router.requests.moves import MoveOutcome
+from router.requests.moves import MOVED, MoveOutcome
 from router.requests.router_view import RouterView
 from router.routing.worker_record import WorkerRecord
 from runtime.prometheus.metric_series import Buckets
@@ -19,7 +19,7 @@ from runtime.prometheus.metrics import Metric
 from runtime.prometheus.metrics_page import Reading
 
 COUNTED_STATES = (WorkerState.SERVING, WorkerState.DRAINING)
-NO_MOVES = {MoveOutcome(reason, "moved"): 0 for reason in MoveReason}  # a rate needs a series before the first move
+NO_MOVES = {MoveOutcome(reason, MOVED): 0 for reason in MoveReason}  # a rate needs a series before the first move
 IN_USE = (Column.HELD, Column.LEASED, Column.INCOMING)
 
 

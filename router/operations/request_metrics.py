@@ -82,22 +82,19 @@ class RequestMetrics:
 
     def _latencies(self, outcome: Outcome, labels: dict[str, str]) -> None:
         record, path = self._metrics.record, outcome.path.value
-        num_gaps = outcome.num_output_tokens - outcome.num_resumed_tokens - 1
+        gap_s = outcome.gap_s
         record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
-        gap_s = 0.0
-        if num_gaps > 0:
-            decode_s = outcome.timeline.seconds_in(Stage.DECODE)
-            gap_s = decode_s / num_gaps
+        if outcome.num_gaps:
             record(Metric.TIME_PER_OUTPUT_TOKEN, gap_s, **labels)
-            if decode_s > 0.0:
+            if gap_s > 0.0:
                 length = length_class(outcome.num_prompt_tokens + outcome.num_output_tokens)
-                record(Metric.DECODE_SPEED, num_gaps / decode_s, length=length)
+                record(Metric.DECODE_SPEED, 1.0 / gap_s, length=length)
         if outcome.attempts == 1:  # else the path tells nothing of the attempt that was predicted
             record(Metric.TTFT_PREDICTION_RATIO, outcome.first_token_s / outcome.predicted_first_token_s, path=path)
-            if outcome.promise is not None and outcome.promise.tpot_s > 0.0 and num_gaps > 0:
+            if outcome.promise is not None and outcome.promise.tpot_s > 0.0 and outcome.num_gaps:
                 record(Metric.TPOT_PREDICTION_RATIO, gap_s / outcome.promise.tpot_s, path=path)
         ttft = "met" if outcome.first_token_s * 1e3 <= self.slo_ttft_ms else "missed"
-        itl = "met" if not outcome.slo_itl_s or gap_s <= outcome.slo_itl_s else "missed"
+        itl = "met" if outcome.within_itl else "missed"
         record(Metric.SLO_REQUESTS, 1, ttft=ttft, itl=itl)
 
     def _tokens(self, outcome: Outcome, tenant: str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from core.config import RouterConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, Timeline
+from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, Stage, Timeline
 from core.machine import Tick
 from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.request import Request
@@ -172,9 +172,10 @@ class DecodeReturned:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """Live options have changed."""
+    """Live options have changed, or what is known of the fleet."""
 
     config: RouterConfig
+    start_s: float = 0.0  # a worker takes so long to start that the planner brings when requests wait; 0 = none comes
 
 
 RouterEvent = (
@@ -313,6 +314,21 @@ class Outcome:
     num_moves: int = 0  # to other decode workers
     num_resumed_tokens: int = 0  # of the output, delivered by another router
     recomputed_tokens: int = 0  # of prompt and output
+
+    @property
+    def num_gaps(self) -> int:
+        """Between the tokens that this router has delivered."""
+        return max(0, self.num_output_tokens - self.num_resumed_tokens - 1)
+
+    @property
+    def gap_s(self) -> float:
+        """Mean time of each later token; 0 without one."""
+        return self.timeline.seconds_in(Stage.DECODE) / self.num_gaps if self.num_gaps else 0.0
+
+    @property
+    def within_itl(self) -> bool:
+        """The tokens came at the wanted pace of their worker."""
+        return not self.slo_itl_s or self.gap_s <= self.slo_itl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class RouterMachine:
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
         self._queue.add(routed, now)
-        self._deadlines.set(("wait", routed.request_id), now + self.workers.config.worker_wait_s)
+        self._deadlines.set(("wait", routed.request_id), now + self.workers.wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
         actions: list[RouterAction] = []
@@ -362,8 +362,8 @@ class RouterMachine:
         return actions
 
     def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Fail a queued request if no decode worker has served for `worker_wait_s`, else check again later."""
-        wait_s = self.workers.config.worker_wait_s
+        """Fail a queued request if no decode worker has served for `wait_s`, else check again later."""
+        wait_s = self.workers.wait_s
         due = max(self.workers.served_until, routed.queued_at) + wait_s
         if due <= now:
             return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
@@ -382,7 +382,7 @@ class RouterMachine:
 
     def _on_config(self, event: events.ConfigChanged, now: float) -> list[RouterAction]:
         """Deadlines that depend on the config are looked at again. What runs or waits beyond a new limit goes on."""
-        self.workers.set_config(event.config)
+        self.workers.set_config(event.config, event.start_s)
         self._liveness.check_again(now)
         for routed in self._queue:
             self._deadlines.set(("wait", routed.request_id), now)

@@ -28,6 +28,7 @@ from router.routing.workers import WorkerTable, hashes_of
 
 MIN_TOKENS_LEFT = 2  # with fewer tokens to come, a request ends where it is
 MAX_ROOM_MOVES = 2  # of one request, for lack of room: a fleet that is full would only pass it on
+MOVED = "moved"
 
 
 class MoveOutcome(NamedTuple):
@@ -179,7 +180,7 @@ class OpenMoves:
         self.by_id[source.dispatch_id] = self.by_call[source.call] = routed
         routed.num_moves += 1
         routed.num_room_moves += move.reason is MoveReason.ROOM
-        self.outcomes[MoveOutcome(move.reason, "moved")] += 1
+        self.outcomes[MoveOutcome(move.reason, MOVED)] += 1
         return source
 
     def _fail_target(self, routed: RoutedRequest, error: TandemError) -> list[RouterAction]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sized
 from core.errors import ErrorCode
 from core.lifecycle import ServiceRole
 from core.request import Request
-from router.requests.moves import MoveOutcome
+from router.requests.moves import MOVED, MoveOutcome
 from router.routing.policy import Candidate
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import WorkerTable, hashes_of
@@ -45,6 +45,11 @@ class RouterView:
     def num_moves(self) -> dict[MoveOutcome, int]:
         """Moves that have ended or found no room, by reason and outcome."""
         return dict(self._moves)
+
+    @property
+    def num_moved(self) -> int:
+        """Running sequences that have moved."""
+        return sum(count for (_, outcome), count in self._moves.items() if outcome == MOVED)
 
     def worker(self, worker_id: str) -> WorkerRecord | None:
         """None if the worker has not joined, or was lost."""

@@ -20,6 +20,7 @@ from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()
+START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
@@ -45,6 +46,7 @@ class WorkerTable:
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
         self._longest_request: int | None = None
         self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
+        self._start_s = 0.0  # of a worker that the planner brings; 0 = none comes
         self._num_routers = 1  # with open calls; this router counts always
         self.index = PrefixIndex()
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
@@ -56,8 +58,13 @@ class WorkerTable:
         view = self._records[worker_id].view
         return view.streams_s + view.cost.sequence_s + num_tokens * view.cost.context_s
 
-    def set_config(self, config: RouterConfig) -> None:
-        self.config, self.room_changed = config, True
+    @property
+    def wait_s(self) -> float:
+        """Without a decode worker for so long, requests fail. A start may take longer than expected."""
+        return max(self.config.worker_wait_s, START_PATIENCE * self._start_s)
+
+    def set_config(self, config: RouterConfig, start_s: float) -> None:
+        self.config, self._start_s, self.room_changed = config, start_s, True
         for record in self._records.values():
             record.set_max_in_flight(config.max_in_flight(record.agent.location.on_gpu))
 

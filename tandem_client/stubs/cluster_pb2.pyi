@@ -98,7 +98,7 @@ class FleetSlot(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ServiceRole, str]] = ..., state: _Optional[_Union[SlotState, str]] = ..., in_state_ms: _Optional[float] = ..., reason: _Optional[str] = ..., service_id: _Optional[str] = ..., machine: _Optional[str] = ..., version: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
 
 class GetFleetResponse(_message.Message):
-    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers", "slots", "config_revision", "rolling")
+    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers", "slots", "config_revision", "rolling", "planner", "num_moved")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,8 @@ class GetFleetResponse(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
     ROLLING_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
     num_queued: int
     num_in_flight: int
@@ -119,7 +121,25 @@ class GetFleetResponse(_message.Message):
     slots: _containers.RepeatedCompositeFieldContainer[FleetSlot]
     config_revision: int
     rolling: bool
-    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[FleetSlot, _Mapping]]] = ..., config_revision: _Optional[int] = ..., rolling: _Optional[bool] = ...) -> None: ...
+    planner: Planner
+    num_moved: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[FleetSlot, _Mapping]]] = ..., config_revision: _Optional[int] = ..., rolling: _Optional[bool] = ..., planner: _Optional[_Union[Planner, _Mapping]] = ..., num_moved: _Optional[int] = ...) -> None: ...
+
+class Planner(_message.Message):
+    __slots__ = ("enabled", "pinned", "plan", "requests_per_s", "num_ended", "attainment")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    pinned: _containers.RepeatedScalarFieldContainer[ServiceRole]
+    plan: str
+    requests_per_s: float
+    num_ended: int
+    attainment: float
+    def __init__(self, enabled: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[ServiceRole, str]]] = ..., plan: _Optional[str] = ..., requests_per_s: _Optional[float] = ..., num_ended: _Optional[int] = ..., attainment: _Optional[float] = ...) -> None: ...
 
 class RollRequest(_message.Message):
     __slots__ = ("config", "stop")
@@ -236,14 +256,16 @@ class ExplainResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., path: _Optional[_Union[_inference_pb2.RequestPath, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode", "routers")
+    __slots__ = ("prefill", "decode", "routers", "auto")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
     routers: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., routers: _Optional[int] = ...) -> None: ...
+    auto: bool
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., routers: _Optional[int] = ..., auto: _Optional[bool] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("wanted_prefill", "wanted_decode", "wanted_routers")

@@ -21,6 +21,7 @@ from core.config import ClusterConfig, LiveConfig
 from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
+from core.traffic import RequestTotals, RouterTraffic
 from fleet.service_host import Placement
 from fleet.spec import FleetSpec
 
@@ -75,6 +76,10 @@ class FakeService:
         drained = [router.router_id.rpartition("-")[0] for router in routers if router.draining]
         names = [router.router_id.rpartition("-")[0] for router in routers]
         self._report("routers", routers=sorted(names), draining=sorted(drained))
+
+    def traffic(self, start_s: float) -> RouterTraffic:
+        del start_s
+        return RouterTraffic(RequestTotals(), 0, 0, 1.0, ())
 
     async def failed(self) -> BaseException:
         """Whoever connects to its port breaks it."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cli import status
 from cli.paths import path_lines
-from cli.pools import NO_DECODE, pool_lines, ready_line
+from cli.pools import NO_DECODE, pool_lines, ready_line, traffic_lines
 from cli.status import Sample, fleet_table, holders_table, rates
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
@@ -59,15 +59,38 @@ def test_each_of_several_routers_has_a_row_and_only_the_answering_one_has_its_lo
 class Scaled:
     """A router that accepts every size."""
 
-    async def scale(self, **sizes: int | None) -> cluster_pb2.ScaleResponse:
-        self.sizes = sizes
+    async def scale(self, *, auto: bool = False, **sizes: int | None) -> cluster_pb2.ScaleResponse:
+        self.sizes, self.auto = sizes, auto
         return cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1, wanted_routers=2)
 
 
 async def test_scale_without_a_size_names_its_flags() -> None:
     sizes = dict.fromkeys(("prefill", "decode", "routers"))
-    with pytest.raises(InvalidRequest, match="give --prefill, --decode or --routers"):
-        await status.scale(contextlib.nullcontext(Scaled()), sizes, Console())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="give --prefill, --decode, --routers or --auto"):
+        await status.scale(contextlib.nullcontext(Scaled()), sizes, False, Console())  # type: ignore[arg-type]
+
+
+async def test_scale_with_auto_needs_no_size() -> None:
+    router, sizes = Scaled(), dict.fromkeys(("prefill", "decode", "routers"))
+    await status.scale(contextlib.nullcontext(router), sizes, True, Console(quiet=True))  # type: ignore[arg-type]
+    assert router.auto
+    assert router.sizes == sizes
+
+
+def test_the_status_tells_the_attainment_the_moves_and_the_plan() -> None:
+    found = fleet(worker("decode-0"))
+    assert not traffic_lines(fleet())
+    found.num_moved = 3
+    found.planner.MergeFrom(
+        cluster_pb2.Planner(
+            enabled=True, pinned=[cluster_pb2.SERVICE_ROLE_DECODE], plan="1 prefill, 1 decode for 2 requests/s",
+            requests_per_s=2.04, num_ended=600, attainment=0.973,
+        )
+    )  # fmt: skip
+    assert traffic_lines(found) == [
+        "2.04 requests/s; 97% of 600 within the wanted times in 5 minutes, 3 sequences moved since the start",
+        "planner: 1 prefill, 1 decode for 2 requests/s (decode pinned; `tandem scale --auto` releases)",
+    ]
 
 
 def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_or_its_blocks() -> None:

@@ -10,15 +10,18 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig, LiveConfig, RouterConfig
+from core.config import ClusterConfig, LiveConfig, PlannerConfig, RouterConfig
+from core.cost.step_cost import StepCost
 from core.errors import TandemError, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
+from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
 from fleet import supervisor
 from fleet.events import FleetAction, FleetEvent, FleetFailed, FleetMessage, MachineId, Member, ScaleTo
 from fleet.host import HostDied, LocalRank
 from fleet.machine import FleetMachine
+from fleet.planner import shell
 from fleet.service_host import Placement
 from fleet.spec import FleetSpec
 from fleet.supervisor import FleetUpdate, Refusal, Supervisor
@@ -73,6 +76,17 @@ class FakeHost:
         self.roles = {worker.service_id.partition(".")[0]: worker.role for worker in workers}
         self.leaving_workers = {worker.service_id.partition(".")[0] for worker in workers if worker.draining}
 
+    async def traffic(self, start_s: float) -> RouterTraffic:
+        self.start_s = start_s
+        assert self.member.role is ServiceRole.ROUTER
+        self._site.num_asked += 1
+        arrived = 10 * self._site.num_asked
+        tokens = 8000 * arrived, 8000 * arrived, 64e6 * arrived, 300 * arrived
+        totals = RequestTotals(arrived, arrived, arrived, arrived, *tokens, first_token_s=0.3 * arrived)
+        cost = StepCost(0.006, 0.0, 5e-8, 2e-5, 5e-10)
+        workers = [WorkerTraffic("decode-0.2", ServiceRole.DECODE, cost, 0.05, 8192, 400_000, 0)]
+        return RouterTraffic(totals, 0, 0, 1.0, tuple(workers))
+
     def kill(self) -> None:
         if self._ray_is_away:
             raise ConnectionError("the GCS does not answer")
@@ -92,6 +106,7 @@ class Site:
         self.hang_next = False  # at its start, while Ray does not answer
         self.updates: list[FleetUpdate] = []
         self.drained: list[tuple[str, float]] = []
+        self.num_asked = 0  # for traffic
         self.switch_fault = ""  # the reason why a worker cannot switch
         self.told_before_drain: dict[str, bool] = {}  # whether the newest router knew, by worker
         self.routers_answer = asyncio.Event()
@@ -162,6 +177,7 @@ SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, rerea
 @pytest_asyncio.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     monkeypatch.setattr(supervisor, "MACHINES_INTERVAL_S", 0.01)
+    monkeypatch.setattr(shell, "INTERVAL_S", 0.01)
     site = Site(SPEC)
     await site.supervisor.start()
     await site.comes_to_serve("router-0", "prefill-0", "decode-0")
@@ -358,3 +374,27 @@ async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkey
     await site.fails("the supervisor has a bug: KeyError('a slot')")
     with pytest.raises(WorkerUnavailable):
         await site.supervisor.scale({ServiceRole.DECODE: 3})
+
+
+async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) -> None:
+    off = await site.supervisor.scale({}, auto=True)
+    assert isinstance(off, Refusal)
+    assert off.field == "auto"
+    planned = replace(SPEC, planner=PlannerConfig(enabled=True, max_prefill=2, max_decode=2))
+    site.supervisor._specs[1] = planned
+    assert await site.supervisor.scale({ServiceRole.DECODE: 1}) == {
+        ServiceRole.PREFILL: 1, ServiceRole.DECODE: 1, ServiceRole.ROUTER: 1,
+    }  # fmt: skip
+    await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0")
+    status = (await site.supervisor.status()).planner
+    assert status.pinned == (ServiceRole.DECODE,)
+    assert status.rate > 0.0
+    await site.supervisor.scale({}, auto=True)
+    await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
+    notes = [note for note in await site.supervisor.notes(100, 0) if note.subject == "planner"]
+    assert "requests/s of 8000 + 300 tokens" in notes[0].reason
+
+
+async def test_a_role_switch_of_an_operator_pins_both_pools(site: Site) -> None:
+    await site.supervisor.switch_role("decode-0", ServiceRole.PREFILL)
+    assert (await site.supervisor.status()).planner.pinned == (ServiceRole.PREFILL, ServiceRole.DECODE)

@@ -25,8 +25,8 @@ class Supervisor:
     def scale(self) -> Supervisor:
         return self
 
-    async def remote(self, sizes: PoolSizes) -> PoolSizes | Refusal | None:
-        del sizes
+    async def remote(self, sizes: PoolSizes, auto: bool) -> PoolSizes | Refusal | None:
+        del sizes, auto
         return self._answer or await asyncio.Future()
 
 

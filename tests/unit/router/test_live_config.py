@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import QueueFull
+from core.lifecycle import ServiceRole
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
@@ -48,6 +49,21 @@ def test_a_shorter_time_without_workers_ends_requests_that_wait_already() -> Non
     router.pass_time(1.9)
     assert not router.of(events.Fail)
     router.pass_time(0.2)
+    assert [fail.request_id for fail in router.of(events.Fail)] == ["r"]
+
+
+def test_requests_wait_as_long_as_a_start_takes_that_the_planner_begins() -> None:
+    router = DrivenRouter(replace(CONFIG, worker_wait_s=7.0), prefill=(), decode=())
+    router.arrive(timeout_s=1000.0)
+    router.post(events.ConfigChanged(replace(CONFIG, worker_wait_s=7.0), start_s=60.0))
+    router.pass_time(89.0)
+    assert not router.of(events.Fail)
+    router.join("D", ServiceRole.DECODE)
+    assert [start.dispatch_id for start in router.of(events.StartDecode)] == ["r#1"]
+    router = DrivenRouter(replace(CONFIG, worker_wait_s=7.0), prefill=(), decode=())
+    router.arrive(timeout_s=1000.0)
+    router.post(events.ConfigChanged(replace(CONFIG, worker_wait_s=7.0), start_s=60.0))
+    router.pass_time(91.0)
     assert [fail.request_id for fail in router.of(events.Fail)] == ["r"]
 
 

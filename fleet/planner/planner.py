@@ -1,0 +1,324 @@
+"""The planner: sizes the two pools of workers by the traffic (docs/planner.md, docs/adr/0054).
+
+Once a second it looks at what the routers have counted, and compares pool sizes (P, D):
+
+    the sizes miss the wanted times at the forecast   -> the cheapest sizes that hold them, at once. A worker of a pool
+                                                         that gets smaller switches its role before another one starts
+    one size smaller would have held EASY_SHARE of the wanted times, whenever asked in the time of QUIET_STARTS starts
+                                                      -> smaller by one
+    no request for `idle_s`                           -> pools with a minimum of 0 become empty; the next request that
+                                                         waits brings the sizes back
+    no router reports, or too few requests have ended -> the sizes stay, and the plan says why
+
+It decides about sizes only; FleetMachine starts, drains and switches. Nothing here waits or reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from core.config import PlannerConfig
+from core.fleet_control import FleetStatus, PlanStatus, SlotState, SlotStatus
+from core.lifecycle import ServiceRole
+from core.traffic import RouterTraffic, WorkerTraffic
+from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.planner.outlook import Outlook, Sizes
+from fleet.planner.prediction import Demand, FleetModel, Times, WorkerModel
+from fleet.planner.start_times import StartTimes
+from fleet.planner.traffic_log import LONG_S, TrafficLog
+
+EASY_SHARE = 0.8  # of the wanted times, which a smaller fleet must hold
+CHANCE = 2.0  # ... at a rate so many standard deviations higher, so that chance does not bring the worker back
+QUIET_STARTS = 2.0  # so many start-ups long
+LEAST_QUIET_S = 60.0
+ATTAINMENT_S = 300.0  # the status shows the attainment of this time
+JUDGED_S = 60.0  # a decision is judged by this time, which begins when its workers serve
+CUT, MAX_CUTS = 0.9, 40  # of the rate, if no allowed sizes can follow it
+MAX_SIZE = 1024  # of a pool, in a search
+P, D = POOLS = ServiceRole.PREFILL, ServiceRole.DECODE
+
+PlanAction = ScaleTo | SwitchRole | FleetMessage
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    sizes: Sizes
+    times: Times
+    rate: float
+    judged_at: float
+
+
+class Planner:
+    def __init__(self, config: PlannerConfig, *, local_prefill: bool = True, can_switch: bool = True) -> None:
+        """`local_prefill`: decode workers compute prompts beside prefill workers. `can_switch`: of roles."""
+        self.config = config
+        self._local_prefill, self._can_switch = local_prefill, can_switch
+        self.log = TrafficLog()
+        self.starts = StartTimes()
+        self._pinned: set[ServiceRole] = set()
+        self._easy_since: dict[Sizes, float] = {}  # smaller sizes that would have held since then
+        self._before_idle: Sizes | None = None  # sizes to return to
+        self._decision: _Decision | None = None  # not judged yet
+        self._why = "has not planned yet"
+        self._heard: list[RouterTraffic] = []  # for the present plan
+
+    # ---- what it is told
+
+    def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
+        self.log.note(router_id, traffic, now)
+
+    def pin(self, roles: Collection[ServiceRole], only: bool = False) -> None:
+        """An operator has set the sizes of these pools, so they stay. With `only`, no other pool stays."""
+        self._pinned = (set() if only else self._pinned) | (set(roles) & set(POOLS))
+
+    @property
+    def start_s(self) -> float:
+        """Of a worker that it brings when requests wait; 0 if it brings none."""
+        brings = self.config.enabled and D not in self._pinned
+        return self.starts.longest(self.config.start_s) if brings else 0.0
+
+    def status(self, now: float) -> PlanStatus:
+        totals = self.log.totals(ATTAINMENT_S, now)
+        return PlanStatus(
+            enabled=self.config.enabled,
+            pinned=tuple(role for role in POOLS if role in self._pinned),
+            plan=self._why if self.config.enabled else "",
+            rate=self.log.level(now),
+            num_ended=totals.num_ended,
+            attainment=totals.num_within / totals.num_ended if totals.num_ended else 0.0,
+        )
+
+    # ---- what it decides
+
+    def plan(self, status: FleetStatus, now: float) -> list[PlanAction]:
+        """Call it once a second, with the fleet as it is."""
+        self.starts.note(status, now)
+        if not self.config.enabled:
+            return []
+        if status.rolling:
+            return self._hold("holds its sizes during a roll")
+        self._heard = self.log.heard(now)
+        if not self._heard:
+            return self._hold("holds its sizes: no router has reported")
+        sizes = status.wanted[ServiceRole.PREFILL], status.wanted[ServiceRole.DECODE]
+        start_s = self.starts.longest(self.config.start_s)
+        return [*self._judge(now), *self._sized(sizes, status, start_s, now)]
+
+    def _hold(self, why: str) -> list[PlanAction]:
+        self._easy_since.clear()
+        self._why = why
+        return []
+
+    def _sized(self, sizes: Sizes, status: FleetStatus, start_s: float, now: float) -> list[PlanAction]:
+        if not sizes[1]:
+            return self._wake(sizes)
+        bounded = self._bounded(sizes)
+        if bounded != sizes:
+            return self._resize(sizes, bounded, status, "its bounds have changed")
+        if now - self.log.last_busy_at >= self.config.idle_s:
+            return self._rest(sizes, status)
+        outlook = self._outlook(sizes, start_s, now)
+        if outlook is None:
+            return self._hold("holds its sizes: too few requests have ended")
+        self._why = f"{_sizes_text(sizes)} for {_demand_text(outlook.demand)}: {_times_text(outlook.times(sizes))}"
+        if outlook.holds(sizes):
+            wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
+        else:
+            wanted = self._grown(sizes, self._cheapest(sizes, outlook))
+            if wanted == sizes:
+                self._why += "; no larger size is allowed"
+        if wanted == sizes:
+            return []
+        self._easy_since.clear()
+        before, after = outlook.times(sizes), outlook.times(wanted)
+        self._decision = _Decision(wanted, after, outlook.demand.rate, now + start_s + JUDGED_S)
+        reason = f"{_demand_text(outlook.demand)}: {_times_text(before)} -> {_times_text(after)}"
+        return self._resize(sizes, wanted, status, reason)
+
+    def _outlook(self, sizes: Sizes, start_s: float, now: float) -> Outlook | None:
+        """One start-up ahead; None if nothing is known of the requests or of the workers."""
+        demand = self.log.demand(now, start_s)
+        models = [WorkerModel.of([worker for worker in self._workers if worker.role is role]) for role in POOLS]
+        known = [model for model in models if model is not None]
+        if demand is None or not known:
+            return None
+        prefill, decode = (model or known[0] for model in models)
+        model = FleetModel(prefill, decode, self._local_prefill)
+        # What waits is worked off in the time of a start. A prompt that each worker computes now does not wait.
+        prompt_s, _ = prefill.prompt_s(demand)
+        num_queued = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in self._workers)
+        rate = demand.rate + (self._num_waiting + num_queued) / max(start_s, LEAST_QUIET_S)
+        demand = replace(demand, rate=rate)
+        prefills, decodes = self._ranges(sizes)
+        slo_ttft_s = min(traffic.slo_ttft_s for traffic in self._heard)
+        step_limit_s = max(worker.step_limit_s for worker in self._workers)
+        largest = prefills.stop - 1, decodes.stop - 1
+        return Outlook.of(model, demand, slo_ttft_s, step_limit_s or math.inf, largest)
+
+    @property
+    def _workers(self) -> list[WorkerTraffic]:
+        """Each router has the reports of every worker."""
+        return list({worker.service_id: worker for traffic in self._heard for worker in traffic.workers}.values())
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(traffic.num_waiting for traffic in self._heard)
+
+    # ---- the sizes
+
+    def _ranges(self, sizes: Sizes) -> tuple[range, range]:
+        """The allowed sizes of each pool. A pinned pool keeps its size."""
+        config = self.config
+        prefills = range(config.min_prefill, min(config.max_prefill, MAX_SIZE) + 1)
+        decodes = range(max(1, config.min_decode), min(config.max_decode, MAX_SIZE) + 1)
+        return (
+            range(sizes[0], sizes[0] + 1) if P in self._pinned else prefills,
+            range(sizes[1], sizes[1] + 1) if D in self._pinned else decodes,
+        )
+
+    def _bounded(self, sizes: Sizes) -> Sizes:
+        pairs = zip(sizes, self._ranges(sizes), strict=True)
+        prefill, decode = (min(max(size, allowed.start), allowed.stop - 1) for size, allowed in pairs)
+        return prefill, decode
+
+    @property
+    def _most(self) -> int:
+        """Workers of both pools together."""
+        return self.config.max_workers or 2 * MAX_SIZE
+
+    def _price(self, sizes: Sizes) -> float:
+        return sizes[0] * self.config.prefill_price + sizes[1] * self.config.decode_price
+
+    def _cheapest(self, present: Sizes, outlook: Outlook) -> Sizes:
+        """Of those that hold the wanted times at the rate, or at the highest lower rate that any sizes can follow. The
+        present ones stay if they can follow that rate, too."""
+        prefills, decodes = self._ranges(present)
+        for _ in range(MAX_CUTS):
+            holding = [sizes for sizes in outlook.frontier(prefills, decodes) if sum(sizes) <= self._most]
+            if outlook.holds(present):
+                return present
+            if holding:
+                return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
+            outlook = outlook.at_rate(outlook.demand.rate * CUT)
+        return present
+
+    def _grown(self, sizes: Sizes, wanted: Sizes) -> Sizes:
+        """A pool that may get smaller loses only the workers that change their roles, if the limits allow."""
+        gain = sum(max(0, size - had) for size, had in zip(wanted, sizes, strict=True)) if self._can_switch else 0
+        prefill, decode = (max(size, had - gain) for size, had in zip(wanted, sizes, strict=True))
+        return (prefill, decode) if prefill + decode <= self._most else wanted
+
+    def _smaller(self, sizes: Sizes, outlook: Outlook, quiet_s: float, now: float) -> Sizes:
+        """One size smaller, if it would have been enough for `quiet_s`; the one that saves most."""
+        rate = outlook.demand.rate
+        busier = outlook.at_rate(rate + CHANCE * math.sqrt(rate / LONG_S))
+        candidates = {P: (sizes[0] - 1, sizes[1]), D: (sizes[0], sizes[1] - 1)}
+        easy = [
+            smaller
+            for role, smaller in candidates.items()
+            if role not in self._pinned and self._bounded(smaller) == smaller and busier.holds(smaller, EASY_SHARE)
+        ]
+        self._easy_since = {smaller: self._easy_since.get(smaller, now) for smaller in easy}
+        long_easy = [smaller for smaller, since in self._easy_since.items() if now - since >= quiet_s]
+        return min(long_easy, key=self._price, default=sizes)
+
+    # ---- acting
+
+    def _resize(self, sizes: Sizes, wanted: Sizes, status: FleetStatus, reason: str) -> list[PlanAction]:
+        self._why = f"{_sizes_text(wanted)}: {reason}"
+        actions: list[PlanAction] = [FleetMessage("planner", f"wants {_sizes_text(wanted)}", reason, printed=False)]
+        for switch in self._switches(sizes, wanted, status):
+            actions.append(switch)
+            change = 1 if switch.role is ServiceRole.PREFILL else -1
+            sizes = sizes[0] + change, sizes[1] - change
+        changed = {role: size for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size != had}
+        if changed:
+            actions.append(ScaleTo(changed, tuple(self._leaving(changed, status))))
+        return actions
+
+    def _switches(self, sizes: Sizes, wanted: Sizes, status: FleetStatus) -> list[SwitchRole]:
+        """Workers of a pool that gets smaller, for the pool that grows: those with the fewest bytes to move."""
+        change = {role: size - had for role, size, had in zip(POOLS, wanted, sizes, strict=True)}
+        less, more = sorted(POOLS, key=change.__getitem__)
+        count = min(-change[less], change[more]) if self._can_switch else 0
+        slots = sorted(self._serving(less, status), key=self._bytes_of)
+        return [SwitchRole(slot.name, more) for slot in slots[: max(0, count)]]
+
+    def _leaving(self, changed: dict[ServiceRole, int], status: FleetStatus) -> Iterator[str]:
+        """The order in which workers of a shrinking pool leave: those that leave an empty machine, then those with the
+        fewest bytes to move."""
+        on_machine = Counter(slot.machine for slot in status.slots)
+        for role in changed:
+            slots = self._serving(role, status)
+            yield from (
+                slot.name for slot in sorted(slots, key=lambda slot: (on_machine[slot.machine], self._bytes_of(slot)))
+            )
+
+    def _serving(self, role: ServiceRole, status: FleetStatus) -> list[SlotStatus]:
+        return [slot for slot in status.slots if slot.role is role and slot.state is SlotState.SERVING]
+
+    def _bytes_of(self, slot: SlotStatus) -> int:
+        return next((worker.held_bytes for worker in self._workers if worker.service_id == slot.service_id), 0)
+
+    def _rest(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
+        """Shrink to the minimum: nobody has asked for long."""
+        least = tuple(
+            size if role in self._pinned else minimum
+            for role, size, minimum in zip(POOLS, sizes, (self.config.min_prefill, self.config.min_decode), strict=True)
+        )
+        if least == sizes:
+            return self._hold(f"{_sizes_text(sizes)}: no request for {self.config.idle_s:g} s")
+        self._before_idle = sizes
+        self._easy_since.clear()
+        return self._resize(sizes, (least[0], least[1]), status, f"no request for {self.config.idle_s:g} s")
+
+    def _wake(self, sizes: Sizes) -> list[PlanAction]:
+        """Without a decode worker, every request waits."""
+        if not self._num_waiting or ServiceRole.DECODE in self._pinned:
+            return self._hold("the decode pool is empty" if self._num_waiting else "rests until a request comes")
+        wanted = self._bounded((max(sizes[0], 0), 1) if self._before_idle is None else self._before_idle)
+        reason = f"{self._num_waiting} requests wait"
+        self._why = f"{_sizes_text(wanted)}: {reason}"
+        changed = {role: size for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size != had}
+        return [FleetMessage("planner", f"wants {_sizes_text(wanted)}", reason, printed=False), ScaleTo(changed)]
+
+    def _judge(self, now: float) -> list[PlanAction]:
+        """Tell how far off the last decision was, when its workers have served for a while."""
+        decision = self._decision
+        if decision is None or now < decision.judged_at:
+            return []
+        self._decision = None
+        seen = self.log.totals(JUDGED_S, now)
+        if not seen.num_finished:
+            return []
+        was = (
+            f"mean TTFT {decision.times.mean_ttft_s:.3g} s, was {seen.first_token_s / seen.num_finished:.3g} s; "
+            f"{decision.rate:.3g} requests/s, were {seen.num_arrived / JUDGED_S:.3g}; "
+            f"{seen.num_within / max(1, seen.num_ended):.0%} within the wanted times"
+        )
+        return [FleetMessage("planner", f"had predicted for {_sizes_text(decision.sizes)}", was, printed=False)]
+
+
+def _num_changes(present: Sizes, sizes: Sizes) -> int:
+    """Starts and drains; a role switch is one change."""
+    return max(abs(sizes[0] - present[0]), abs(sizes[1] - present[1]))
+
+
+def _sizes_text(sizes: Sizes) -> str:
+    return f"{sizes[0]} prefill, {sizes[1]} decode"
+
+
+def _demand_text(demand: Demand) -> str:
+    return (
+        f"{demand.rate:.3g} requests/s of {demand.prompt_tokens:.0f} + {demand.output_tokens:.0f} tokens, "
+        f"{demand.uncached_tokens:.0f} not cached"
+    )
+
+
+def _times_text(times: Times) -> str:
+    if math.isinf(times.ttft_s):
+        return "too many for them"
+    return f"TTFT {times.ttft_s:.3g} s, TPOT {times.tpot_s * 1e3:.3g} ms"

@@ -1,0 +1,32 @@
+"""The time that workers take from the decision to start them until they serve, as seen in the slots of the fleet."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from core.fleet_control import FleetStatus, SlotState
+from core.lifecycle import ServiceRole
+
+REMEMBERED = 5  # newest starts
+BEGINNING = (SlotState.PLACING, SlotState.STARTING)
+
+
+class StartTimes:
+    def __init__(self) -> None:
+        self._begun: dict[str, float] = {}  # by slot: when its present start began
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+
+    def note(self, status: FleetStatus, now: float) -> None:
+        seen = {slot.name: slot for slot in status.slots if slot.role is not ServiceRole.ROUTER}
+        for name, slot in seen.items():
+            if slot.state in BEGINNING:
+                self._begun.setdefault(name, now - slot.in_state_s)
+            elif name in self._begun:
+                begun = self._begun.pop(name)
+                if slot.state is SlotState.SERVING:
+                    self._seconds.append(now - slot.in_state_s - begun)
+        self._begun = {name: begun for name, begun in self._begun.items() if name in seen}
+
+    def longest(self, unless_known: float) -> float:
+        """Of the newest starts."""
+        return max(self._seconds, default=unless_known)

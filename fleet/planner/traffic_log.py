@@ -1,0 +1,111 @@
+"""The traffic of all routers in the newest minutes, and the demand that follows for the time after a start.
+
+    level     requests/s: of SHORT_S if these have far more arrivals than LONG_S suggests, else of LONG_S
+    slope     of a line through TREND_S, if it rises by more than chance explains
+    forecast  level + slope x the time of a start
+
+Lengths are means over the requests that have finished in LENGTHS_S. A router counts from its start, so a lost report
+changes nothing: the next one has its requests too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from core.traffic import RequestTotals, RouterTraffic
+from fleet.planner.prediction import Demand
+
+SHORT_S = 15.0
+LONG_S = 60.0
+TREND_S = 300.0
+TREND_STEP_S = 15.0
+LENGTHS_S = 300.0
+SURPRISE = 4.0  # standard deviations of a Poisson process
+SILENT_S = 10.0  # without a report for so long, a router counts no more
+FORGOTTEN_S = 3600.0  # ... and after so long it has ended
+MIN_FINISHED = 20  # requests before their lengths mean anything
+
+NOTHING = RequestTotals()
+
+
+class TrafficLog:
+    def __init__(self) -> None:
+        self.last_busy_at = math.inf  # a request arrived, waited or ran; at first, the begin of the log
+        self._newest: dict[str, tuple[float, RouterTraffic]] = {}  # by router
+        self._added: deque[tuple[float, RequestTotals]] = deque()  # what reports have added
+        self._began_at: float | None = None
+
+    def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
+        """The first report of a router adds nothing: it may have counted for hours."""
+        known = self._newest.get(router_id)
+        if self._began_at is None:
+            self._began_at = self.last_busy_at = now
+        added = NOTHING if known is None else traffic.totals.since(known[1].totals)
+        self._newest[router_id] = now, traffic
+        self._added.append((now, added))
+        if added.num_arrived or traffic.num_waiting or traffic.num_open:
+            self.last_busy_at = now
+        while self._added[0][0] <= now - max(LENGTHS_S, TREND_S):
+            self._added.popleft()
+        for name in [name for name, (at, _) in self._newest.items() if at <= now - FORGOTTEN_S]:
+            del self._newest[name]
+
+    # ---- now
+
+    def heard(self, now: float) -> list[RouterTraffic]:
+        """The newest reports of the routers that are not silent."""
+        return [traffic for at, traffic in self._newest.values() if at > now - SILENT_S]
+
+    def totals(self, seconds: float, now: float) -> RequestTotals:
+        """What the newest `seconds` have added."""
+        total = NOTHING
+        for at, added in reversed(self._added):
+            if at <= now - seconds:
+                break
+            total = total.plus(added)
+        return total
+
+    # ---- forecast
+
+    def level(self, now: float) -> float:
+        """Requests/s."""
+        if self._began_at is None:
+            return 0.0
+        long_s = min(LONG_S, max(1.0, now - self._began_at))
+        rate = self.totals(long_s, now).num_arrived / long_s
+        num_short, expected = self.totals(SHORT_S, now).num_arrived, rate * SHORT_S
+        is_surprise = num_short > expected + SURPRISE * math.sqrt(max(expected, 1.0))
+        return num_short / SHORT_S if is_surprise else rate
+
+    def slope(self, now: float) -> float:
+        """Rise of the rate, in requests/s each second; 0 unless it is significant."""
+        num_steps = int(TREND_S / TREND_STEP_S)
+        if self._began_at is None or now - self._began_at < TREND_S:
+            return 0.0
+        counts = [0] * num_steps
+        for at, added in self._added:
+            age = int((now - at) / TREND_STEP_S)
+            if age < num_steps:
+                counts[num_steps - 1 - age] += added.num_arrived
+        middle = (num_steps - 1) / 2.0
+        spread = sum((step - middle) ** 2 for step in range(num_steps))
+        rise = sum((step - middle) * count for step, count in enumerate(counts)) / spread  # arrivals, by step
+        chance = math.sqrt(sum(counts) / num_steps / spread)
+        return rise / TREND_STEP_S**2 if rise > SURPRISE / 2.0 * chance else 0.0
+
+    def demand(self, now: float, ahead_s: float) -> Demand | None:
+        """Forecast for `ahead_s` from now, without what waits; None as long as too few requests have finished."""
+        totals = self.totals(LENGTHS_S, now)
+        count = totals.num_finished
+        if count < MIN_FINISHED:
+            return None
+        mean = totals.uncached_tokens / count
+        variance = max(0.0, totals.uncached_squared / count - mean**2)
+        return Demand(
+            rate=self.level(now) + self.slope(now) * ahead_s,
+            prompt_tokens=totals.prompt_tokens / count,
+            uncached_tokens=max(1.0, mean),
+            variation=variance / max(1.0, mean) ** 2,
+            output_tokens=totals.output_tokens / count,
+        )

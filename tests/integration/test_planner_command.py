@@ -1,0 +1,114 @@
+"""The planner of a real `tandem serve`: from zero workers and back, pinned by `tandem scale`, released by `--auto`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cli.credentials import client_of, find_credentials
+from tandem_client import AsyncClient
+from tandem_client.stubs import cluster_pb2
+from tests.support.command import Served, serving, tandem
+from tests.support.faults import prompt_of
+from tests.support.served_answers import Answer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATIENCE_S = 60.0  # for starts and drains on a busy machine
+CONFIG = """
+[engine]
+dtype = "float32"
+kv_memory_mb = 128
+
+[router]
+worker_wait_s = 0.5  # shorter than the start of a worker: only the planner's word lets requests wait
+
+[planner]
+enabled = true
+min_decode = 0
+idle_s = 2.0
+start_s = 60.0
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path = tmp_path_factory.mktemp("fleet") / "tandem.toml"
+    path.write_text(CONFIG)
+    async with serving("--config", str(path)) as fleet:
+        yield fleet
+        fleet.process.send_signal(signal.SIGINT)
+        assert await fleet.ended() == (0, [])
+
+
+def client(served: Served) -> AsyncClient:
+    return client_of(served.address, find_credentials(None, served.address))
+
+
+async def fleet_with(connection: AsyncClient, num_workers: int) -> cluster_pb2.GetFleetResponse:
+    """The fleet, once it has so many workers, all of which serve."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            fleet = await connection.fleet()
+            states = [slot.state for slot in fleet.slots if slot.role != cluster_pb2.SERVICE_ROLE_ROUTER]
+            if states == [cluster_pb2.SLOT_STATE_SERVING] * num_workers:
+                return fleet
+            await asyncio.sleep(0.1)
+
+
+async def planned(connection: AsyncClient) -> list[cluster_pb2.FleetNote]:
+    return [note for note in (await connection.events()).events if note.subject == "planner"]
+
+
+async def status(served: Served) -> dict[str, Any]:
+    _, out, _ = await tandem("status", "--json", "--router", served.address)
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+async def test_an_idle_fleet_has_no_worker_and_a_request_brings_them_back(served: Served) -> None:
+    async with client(served) as connection:
+        fleet = await fleet_with(connection, 0)
+        assert (fleet.wanted_prefill, fleet.wanted_decode) == (0, 0)
+        [note] = await planned(connection)
+        assert (note.what, note.reason) == ("wants 0 prefill, 0 decode", "no request for 2 s")
+        answers = [Answer(connection, prompt_of(seed), 5) for seed in range(4)]
+        await asyncio.gather(*(answer.right() for answer in answers))
+        note = (await planned(connection))[1]
+        assert note.what == "wants 1 prefill, 1 decode"
+        assert note.reason.endswith("requests wait")
+        await fleet_with(connection, 0)
+
+
+async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(served: Served) -> None:
+    code, _, err = await tandem("scale", "--decode", "1", "--router", served.address)
+    assert code == 0, err
+    async with client(served) as connection:
+        fleet = await fleet_with(connection, 1)
+        await Answer(connection, prompt_of(10), 5).right()
+        await asyncio.sleep(4.0)  # twice idle_s
+        fleet = await connection.fleet()
+        assert (fleet.wanted_prefill, fleet.wanted_decode) == (0, 1)
+        found = await status(served)
+        assert (found["planner"]["enabled"], found["planner"]["pinned"]) == (True, ["decode"])
+        assert found["traffic"]["ended"] == 5
+        code, _, err = await tandem("scale", "--auto", "--router", served.address)
+        assert (code, err) == (0, "")
+        await fleet_with(connection, 0)
+
+
+async def test_a_planner_that_is_off_cannot_be_given_a_pool(served: Served) -> None:
+    code, _, err = await tandem("config", "set", "planner.enabled=false", "--router", served.address)
+    assert code == 0, err
+    code, _, err = await tandem("scale", "--auto", "--router", served.address)
+    assert (code, err) == (
+        1, "error: auto: the planner is off; `tandem config set planner.enabled=true` starts it\n",
+    )  # fmt: skip
+    code, out, _ = await tandem("status", "--once", "--router", served.address)
+    assert "no request is served: the decode pool is empty" in out

@@ -1,0 +1,352 @@
+"""The planner sizes the pools by the traffic: it grows at once, shrinks slowly, and holds without data."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.config import PlannerConfig
+from core.cost.step_cost import StepCost
+from core.fleet_control import FleetStatus, SlotState, SlotStatus
+from core.lifecycle import ServiceRole
+from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
+from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.planner.outlook import Outlook
+from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
+from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+
+P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
+COST = StepCost(step_s=0.006, sequence_s=0.0, context_s=5e-8, token_s=2e-5, pair_s=5e-10)  # about an H100 with 8 B
+MODEL = WorkerModel(COST, step_limit_s=0.05, max_step_tokens=8192, pool_tokens=400_000)
+START_S = 20.0
+
+
+class Town:
+    """A fleet that does at once what the planner wants, under a traffic that the test sets."""
+
+    def __init__(self, num_prefill: int, num_decode: int, can_switch: bool = True, **options: object) -> None:
+        settings: dict[str, object] = {"enabled": True, "max_prefill": 8, "max_decode": 8, "start_s": START_S}
+        self.planner = Planner(PlannerConfig(**(settings | options)), can_switch=can_switch)  # type: ignore[arg-type]
+        self.sizes = {P: num_prefill, D: num_decode, R: 1}
+        self.now = 1000.0
+        self.rate, self.prompt, self.output = 0.0, 8000, 300
+        self.num_waiting = self.num_open = 0
+        self.totals = RequestTotals()
+        self.measured: StepCost | None = COST
+        self.limit_s = 0.05  # of a step
+        self.held = dict.fromkeys(range(8), 0)  # bytes, by number of the slot
+        self.machines: dict[str, str] = {}  # by slot; else each has its own
+        self.states: dict[str, SlotState] = {}  # by slot; else it serves
+        self.is_silent = self.rolling = False
+        self.actions: list[tuple[float, PlanAction]] = []
+        self._owed = 0.0
+
+    def status(self) -> FleetStatus:
+        slots = [
+            SlotStatus(
+                f"{role.value}-{number}",
+                role,
+                self.states.get(f"{role.value}-{number}", SlotState.SERVING),
+                1.0,
+                service_id=f"{role.value}-{number}",
+                machine=self.machines.get(f"{role.value}-{number}", f"machine of {role.value}-{number}"),
+            )
+            for role in (P, D)
+            for number in range(self.sizes[role])
+        ]
+        return FleetStatus(dict(self.sizes), tuple(slots), rolling=self.rolling)
+
+    def traffic(self) -> RouterTraffic:
+        workers = tuple(
+            WorkerTraffic(
+                slot.name, slot.role, self.measured, self.limit_s, 8192, 400_000, self.held[int(slot.name[-1])]
+            )
+            for slot in self.status().slots
+        )
+        return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
+
+    def run(self, seconds: float, until_action: bool = False) -> list[PlanAction]:
+        """The actions of these seconds, which the fleet takes."""
+        seen: list[PlanAction] = []
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            self._owed += self.rate
+            count, self._owed = int(self._owed), self._owed % 1.0
+            self.totals = self.totals.plus(
+                RequestTotals(
+                    count, count, count, count, self.prompt * count, self.prompt * count,
+                    float(self.prompt) ** 2 * count, self.output * count, 0.3 * count,
+                )
+            )  # fmt: skip
+            if not self.is_silent:
+                self.planner.note("router-0", self.traffic(), self.now)
+            for action in self.planner.plan(self.status(), self.now):
+                self._take(action)
+                seen.append(action)
+            if seen and until_action:
+                break
+        return seen
+
+    def _take(self, action: PlanAction) -> None:
+        self.actions.append((self.now, action))
+        if isinstance(action, ScaleTo):
+            self.sizes |= action.sizes
+        elif isinstance(action, SwitchRole):
+            other = P if action.role is D else D
+            self.sizes |= {action.role: self.sizes[action.role] + 1, other: self.sizes[other] - 1}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.sizes[P], self.sizes[D]
+
+    @property
+    def plan(self) -> str:
+        return self.planner.status(self.now).plan
+
+
+def messages(actions: list[PlanAction]) -> list[FleetMessage]:
+    return [action for action in actions if isinstance(action, FleetMessage)]
+
+
+def scales(actions: list[PlanAction]) -> list[ScaleTo]:
+    return [action for action in actions if isinstance(action, ScaleTo)]
+
+
+def test_a_step_of_the_traffic_brings_workers_within_seconds_with_the_reason() -> None:
+    town = Town(1, 1)
+    town.rate = 2.0
+    assert not town.run(70)
+    before, town.rate = town.now, 12.0
+    actions = town.run(30, until_action=True)
+    assert town.now - before <= 15
+    assert sum(town.shape) > 2
+    [message] = messages(actions)
+    assert message.subject == "planner"
+    assert "requests/s of 8000 + 300 tokens, 8000 not cached" in message.reason
+
+
+def test_the_sizes_are_the_cheapest_that_hold_the_wanted_times() -> None:
+    town = Town(1, 1)
+    town.rate = 16.0
+    town.run(200)
+    demand = town.planner.log.demand(town.now, START_S)
+    assert demand is not None
+    model = FleetModel(MODEL, MODEL)
+    outlook = Outlook.of(model, demand, slo_ttft_s=1.0, slo_tpot_s=0.05, largest=(8, 8))
+    assert outlook.holds(town.shape)
+    cheaper = [
+        (prefill, decode)
+        for prefill in range(9)
+        for decode in range(1, 9)
+        if prefill + decode < sum(town.shape) - 1 and outlook.holds((prefill, decode))
+    ]
+    assert not cheaper
+
+
+def test_a_decode_worker_costs_more_where_its_price_is_higher() -> None:
+    shapes = []
+    for price in (0.2, 5.0):
+        town = Town(1, 1, decode_price=price)
+        town.rate = 10.0
+        town.run(30)
+        shapes.append(town.shape)
+    assert shapes[0][1] > shapes[1][1]
+
+
+def test_pools_shrink_by_one_and_only_after_a_quiet_time() -> None:
+    town = Town(6, 6)
+    town.rate = 2.0
+    quiet_s = max(LEAST_QUIET_S, 2 * START_S)
+    assert not town.run(quiet_s)
+    town.run(20, until_action=True)
+    assert sum(town.shape) == 11
+    begun = town.now
+    while sum(town.shape) > 4 and town.now < begun + 3000:
+        town.run(1)
+    changes = [at for at, action in town.actions if isinstance(action, ScaleTo)]
+    assert all(later - earlier >= quiet_s for earlier, later in itertools.pairwise(changes))
+    assert town.shape[1] >= 1
+
+
+def test_traffic_that_swings_about_a_mean_does_not_move_the_pools_back_and_forth() -> None:
+    town = Town(1, 1)
+    for turn in range(30):
+        town.rate = 8.0 + (1.0 if turn % 2 else -1.0)
+        town.run(60)
+    directions = [sum(action.sizes.values()) for _, action in town.actions if isinstance(action, ScaleTo)]
+    assert len(directions) <= 4
+
+
+def test_a_worker_switches_its_role_before_another_one_starts() -> None:
+    town = Town(1, 4, max_workers=5)
+    town.held = dict.fromkeys(range(8), 500) | {3: 7}
+    town.prompt, town.output, town.rate = 20_000, 40, 6.0
+    town.measured, town.limit_s = COST, 0.009  # steps that leave little time for prompts
+    actions = town.run(60, until_action=True)
+    switches = [action for action in actions if isinstance(action, SwitchRole)]
+    assert switches[0] == SwitchRole("decode-3", P)  # it has the fewest bytes to move
+
+
+def test_without_role_switches_it_starts_workers() -> None:
+    town = Town(1, 6, can_switch=False)
+    town.prompt, town.output, town.rate = 30_000, 10, 1.0
+    town.run(40)
+    town.rate = 8.0
+    actions = town.run(60, until_action=True)
+    assert not [action for action in actions if isinstance(action, SwitchRole)]
+    assert scales(actions)[0].sizes[P] > 1
+
+
+def test_no_data_is_not_zero() -> None:
+    town = Town(3, 3, idle_s=30.0, min_decode=0)
+    town.is_silent = True
+    assert not town.run(300)
+    assert town.plan == "holds its sizes: no router has reported"
+    town.is_silent, town.measured = False, None
+    town.rate = 1.0
+    assert not town.run(100)
+    assert town.plan == "holds its sizes: too few requests have ended"
+
+
+def test_a_silent_router_is_forgotten_and_the_sizes_stay() -> None:
+    town = Town(2, 2)
+    town.rate = 3.0
+    town.run(100)
+    shape, town.is_silent = town.shape, True
+    town.run(400)
+    assert town.shape == shape
+    assert "no router has reported" in town.plan
+
+
+def test_pinned_pools_stay_until_they_are_released() -> None:
+    town = Town(1, 1)
+    town.planner.pin([P, R])
+    town.rate = 12.0
+    town.run(120)
+    assert town.sizes[P] == 1
+    assert town.planner.status(town.now).pinned == (P,)
+    town.planner.pin([], only=True)
+    town.run(30)
+    assert not town.planner.status(town.now).pinned
+    assert town.planner.log.demand(town.now, START_S) is not None
+
+
+def test_the_bounds_hold_and_a_fleet_at_its_bound_says_so() -> None:
+    town = Town(1, 1, max_workers=4)
+    town.rate = 60.0
+    town.run(120)
+    assert sum(town.shape) <= 4
+    assert "no larger size is allowed" in town.plan
+    town.planner.config = replace(town.planner.config, max_workers=0, max_prefill=1, max_decode=2)
+    town.run(2)
+    assert town.shape <= (1, 2)
+
+
+def test_an_idle_fleet_goes_to_zero_and_a_waiting_request_brings_it_back() -> None:
+    town = Town(2, 2, idle_s=100.0, min_decode=0)
+    town.rate = 3.0
+    town.run(30)
+    town.rate = 0.0
+    shape = town.shape
+    town.num_open = 1
+    town.run(250)
+    assert town.sizes[D] >= 1, "a request is still open"
+    town.num_open = 0
+    town.run(101)
+    assert town.shape == (0, 0)
+    town.run(500)
+    assert town.shape == (0, 0)
+    assert town.plan == "rests until a request comes"
+    town.num_waiting = 1
+    actions = town.run(1)
+    assert town.sizes[D] >= 1
+    assert sum(town.shape) <= sum(shape)
+    assert messages(actions)[0].reason == "1 requests wait"
+
+
+def test_a_start_that_hangs_does_not_keep_the_pools_from_shrinking() -> None:
+    town = Town(5, 5)
+    town.states = {"prefill-4": SlotState.STARTING}
+    town.rate = 1.0
+    town.run(300)
+    assert sum(town.shape) < 10
+
+
+def test_the_measured_start_time_decides_how_far_ahead_it_looks() -> None:
+    town = Town(2, 2)
+    town.planner.pin([P, D])
+    town.rate = 4.0
+    town.states = {"prefill-1": SlotState.PLACING}
+    town.run(150)
+    town.states = {}
+    town.run(1)
+    assert town.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
+
+
+def test_those_leave_first_that_empty_a_machine_then_those_with_little_to_move() -> None:
+    town = Town(0, 5)
+    town.machines = {"decode-0": "a", "decode-1": "a", "decode-2": "b", "decode-3": "c", "decode-4": "c"}
+    town.held = {0: 1, 1: 9, 2: 9, 3: 2, 4: 5, 5: 0, 6: 0, 7: 0}
+    town.rate = 0.5
+    actions = town.run(200, until_action=True)
+    [scale] = scales(actions)
+    assert scale.sizes == {D: 4}
+    assert scale.first_to_leave == ("decode-2", "decode-0", "decode-3", "decode-4", "decode-1")
+
+
+def test_a_decision_is_judged_later() -> None:
+    town = Town(1, 1)
+    town.rate = 2.0
+    town.run(70)
+    town.rate = 12.0
+    town.run(30, until_action=True)
+    town.run(400)
+    judged = [message for message in messages([action for _, action in town.actions]) if "predicted" in message.what]
+    assert judged
+    assert "mean TTFT" in judged[0].reason
+    assert ", was 0.3 s; " in judged[0].reason
+
+
+def test_it_does_nothing_during_a_roll_or_when_it_is_off() -> None:
+    town = Town(1, 1)
+    town.rate, town.rolling = 12.0, True
+    assert not town.run(200)
+    assert town.plan == "holds its sizes during a roll"
+    town.rolling, town.planner.config = False, replace(town.planner.config, enabled=False)
+    assert not town.run(200)
+    assert town.plan == ""
+    assert town.planner.status(town.now).attainment == 1.0
+
+
+@given(
+    rate=st.floats(0.1, 50.0),
+    prompt=st.integers(1, 30_000),
+    output=st.integers(1, 2000),
+    variation=st.floats(0.0, 3.0),
+    num_prefill=st.integers(0, 12),
+    num_decode=st.integers(1, 12),
+)
+def test_one_more_worker_is_never_slower(
+    rate: float, prompt: int, output: int, variation: float, num_prefill: int, num_decode: int
+) -> None:
+    demand = Demand(rate, prompt, max(1.0, prompt * 0.7), variation, output)
+    model = FleetModel(MODEL, MODEL)
+    times = model.times(num_prefill, num_decode, demand)
+    with_decode = model.times(num_prefill, num_decode + 1, demand)
+    assert with_decode.tpot_s <= times.tpot_s * (1 + 1e-9)
+    assert with_decode.ttft_s <= times.ttft_s * (1 + 1e-9)
+    if num_prefill:
+        assert model.times(num_prefill + 1, num_decode, demand).ttft_s <= times.ttft_s * (1 + 1e-9)
+
+
+def test_a_fleet_that_cannot_follow_keeps_the_best_shape_of_its_budget() -> None:
+    town = Town(1, 1, max_workers=4)
+    town.rate = 80.0
+    town.run(300)
+    assert sum(town.shape) == 4
+    changes = [action for _, action in town.actions if isinstance(action, ScaleTo | SwitchRole)]
+    assert len(changes) <= 3
