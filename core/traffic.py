@@ -40,8 +40,9 @@ class WorkerTraffic:
     step_limit_s: float  # of a step with sequences in decode; 0 = none
     max_step_tokens: int
     pool_tokens: int  # room of its KV pool
-    held_bytes: int  # of the KV of its running sequences, which would move
+    held_tokens: int  # of its pool, by running sequences, which would move
     prompt_backlog_s: float = 0.0  # prompt work to do
+    num_waiting: int = 0  # sequences
 
 
 @dataclass(frozen=True, slots=True)

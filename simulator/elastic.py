@@ -49,6 +49,7 @@ from router.operations.traffic_count import TrafficCount
 from router.requests import events
 from simulator.links import BreakableLinks
 from simulator.machine_timer import MachineTimer
+from simulator.processes import CountEnded
 from simulator.replay import START_S, Replay
 from simulator.replay_config import ReplayConfig
 from simulator.replay_result import ReplayResult
@@ -157,11 +158,11 @@ class ElasticReplay(Replay):
         router.links = BreakableLinks(self.world, router, self.network, self.workers)
         return router
 
-    def run_elastic(self) -> ElasticResult:
+    def run_elastic(self, on_progress: CountEnded = lambda _: None) -> ElasticResult:
         """Raises as `run`."""
         self._post(Tick())
         self.world.at(START_S, self._plan)
-        result = self.run()
+        result = self.run(on_progress)
         num_recomputed = sum(record.path == "recomputed" for record in result.requests)
         return ElasticResult(
             result,

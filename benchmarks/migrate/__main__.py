@@ -4,7 +4,8 @@ Real processes on this machine: routers, prefill and decode workers, nixl. Only 
 fixed time (benchmarks/migrate/side.py), so the gaps are those of the moves and not of a CPU that computes two models.
 
     gap      a worker drains under streams of 256, 2,048 and 8,000 tokens. The added gap of a stream is its longest time
-             without a token less the median one
+             without a token less two median ones: the old worker's last step, and the new one's first
+    stay     8 streams of a worker that takes 32 streams of 2,048 tokens of another
     drain    a worker with 32 streams of 2,048 tokens drains: by moves, by waiting for their ends. Or it is killed
     room     more KV than fits: with moves, and with preemptions alone
     router   one of two routers is killed under 64 streams
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import statistics
 import sys
@@ -36,9 +38,11 @@ TIMEOUT_S = 120.0
 LENGTHS = (256, 2048, 8000)
 STREAMS_PER_GAP, BEGUN_TOKENS = 4, 8
 DRAINED_STREAMS, DRAINED_TOKENS = 32, 2048
-PARTS = ("gap", "drain", "room", "router")
+STAYING_STREAMS, CALM_S = 8, 1.5
+PARTS = ("gap", "stay", "drain", "room", "router")
 MOST_ADDED_MS, MOST_ADDED_P99_MS, MOST_GROWTH = 15.0, 60.0, 1.5
 MOST_DRAIN_S = 3.0
+MOST_STAYING_GROWTH = 1.5
 MOST_ROUTER_GAP_S = 2.0
 
 
@@ -130,13 +134,14 @@ class Stream:
             self.error = str(error)
         self.has_begun.set()
 
-    def gaps(self, since: float) -> list[float]:
-        """Those that ended after `since`, when the part began to disturb the streams."""
-        return [after - before for before, after in pairwise(self.times) if after > since]
+    def gaps(self, since: float, until: float = math.inf) -> list[float]:
+        """Those that ended after `since`, when the part began to disturb the streams, and at the latest at `until`."""
+        return [after - before for before, after in pairwise(self.times) if since < after <= until]
 
-    def added_gap_s(self, since: float) -> float:
+    def longest_gap(self, since: float) -> tuple[float, float]:
+        """The longest gap and the median one, which is about a step."""
         gaps = self.gaps(since)
-        return max(gaps) - statistics.median(gaps)
+        return max(gaps), statistics.median(gaps)
 
     @property
     def has_moved(self) -> bool:
@@ -191,6 +196,7 @@ async def gap(report: Report, repeats: int) -> None:
     """A fresh worker drains in each repeat; the lengths take turns."""
     found: dict[int, list[Stream]] = {length: [] for length in LENGTHS}
     added: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    longer: dict[int, list[float]] = {length: [] for length in LENGTHS}
     with fleet(Side("decode", 0)) as running:
         async with AsyncClient(running.addresses) as client:
             for repeat in range(repeats):
@@ -202,17 +208,57 @@ async def gap(report: Report, repeats: int) -> None:
                         since = time.perf_counter()
                         await drain(running, leaving)
                     found[length] += begun
-                    added[length] += [1e3 * stream.added_gap_s(since) for stream in begun if stream.has_moved]
+                    for longest_s, step_s in (stream.longest_gap(since) for stream in begun if stream.has_moved):
+                        added[length].append(1e3 * max(0.0, longest_s - 2 * step_s))
+                        longer[length].append(1e3 * (longest_s - step_s))
                     running.leave(leaving)
                     leaving.stop()
     for length, begun in found.items():
         name = f"gap: {length} tokens, added by a move"
         report.add(Line(f"{name}, p50", statistics.median(added[length]), "ms", most=MOST_ADDED_MS))
         report.add(Line(f"{name}, p99", percentile(added[length], 0.99), "ms", most=MOST_ADDED_P99_MS))
+        name = f"gap: {length} tokens, across a move less one step"
+        report.add(Line(f"{name}, p50", statistics.median(longer[length]), "ms"))
+        report.add(Line(f"{name}, p99", percentile(longer[length], 0.99), "ms"))
         report.add(Line(f"gap: {length} tokens, streams that moved", len(added[length]), f"of {len(begun)}"))
         report.add(Line(f"gap: {length} tokens, computed again", recomputed(begun), "tokens", most=0.0))
-    growth = statistics.median(added[LENGTHS[-1]]) / statistics.median(added[LENGTHS[0]])
-    report.add(Line(f"gap: p50 at {LENGTHS[-1]} tokens / at {LENGTHS[0]}", growth, "x", most=MOST_GROWTH))
+    growth = statistics.median(longer[LENGTHS[-1]]) / statistics.median(longer[LENGTHS[0]])
+    report.add(
+        Line(f"gap: less one step, p50 at {LENGTHS[-1]} tokens / at {LENGTHS[0]}", growth, "x", most=MOST_GROWTH)
+    )
+
+
+async def stay(report: Report, repeats: int) -> None:
+    """Router 1 knows only the worker that stays, and router 0 only the other one until that drains."""
+    calm: list[float] = []
+    crowded: list[float] = []
+    for repeat in range(repeats):
+        with fleet(Side("decode", 0), num_routers=2) as running:
+            (leaving,), staying = running.decode, running.spare(Side("decode", 1))
+            for_leaving, for_staying = running.addresses
+            listed = [running.prefill.listed(), staying.listed()]
+            await in_thread(running.routers[1], "follow", workers=listed)
+            async with (
+                AsyncClient([for_staying]) as client,
+                AsyncClient([for_leaving]) as other,
+                streams(client, STAYING_STREAMS, LENGTHS[0], 600, repeat) as begun,
+                streams(other, DRAINED_STREAMS, DRAINED_TOKENS, 400, 1000 + repeat) as moving,
+            ):
+                await asyncio.sleep(CALM_S)
+                since = time.perf_counter()
+                await running.join(staying)
+                await drain(running, leaving)
+                until = time.perf_counter()
+            for stream in begun:
+                calm += stream.gaps(since - CALM_S, since)
+                crowded += stream.gaps(since, until)
+            assert not failures([*begun, *moving])
+            assert any(stream.has_moved for stream in moving)
+    p99 = percentile(crowded, 0.99)
+    what = f"stay: {STAYING_STREAMS} streams of a worker that takes {DRAINED_STREAMS}, gaps p99"
+    report.add(Line(f"{what}, before", 1e3 * percentile(calm, 0.99), "ms"))
+    report.add(Line(f"{what}, meanwhile", 1e3 * p99, "ms"))
+    report.add(Line(f"{what}, meanwhile / before", p99 / percentile(calm, 0.99), "x", most=MOST_STAYING_GROWTH))
 
 
 async def drain_many(report: Report, repeats: int) -> None:
@@ -314,7 +360,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     report = Report("migrate")
-    run = {"gap": gap, "drain": drain_many, "room": room, "router": router}
+    run = {"gap": gap, "stay": stay, "drain": drain_many, "room": room, "router": router}
     for part in arguments.parts:
         asyncio.run(run[part](report, arguments.repeats))
     report.write()

@@ -244,7 +244,7 @@ class Planner:
         change = {role: size - had for role, size, had in zip(POOLS, wanted, sizes, strict=True)}
         less, more = sorted(POOLS, key=change.__getitem__)
         count = min(-change[less], change[more]) if self._can_switch else 0
-        slots = sorted(self._serving(less, status), key=self._bytes_of)
+        slots = sorted(self._serving(less, status), key=self._held_tokens)
         return [SwitchRole(slot.name, more) for slot in slots[: max(0, count)]]
 
     def _leaving(self, changed: dict[ServiceRole, int], status: FleetStatus) -> Iterator[str]:
@@ -254,14 +254,15 @@ class Planner:
         for role in changed:
             slots = self._serving(role, status)
             yield from (
-                slot.name for slot in sorted(slots, key=lambda slot: (on_machine[slot.machine], self._bytes_of(slot)))
+                slot.name
+                for slot in sorted(slots, key=lambda slot: (on_machine[slot.machine], self._held_tokens(slot)))
             )
 
     def _serving(self, role: ServiceRole, status: FleetStatus) -> list[SlotStatus]:
         return [slot for slot in status.slots if slot.role is role and slot.state is SlotState.SERVING]
 
-    def _bytes_of(self, slot: SlotStatus) -> int:
-        return next((worker.held_bytes for worker in self._workers if worker.service_id == slot.service_id), 0)
+    def _held_tokens(self, slot: SlotStatus) -> int:
+        return next((worker.held_tokens for worker in self._workers if worker.service_id == slot.service_id), 0)
 
     def _rest(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
         """Shrink to the minimum: nobody has asked for long."""

@@ -1,6 +1,6 @@
 """The traffic of all routers in the newest minutes, and the demand that follows for the time after a start.
 
-    level     requests/s: of SHORT_S if these have far more arrivals than LONG_S suggests, else of LONG_S
+    level     requests/s of LONG_S, or of SHORT_S where these have far more arrivals than that suggests
     slope     of a line through TREND_S, if it rises by more than chance explains
     forecast  level + slope x the time of a start
 
@@ -16,7 +16,7 @@ from collections import deque
 from core.traffic import RequestTotals, RouterTraffic
 from fleet.planner.prediction import Demand
 
-SHORT_S = 15.0
+SHORT_S = 5.0, 15.0
 LONG_S = 60.0
 TREND_S = 300.0
 TREND_STEP_S = 15.0
@@ -74,9 +74,12 @@ class TrafficLog:
             return 0.0
         long_s = min(LONG_S, max(1.0, now - self._began_at))
         rate = self.totals(long_s, now).num_arrived / long_s
-        num_short, expected = self.totals(SHORT_S, now).num_arrived, rate * SHORT_S
-        is_surprise = num_short > expected + SURPRISE * math.sqrt(max(expected, 1.0))
-        return num_short / SHORT_S if is_surprise else rate
+        level = rate
+        for short_s in SHORT_S:
+            num_short, expected = self.totals(short_s, now).num_arrived, rate * short_s
+            if num_short > expected + SURPRISE * math.sqrt(max(expected, 1.0)):
+                level = max(level, num_short / short_s)
+        return level
 
     def slope(self, now: float) -> float:
         """Rise of the rate, in requests/s each second; 0 unless it is significant."""

@@ -51,6 +51,7 @@ def _worker(record: WorkerRecord) -> WorkerTraffic:
         step_limit_s=load.step_limit_s,
         max_step_tokens=load.max_step_tokens,
         pool_tokens=record.agent.num_blocks * layout.block_size,
-        held_bytes=load.ledger.get(Column.HELD, 0) * layout.block_bytes,
+        held_tokens=load.ledger.get(Column.HELD, 0) * layout.block_size,
         prompt_backlog_s=sum(load.prompt_backlog),
+        num_waiting=load.num_waiting + load.num_pulls_waiting,
     )

@@ -1,0 +1,129 @@
+"""The planner beside fixed sizes, thresholds and an oracle, in virtual time: `make bench-planner`.
+
+Routers, workers, the fleet and the planner are the production machines (`simulator/elastic.py`), the times of steps
+those of a model three times as large as Llama-3.1-8B on an H100. The requests are those of Mooncake's conversation
+trace, by a Poisson process whose rate follows a curve. Worker-hours count from the decision to start a worker until it
+has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
+from benchmarks.planner.rivals import Fixed, OneByOne, Oracle, Saturation, cheapest
+from benchmarks.report import Line, Report
+from core.config import PlannerConfig
+from core.cost.step_cost import StepCost
+from fleet.planner.outlook import Outlook
+from fleet.planner.planner import Planner
+from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+from simulator.elastic import ElasticReplay, ElasticResult, Sizing
+from simulator.processes import CountEnded, run_all
+from simulator.replay import START_S
+
+TRACES = Path("../shared/traces")
+STARTS_S = (5.0, 60.0, 120.0, 300.0)
+OURS, FIXED, ORACLE = "planner", "fixed", "oracle"
+SIZINGS = (OURS, "thresholds", "one by one", FIXED, ORACLE)
+LARGE_FLEET = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SizedRun:
+    curve: str
+    sizing: str
+    start_s: float
+    traces: Path
+    seed: int
+
+    def run(self, on_progress: CountEnded) -> ElasticResult:
+        curve = CURVES[self.curve]
+        sizes = cheapest(curve.highest) if self.sizing == FIXED else FIRST_SIZES
+        if self.sizing == ORACLE:
+            sizes = cheapest(max(curve.rate_at(0.0), 0.2))
+        made: dict[str, Callable[[], Sizing]] = {
+            OURS: lambda: Planner(
+                PlannerConfig(enabled=True, max_prefill=MAX_WORKERS, max_decode=MAX_WORKERS, start_s=self.start_s)
+            ),
+            "thresholds": Saturation,
+            "one by one": OneByOne,
+            FIXED: Fixed,
+            ORACLE: lambda: Oracle(curve.rate_at, self.start_s, START_S),
+        }
+        workload = curve.workload(self.traces, self.seed)
+        return ElasticReplay(workload, replay_config(*sizes, self.seed), made[self.sizing](), self.start_s).run_elastic(
+            on_progress
+        )
+
+
+def compare(report: Report, options: argparse.Namespace) -> None:
+    runs = [
+        SizedRun(curve, sizing, start_s, options.traces, options.seed)
+        for curve in options.curves
+        for start_s in options.starts
+        for sizing in options.sizings
+        # Fixed sizes start nothing, and the oracle starts everything in time.
+        if sizing not in (FIXED, ORACLE) or start_s == options.starts[0]
+    ]
+    results = dict(zip(runs, run_all(runs, options.processes, lambda _: None), strict=True))
+    for run, result in results.items():
+        _add(report, run, result, {other.sizing: found for other, found in results.items() if other.curve == run.curve})
+
+
+def _add(report: Report, run: SizedRun, result: ElasticResult, beside: dict[str, ElasticResult]) -> None:
+    starts = "" if run.sizing in (FIXED, ORACLE) else f", starts of {run.start_s:g} s"
+    name = f"{run.curve}: {run.sizing}{starts}"
+    is_ours = run.sizing == OURS
+    least = (0.9 if run.start_s >= 120.0 else 0.95) if is_ours else None
+    report.add(Line(f"{name}: attainment", result.replay.attainment, "", least=least))
+    hours = result.worker_hours
+    report.add(Line(f"{name}: worker-hours", hours, "h"))
+    if is_ours and FIXED in beside:
+        report.add(Line(f"{name}: worker-hours / fixed", hours / beside[FIXED].worker_hours, "", most=0.75))
+    if is_ours and ORACLE in beside:
+        report.add(Line(f"{name}: worker-hours / oracle", hours / beside[ORACLE].worker_hours, "", most=1.25))
+    if run.sizing not in (FIXED, ORACLE):
+        report.add(Line(f"{name}: reversals", result.reversals_per_hour, "/h", most=1.0 if is_ours else None))
+        report.add(Line(f"{name}: failed requests", result.replay.num_failed, "", most=0.0 if is_ours else None))
+
+
+def plan_time(report: Report) -> None:
+    """Of the search for the cheapest sizes among LARGE_FLEET of each role."""
+    worker = WorkerModel(StepCost(0.006, 0.0, 5e-8, 2e-5, 5e-10), 0.05, 8192, 400_000)
+    demand = Demand(3000.0, 12_000.0, 8000.0, 2.0, 343.0)
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        outlook = Outlook.of(FleetModel(worker, worker), demand, 2.0, 0.05, (LARGE_FLEET, LARGE_FLEET))
+        found = min(outlook.frontier(range(LARGE_FLEET + 1), range(1, LARGE_FLEET + 1)), key=sum)
+        seconds.append(time.perf_counter() - began)
+    where = f"plan for up to {LARGE_FLEET:,} + {LARGE_FLEET:,} workers (finds {found[0]} + {found[1]})"
+    report.add(Line(where, sorted(seconds)[4] * 1e3, "ms", most=50.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the directory of the traces")
+    parser.add_argument("--curves", nargs="+", choices=CURVES, default=list(CURVES))
+    parser.add_argument("--starts", nargs="+", type=float, default=STARTS_S, help="seconds of a start")
+    parser.add_argument("--sizings", nargs="+", choices=SIZINGS, default=SIZINGS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    if not options.traces.is_dir():
+        sys.exit(f"no traces in {options.traces}: they are those of `make bench-policies`")
+    report = Report("planner")
+    plan_time(report)
+    compare(report, options)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
