@@ -231,7 +231,7 @@ async def test_the_history_counts_right(browser: Browser, shared: tuple[Deployme
     async with opened(browser, url) as page:
         found = await page.evaluate(
             """async () => {
-                const { History, percentile } = await import("/dashboard/static/history.js");
+                const { History, pathOf, percentile } = await import("/dashboard/static/history.js");
                 const { niceTop } = await import("/dashboard/static/plot.js");
                 const { duration, count } = await import("/dashboard/static/format.js");
                 const history = new History();
@@ -245,6 +245,7 @@ async def test_the_history_counts_right(browser: Browser, shared: tuple[Deployme
                 }
                 return {
                     ranks: [percentile([1, 2, 3, 4], 0.5), percentile([1, 2, 3, 4], 0.99), percentile([], 0.5)],
+                    paths: ["migrated", "local", "unheard-of"].map((path) => pathOf({ end: "stop", path })),
                     rate: history.rates("d").sampled,
                     bucket: history.points().at(-1).bucket.sampled,
                     kv: history.points().at(-1).bucket.kv.decode,
@@ -254,6 +255,7 @@ async def test_the_history_counts_right(browser: Browser, shared: tuple[Deployme
             }"""
         )
     assert found["ranks"] == [2, 4, None]
+    assert found["paths"] == ["migrated", "local", "disaggregated"]
     assert found["rate"] == 30
     assert found["bucket"] == 130
     assert found["kv"] == pytest.approx(0.2)

@@ -17,7 +17,7 @@ export const PHASES = {
   decode: (request) => request.phases && (request.phases.decode_ms || null),
   total: (request) => request.total_ms,
 };
-export const PATHS = ["disaggregated", "local", "recomputed", "failed"];
+export const PATHS = ["disaggregated", "local", "migrated", "recomputed", "failed"];
 
 // The nearest-rank percentile of sorted values; null without values.
 export function percentile(sorted, share) {

@@ -46,7 +46,7 @@ const PLOTS = [
   },
   {
     id: "plot-paths", title: "Paths", note: "requests that ended", format: perSecond,
-    series: PATHS.map((path, index) => ({ key: path, label: path, style: ["first", "second", "third", "fourth"][index] })),
+    series: PATHS.map((path, index) => ({ key: path, label: path, style: ["first", "second", "fifth", "third", "fourth"][index] })),
     read: (bucket, ms) => Object.fromEntries(PATHS.map((path) => [path, bucket.paths[path] / (Math.max(ms, 1000) / 1000)])),
     settled: true,
   },
