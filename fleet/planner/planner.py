@@ -124,7 +124,7 @@ class Planner:
         if outlook is None:
             return self._hold("holds its sizes: too few requests have ended")
         self._why = f"{_sizes_text(sizes)} for {_demand_text(outlook.demand)}: {_times_text(outlook.times(sizes))}"
-        if outlook.holds(sizes):
+        if outlook.holds(sizes) and sum(sizes) <= self._most:
             wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
         else:
             wanted = self._grown(sizes, self._cheapest(sizes, outlook))
@@ -198,7 +198,7 @@ class Planner:
         prefills, decodes = self._ranges(present)
         for _ in range(MAX_CUTS):
             holding = [sizes for sizes in outlook.frontier(prefills, decodes) if sum(sizes) <= self._most]
-            if outlook.holds(present):
+            if outlook.holds(present) and sum(present) <= self._most:
                 return present
             if holding:
                 return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
@@ -278,9 +278,15 @@ class Planner:
 
     def _wake(self, sizes: Sizes) -> list[PlanAction]:
         """Without a decode worker, every request waits."""
-        if not self._num_waiting or ServiceRole.DECODE in self._pinned:
-            return self._hold("the decode pool is empty" if self._num_waiting else "rests until a request comes")
-        wanted = self._bounded((max(sizes[0], 0), 1) if self._before_idle is None else self._before_idle)
+        if D in self._pinned:
+            return self._hold("holds its sizes: the decode pool is pinned at 0")
+        if not self._num_waiting:
+            return self._hold("rests until a request comes")
+        num_prefill, num_decode = self._before_idle or (sizes[0], 1)
+        if P in self._pinned:
+            num_prefill = sizes[0]
+        num_decode = max(1, min(num_decode, self._most - num_prefill))
+        wanted = self._bounded((num_prefill, num_decode))
         reason = f"{self._num_waiting} requests wait"
         self._why = f"{_sizes_text(wanted)}: {reason}"
         changed = {role: size for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size != had}

@@ -25,6 +25,7 @@ from core.traffic import WorkerTraffic
 MISSES = 0.05  # share of the requests that may be slower than predicted
 NORMAL = 1.645  # so many standard deviations above the mean lies a share MISSES of a normal distribution
 POOL_SHARE = 0.9  # of a KV pool that running sequences may take
+TINY_S = 1e-6
 MESSAGES_S = 0.005  # between client, router and worker
 
 
@@ -68,6 +69,8 @@ class WorkerModel:
         start = demand.prompt_tokens - tokens
         linear_s = tokens * (cost.token_s + start * cost.pair_s) + cost.step_s * max(1.0, tokens / self.max_step_tokens)
         square_s = tokens**2 * (1.0 + demand.variation) / 2.0 * cost.pair_s
+        if not linear_s + square_s:  # steps that cost nothing: a worker with a fake model
+            return TINY_S, demand.variation
         growth = (linear_s + 2.0 * square_s) / (linear_s + square_s)
         return linear_s + square_s, demand.variation * growth**2
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 
 from core.fleet_control import FleetStatus
+from fleet.events import FleetMessage
 from fleet.host import Host, HostDied
 from fleet.planner.planner import PlanAction, Planner
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 0.5  # of a router; its next answer has what this one had
@@ -21,7 +25,10 @@ async def run_planner(
     now: Callable[[], float],
     perform: Callable[[PlanAction], None],
 ) -> None:
-    """Run until cancelled. `routers` are the hosts of those that serve, by service id."""
+    """Run until cancelled. `routers` are the hosts of those that serve, by service id.
+
+    A planner with a bug stops and says so: the fleet serves on with the sizes that it has.
+    """
 
     async def ask(router_id: str, host: Host) -> None:
         with contextlib.suppress(HostDied, TimeoutError):
@@ -31,5 +38,11 @@ async def run_planner(
     while True:
         await asyncio.sleep(INTERVAL_S)
         await asyncio.gather(*(ask(router_id, host) for router_id, host in routers().items()))
-        for action in planner.plan(status(), now()):
+        try:
+            actions = planner.plan(status(), now())
+        except Exception as error:
+            logger.exception("the planner has a bug")
+            perform(FleetMessage("planner", "has a bug and stops; the sizes stay", f"{type(error).__name__}: {error}"))
+            return
+        for action in actions:
             perform(action)

@@ -4,8 +4,8 @@
     slope     of a line through TREND_S, if it rises by more than chance explains
     forecast  level + slope x the time of a start
 
-Lengths are means over the requests that have finished in LENGTHS_S. A router counts from its start, so a lost report
-changes nothing: the next one has its requests too.
+Lengths are means over the requests that have finished in LENGTHS_S, or before, if these are few. A router counts from
+its start, so a lost report changes nothing: the next one has its requests too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class TrafficLog:
         self._newest: dict[str, tuple[float, RouterTraffic]] = {}  # by router
         self._added: deque[tuple[float, RequestTotals]] = deque()  # what reports have added
         self._began_at: float | None = None
+        self._lengths: RequestTotals | None = None  # of enough finished requests, as new as there are
 
     def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
         """The first report of a router adds nothing: it may have counted for hours."""
@@ -98,11 +99,14 @@ class TrafficLog:
         return rise / TREND_STEP_S**2 if rise > SURPRISE / 2.0 * chance else 0.0
 
     def demand(self, now: float, ahead_s: float) -> Demand | None:
-        """Forecast for `ahead_s` from now, without what waits; None as long as too few requests have finished."""
-        totals = self.totals(LENGTHS_S, now)
-        count = totals.num_finished
-        if count < MIN_FINISHED:
+        """Forecast for `ahead_s` from now, without what waits; None until enough requests have finished."""
+        newest = self.totals(LENGTHS_S, now)
+        if newest.num_finished >= MIN_FINISHED:
+            self._lengths = newest
+        totals = self._lengths
+        if totals is None:
             return None
+        count = totals.num_finished
         mean = totals.uncached_tokens / count
         variance = max(0.0, totals.uncached_squared / count - mean**2)
         return Demand(

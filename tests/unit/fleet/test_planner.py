@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from core.fleet_control import FleetStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.planner import shell
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
@@ -350,3 +352,57 @@ def test_a_fleet_that_cannot_follow_keeps_the_best_shape_of_its_budget() -> None
     assert sum(town.shape) == 4
     changes = [action for _, action in town.actions if isinstance(action, ScaleTo | SwitchRole)]
     assert len(changes) <= 3
+
+
+def test_a_budget_below_the_present_sizes_is_kept_at_once() -> None:
+    town = Town(3, 3)
+    town.rate = 3.0
+    town.run(30)
+    town.planner.config = replace(town.planner.config, max_workers=3)
+    town.run(2)
+    assert sum(town.shape) <= 3
+
+
+def test_traffic_that_is_rare_is_still_traffic() -> None:
+    town = Town(4, 4)
+    town.rate = 3.0
+    town.run(30)
+    town.rate = 0.02  # six requests in five minutes
+    town.run(3000)
+    assert sum(town.shape) <= 2
+
+
+def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
+    town = Town(2, 2, idle_s=100.0, min_decode=0)
+    town.planner.pin([P])
+    town.rate = 3.0
+    town.run(30)
+    town.rate = 0.0
+    town.run(150)
+    assert town.shape == (2, 0)
+    town.planner.pin([D])
+    town.num_waiting = 1
+    assert not town.run(5)
+    assert town.plan == "holds its sizes: the decode pool is pinned at 0"
+    town.planner.pin([P], only=True)
+    town.run(1)
+    assert town.sizes[P] == 2
+    assert town.sizes[D] >= 1
+
+
+async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
+    class Broken(Planner):
+        def plan(self, status: FleetStatus, now: float) -> list[PlanAction]:
+            raise ZeroDivisionError(f"of a plan at {now:g} s for {len(status.slots)} slots")
+
+    said: list[PlanAction] = []
+    town = Town(1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shell, "INTERVAL_S", 0.0)
+        await asyncio.wait_for(
+            shell.run_planner(Broken(town.planner.config), dict, town.status, lambda: town.now, said.append), 5.0
+        )
+    [message] = messages(said)
+    assert (message.what, message.reason) == (
+        "has a bug and stops; the sizes stay", "ZeroDivisionError: of a plan at 1000 s for 2 slots",
+    )  # fmt: skip
