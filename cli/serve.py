@@ -144,17 +144,18 @@ async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
         return  # the supervisor has ended, and every service with it
 
 
-async def wait_for_workers(client: AsyncClient, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-    """Wait until a router lists this many serving workers of each pool. Raises `WorkerUnavailable`.
+async def wait_for_workers(client: AsyncClient, timeout_s: float) -> None:
+    """Wait until a router lists as many serving workers of each pool as are wanted. Raises `WorkerUnavailable`.
 
     The wait polls, because the API has no stream of the fleet's state.
     """
-    wanted = {worker_pb2.WORKER_ROLE_PREFILL: num_prefill, worker_pb2.WORKER_ROLE_DECODE: num_decode}
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 found = await client.fleet()
-                if all(num_serving(found, role) >= count for role, count in wanted.items()):
+                num_prefill = num_serving(found, worker_pb2.WORKER_ROLE_PREFILL)
+                num_decode = num_serving(found, worker_pb2.WORKER_ROLE_DECODE)
+                if num_prefill >= found.wanted_prefill and num_decode >= found.wanted_decode:
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
@@ -168,12 +169,11 @@ async def fleet(
     cluster: Cluster, spec: FleetSpec, print_line: PrintLine, credentials: Credentials = OPEN
 ) -> AsyncIterator[list[str]]:
     """A fleet in which every service serves, drained on exit, also after an error. Yields the addresses of routers."""
-    sizes = spec.config
     try:
         addresses = await start_fleet(cluster, spec, print_line)
         for address in addresses:
             async with client_of(address, credentials) as client:
-                await wait_for_workers(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
+                await wait_for_workers(client, spec.config.start_timeout_s)
         yield addresses
     finally:
         await stop_fleet(cluster, print_line)

@@ -13,7 +13,7 @@ from core.lifecycle import ServiceRole
 class RequestTotals(NamedTuple):
     """Sums since the start of the router. A mean is a sum over its number."""
 
-    num_arrived: int = 0
+    num_arrived: float = 0  # without those that go on after the death of another router
     num_ended: int = 0  # refused, failed and finished ones, without those that their clients cancelled
     num_within: int = 0  # of these, within the wanted times
     num_finished: int = 0  # with the sums below
@@ -37,7 +37,7 @@ class WorkerTraffic:
     service_id: str
     role: ServiceRole
     step_cost: StepCost | None  # None: it has measured no step
-    step_limit_s: float  # of a step with sequences in decode; 0 = none
+    step_limit_s: float  # of a step with sequences in decode, or else the wanted time between tokens; 0 = none
     max_step_tokens: int
     pool_tokens: int  # room of its KV pool
     held_tokens: int  # of its pool, by running sequences, which would move

@@ -175,7 +175,8 @@ class Supervisor:
     def _planned_status(self) -> FleetStatus:
         """For the planner, which follows the config of new starts."""
         status = self._fleet_status()
-        self._planner.config = self._specs[status.revision].planner
+        spec = self._specs[status.revision]
+        self._planner.config, self._planner.local_prefill = spec.planner, spec.local_prefill
         return status
 
     def _router_hosts(self) -> dict[str, Host]:
@@ -192,7 +193,7 @@ class Supervisor:
             return
         try:
             self._driver.ask(action)
-        except InvalidRequest as refused:  # the fleet has changed since the status that the planner saw
+        except (InvalidRequest, WorkerUnavailable) as refused:  # the fleet has changed, or has failed
             self._perform(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
     async def roll(self, config: str) -> int | Refusal:

@@ -92,7 +92,8 @@ class RouterShell:
         Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, or `WorkerUnavailable` if the machine has failed.
         """
         first, *others = (stream.request for stream in streams)
-        self._traffic.arrived(len(streams))
+        if not streams[0].token_ids:
+            self._traffic.arrived(len(streams))
         self._streams |= {stream.request.request_id: stream for stream in streams}
         try:
             if deadline <= self.now():
@@ -150,6 +151,11 @@ class RouterShell:
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         self._trace(stream.ended(self.now()))
+
+    @property
+    def can_serve(self) -> bool:
+        """A decode worker serves, or the planner brings one when a request waits."""
+        return self.view.can_decode or self._start_s > 0.0
 
     @property
     def num_open(self) -> int:

@@ -137,7 +137,11 @@ class ElasticReplay(Replay):
         super().__init__(workload, config)
         self._sizing, self._start_s = sizing, start_s
         cluster = ClusterConfig(
-            num_prefill=config.num_prefill, num_decode=config.num_decode, max_workers=MAX_WORKERS, start_timeout_s=1e6
+            num_routers=config.num_routers,
+            num_prefill=config.num_prefill,
+            num_decode=config.num_decode,
+            max_workers=MAX_WORKERS,
+            start_timeout_s=1e6,
         )
         self.fleet = FleetMachine(FleetRules(Claims(cluster), DRAIN_LIMIT_S, DRAIN_LIMIT_S))
         self._timer = MachineTimer(self.world, self.fleet, self._post)
@@ -236,7 +240,7 @@ class ElasticReplay(Replay):
     def _serve(self, member: Member) -> None:
         if not self.fleet.has(member):
             return  # not wanted any more
-        service_id = f"{member.name}.{member.start:04x}"
+        service_id = member.name if member.role is ServiceRole.ROUTER else f"{member.name}.{member.start:04x}"
         if member.role is not ServiceRole.ROUTER:
             self._nodes[member] = self._add_worker(service_id, member.role)
             for links in self._links:

@@ -55,7 +55,7 @@ class Planner:
     def __init__(self, config: PlannerConfig, *, local_prefill: bool = True, can_switch: bool = True) -> None:
         """`local_prefill`: decode workers compute prompts beside prefill workers. `can_switch`: of roles."""
         self.config = config
-        self._local_prefill, self._can_switch = local_prefill, can_switch
+        self.local_prefill, self._can_switch = local_prefill, can_switch
         self.log = TrafficLog()
         self.starts = StartTimes()
         self._pinned: set[ServiceRole] = set()
@@ -63,7 +63,9 @@ class Planner:
         self._before_idle: Sizes | None = None  # sizes to return to
         self._decision: _Decision | None = None  # not judged yet
         self._why = "has not planned yet"
+        self._was_ready = False  # every service has served at the same time
         self._heard: list[RouterTraffic] = []  # for the present plan
+        self._may_shrink = False  # likewise
 
     # ---- what it is told
 
@@ -77,7 +79,7 @@ class Planner:
     @property
     def start_s(self) -> float:
         """Of a worker that it brings when requests wait; 0 if it brings none."""
-        brings = self.config.enabled and D not in self._pinned
+        brings = self.config.enabled and not self.config.min_decode and D not in self._pinned
         return self.starts.longest(self.config.start_s) if brings else 0.0
 
     def status(self, now: float) -> PlanStatus:
@@ -100,12 +102,20 @@ class Planner:
             return []
         if status.rolling:
             return self._hold("holds its sizes during a roll")
-        self._heard = self.log.heard(now)
+        serving = {slot.service_id for slot in self._serving(ServiceRole.ROUTER, status)}
+        heard = self.log.heard(now)
+        self._heard = [traffic for name, traffic in heard.items() if name in serving]
         if not self._heard:
             return self._hold("holds its sizes: no router has reported")
+        self._may_shrink = serving <= heard.keys() and self._has_served(status)
         sizes = status.wanted[ServiceRole.PREFILL], status.wanted[ServiceRole.DECODE]
         start_s = self.starts.longest(self.config.start_s)
         return [*self._judge(now), *self._sized(sizes, status, start_s, now)]
+
+    def _has_served(self, status: FleetStatus) -> bool:
+        """A worker that starts for the first time is not idle."""
+        self._was_ready = self._was_ready or all(slot.state is SlotState.SERVING for slot in status.slots)
+        return self._was_ready
 
     def _hold(self, why: str) -> list[PlanAction]:
         self._easy_since.clear()
@@ -113,12 +123,12 @@ class Planner:
         return []
 
     def _sized(self, sizes: Sizes, status: FleetStatus, start_s: float, now: float) -> list[PlanAction]:
-        if not sizes[1]:
+        if not sizes[1] and (D in self._pinned or not self.config.min_decode):
             return self._wake(sizes)
         bounded = self._bounded(sizes)
         if bounded != sizes:
             return self._resize(sizes, bounded, status, "its bounds have changed")
-        if now - self.log.last_busy_at >= self.config.idle_s:
+        if self._may_shrink and now - self.log.last_busy_at >= self.config.idle_s:
             return self._rest(sizes, status)
         outlook = self._outlook(sizes, start_s, now)
         if outlook is None:
@@ -127,6 +137,7 @@ class Planner:
         if outlook.holds(sizes) and sum(sizes) <= self._most:
             wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
         else:
+            self._easy_since.clear()
             wanted = self._grown(sizes, self._cheapest(sizes, outlook))
             if wanted == sizes:
                 self._why += "; no larger size is allowed"
@@ -146,7 +157,7 @@ class Planner:
         if demand is None or not known:
             return None
         prefill, decode = (model or known[0] for model in models)
-        model = FleetModel(prefill, decode, self._local_prefill)
+        model = FleetModel(prefill, decode, self.local_prefill)
         # What waits is worked off in the time of a start. A prompt that each worker computes now does not wait.
         prompt_s, _ = prefill.prompt_s(demand)
         num_queued = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in self._workers)
@@ -219,7 +230,10 @@ class Planner:
         easy = [
             smaller
             for role, smaller in candidates.items()
-            if role not in self._pinned and self._bounded(smaller) == smaller and busier.holds(smaller, EASY_SHARE)
+            if self._may_shrink
+            and role not in self._pinned
+            and self._bounded(smaller) == smaller
+            and busier.holds(smaller, EASY_SHARE)
         ]
         self._easy_since = {smaller: self._easy_since.get(smaller, now) for smaller in easy}
         long_easy = [smaller for smaller, since in self._easy_since.items() if now - since >= quiet_s]
@@ -245,7 +259,9 @@ class Planner:
         less, more = sorted(POOLS, key=change.__getitem__)
         count = min(-change[less], change[more]) if self._can_switch else 0
         slots = sorted(self._serving(less, status), key=self._held_tokens)
-        return [SwitchRole(slot.name, more) for slot in slots[: max(0, count)]]
+        # A worker that does not serve yet takes no place of one that does.
+        count = max(0, min(count, len(slots) - (wanted[1] if less is D else 0)))
+        return [SwitchRole(slot.name, more) for slot in slots[:count]]
 
     def _leaving(self, changed: dict[ServiceRole, int], status: FleetStatus) -> Iterator[str]:
         """The order in which workers of a shrinking pool leave: those that leave an empty machine, then those with the
@@ -259,7 +275,8 @@ class Planner:
             )
 
     def _serving(self, role: ServiceRole, status: FleetStatus) -> list[SlotStatus]:
-        return [slot for slot in status.slots if slot.role is role and slot.state is SlotState.SERVING]
+        """Those that serve and stay: a reason says why one leaves."""
+        return [s for s in status.slots if s.role is role and s.state is SlotState.SERVING and not s.reason]
 
     def _held_tokens(self, slot: SlotStatus) -> int:
         return next((worker.held_tokens for worker in self._workers if worker.service_id == slot.service_id), 0)

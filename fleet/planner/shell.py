@@ -15,7 +15,7 @@ from fleet.planner.planner import PlanAction, Planner
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-ANSWER_TIMEOUT_S = 0.5  # of a router; its next answer has what this one had
+ANSWER_TIMEOUT_S = 0.5  # then the plan goes without this router, whose answer may still come
 
 
 async def run_planner(
@@ -25,24 +25,35 @@ async def run_planner(
     now: Callable[[], float],
     perform: Callable[[PlanAction], None],
 ) -> None:
-    """Run until cancelled. `routers` are the hosts of those that serve, by service id.
+    """Run until cancelled. `routers` are the hosts of those that serve or drain, by service id.
 
     A planner with a bug stops and says so: the fleet serves on with the sizes that it has.
     """
+    asking: dict[str, asyncio.Task[None]] = {}  # at most one call to each router
 
     async def ask(router_id: str, host: Host) -> None:
-        with contextlib.suppress(HostDied, TimeoutError):
-            traffic = await asyncio.wait_for(host.traffic(planner.start_s), ANSWER_TIMEOUT_S)
+        with contextlib.suppress(HostDied):
+            traffic = await host.traffic(planner.start_s)
             planner.note(router_id, traffic, now())
 
-    while True:
-        await asyncio.sleep(INTERVAL_S)
-        await asyncio.gather(*(ask(router_id, host) for router_id, host in routers().items()))
-        try:
-            actions = planner.plan(status(), now())
-        except Exception as error:
-            logger.exception("the planner has a bug")
-            perform(FleetMessage("planner", "has a bug and stops; the sizes stay", f"{type(error).__name__}: {error}"))
-            return
-        for action in actions:
+    async def plan_once() -> None:
+        for router_id, host in routers().items():
+            if router_id not in asking:
+                asking[router_id] = asyncio.create_task(ask(router_id, host))
+        if asking:
+            await asyncio.wait(asking.values(), timeout=ANSWER_TIMEOUT_S)
+        for router_id in [router_id for router_id, task in asking.items() if task.done()]:
+            asking.pop(router_id).result()
+        for action in planner.plan(status(), now()):
             perform(action)
+
+    try:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await plan_once()
+    except Exception as error:
+        logger.exception("the planner has a bug")
+        perform(FleetMessage("planner", "has a bug and stops; the sizes stay", f"{type(error).__name__}: {error}"))
+    finally:
+        for task in asking.values():
+            task.cancel()

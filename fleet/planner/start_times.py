@@ -8,7 +8,7 @@ from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 
 REMEMBERED = 5  # newest starts
-BEGINNING = (SlotState.PLACING, SlotState.STARTING)
+MOST_EXPECTED = 10.0  # times the expected time: a worker may wait for a machine for hours
 
 
 class StartTimes:
@@ -19,7 +19,9 @@ class StartTimes:
     def note(self, status: FleetStatus, now: float) -> None:
         seen = {slot.name: slot for slot in status.slots if slot.role is not ServiceRole.ROUTER}
         for name, slot in seen.items():
-            if slot.state in BEGINNING:
+            if slot.state is SlotState.PLACING:
+                self._begun[name] = now - slot.in_state_s
+            elif slot.state is SlotState.STARTING:
                 self._begun.setdefault(name, now - slot.in_state_s)
             elif name in self._begun:
                 begun = self._begun.pop(name)
@@ -27,6 +29,6 @@ class StartTimes:
                     self._seconds.append(now - slot.in_state_s - begun)
         self._begun = {name: begun for name, begun in self._begun.items() if name in seen}
 
-    def longest(self, unless_known: float) -> float:
-        """Of the newest starts."""
-        return max(self._seconds, default=unless_known)
+    def longest(self, expected_s: float) -> float:
+        """Of the newest starts; the expected time if none has ended."""
+        return min(max(self._seconds, default=expected_s), MOST_EXPECTED * expected_s)

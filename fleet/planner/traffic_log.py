@@ -11,7 +11,6 @@ its start, so a lost report changes nothing: the next one has its requests too.
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from core.traffic import RequestTotals, RouterTraffic
 from fleet.planner.prediction import Demand
@@ -33,38 +32,50 @@ class TrafficLog:
     def __init__(self) -> None:
         self.last_busy_at = math.inf  # a request arrived, waited or ran; at first, the begin of the log
         self._newest: dict[str, tuple[float, RouterTraffic]] = {}  # by router
-        self._added: deque[tuple[float, RequestTotals]] = deque()  # what reports have added
+        self._added: dict[int, RequestTotals] = {}  # by second, what reports have added
         self._began_at: float | None = None
         self._lengths: RequestTotals | None = None  # of enough finished requests, as new as there are
 
     def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
-        """The first report of a router adds nothing: it may have counted for hours."""
+        """The first report of a router adds nothing: it may have counted for hours.
+
+        The arrivals of a late report belong to all seconds since the one before.
+        """
         known = self._newest.get(router_id)
         if self._began_at is None:
-            self._began_at = self.last_busy_at = now
-        added = NOTHING if known is None else traffic.totals.since(known[1].totals)
+            self._began_at = now
         self._newest[router_id] = now, traffic
-        self._added.append((now, added))
+        if known is None:
+            self.last_busy_at = now
+            return
+        added = traffic.totals.since(known[1].totals)
         if added.num_arrived or traffic.num_waiting or traffic.num_open:
             self.last_busy_at = now
-        while self._added[0][0] <= now - max(LENGTHS_S, TREND_S):
-            self._added.popleft()
+        this, oldest = int(now), int(now - max(LENGTHS_S, TREND_S))
+        seconds = range(min(int(known[0]) + 1, this), this + 1)
+        for second in seconds[-int(TREND_S) :]:
+            self._add(second, RequestTotals(num_arrived=added.num_arrived / len(seconds)))
+        self._add(this, added._replace(num_arrived=0))
+        for second in [second for second in self._added if second <= oldest]:
+            del self._added[second]
         for name in [name for name, (at, _) in self._newest.items() if at <= now - FORGOTTEN_S]:
             del self._newest[name]
 
     # ---- now
 
-    def heard(self, now: float) -> list[RouterTraffic]:
+    def _add(self, second: int, totals: RequestTotals) -> None:
+        self._added[second] = self._added.get(second, NOTHING).plus(totals)
+
+    def heard(self, now: float) -> dict[str, RouterTraffic]:
         """The newest reports of the routers that are not silent."""
-        return [traffic for at, traffic in self._newest.values() if at > now - SILENT_S]
+        return {name: traffic for name, (at, traffic) in self._newest.items() if at > now - SILENT_S}
 
     def totals(self, seconds: float, now: float) -> RequestTotals:
         """What the newest `seconds` have added."""
         total = NOTHING
-        for at, added in reversed(self._added):
-            if at <= now - seconds:
-                break
-            total = total.plus(added)
+        for second, added in self._added.items():
+            if second > now - seconds:
+                total = total.plus(added)
         return total
 
     # ---- forecast
@@ -87,9 +98,9 @@ class TrafficLog:
         num_steps = int(TREND_S / TREND_STEP_S)
         if self._began_at is None or now - self._began_at < TREND_S:
             return 0.0
-        counts = [0] * num_steps
-        for at, added in self._added:
-            age = int((now - at) / TREND_STEP_S)
+        counts = [0.0] * num_steps
+        for second, added in self._added.items():
+            age = int((now - second) / TREND_STEP_S)
             if age < num_steps:
                 counts[num_steps - 1 - age] += added.num_arrived
         middle = (num_steps - 1) / 2.0

@@ -48,7 +48,7 @@ def _worker(record: WorkerRecord) -> WorkerTraffic:
         service_id=record.worker_id,
         role=record.role,
         step_cost=load.step_cost if record.has_measured else None,
-        step_limit_s=load.step_limit_s,
+        step_limit_s=load.step_limit_s or load.slo_itl_s,
         max_step_tokens=load.max_step_tokens,
         pool_tokens=record.agent.num_blocks * layout.block_size,
         held_tokens=load.ledger.get(Column.HELD, 0) * layout.block_size,

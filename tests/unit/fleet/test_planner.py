@@ -40,9 +40,12 @@ class Town:
         self.totals = RequestTotals()
         self.measured: StepCost | None = COST
         self.limit_s = 0.05  # of a step
-        self.held = dict.fromkeys(range(8), 0)  # bytes, by number of the slot
+        self.held = dict.fromkeys(range(8), 0)  # tokens, by number of the slot
         self.machines: dict[str, str] = {}  # by slot; else each has its own
         self.states: dict[str, SlotState] = {}  # by slot; else it serves
+        self.states_since = 0.0
+        self.other_routers: tuple[str, ...] = ()  # which report nothing
+        self.reasons: dict[str, str] = {}  # by slot, of leaving
         self.is_silent = self.rolling = False
         self.actions: list[tuple[float, PlanAction]] = []
         self._owed = 0.0
@@ -53,13 +56,16 @@ class Town:
                 f"{role.value}-{number}",
                 role,
                 self.states.get(f"{role.value}-{number}", SlotState.SERVING),
-                1.0,
+                self.now - self.states_since,
+                self.reasons.get(f"{role.value}-{number}", ""),
                 service_id=f"{role.value}-{number}",
                 machine=self.machines.get(f"{role.value}-{number}", f"machine of {role.value}-{number}"),
             )
             for role in (P, D)
             for number in range(self.sizes[role])
         ]
+        routers = ("router-0", *self.other_routers)
+        slots += [SlotStatus(name, R, SlotState.SERVING, 1.0, service_id=name) for name in routers]
         return FleetStatus(dict(self.sizes), tuple(slots), rolling=self.rolling)
 
     def traffic(self) -> RouterTraffic:
@@ -68,6 +74,7 @@ class Town:
                 slot.name, slot.role, self.measured, self.limit_s, 8192, 400_000, self.held[int(slot.name[-1])]
             )
             for slot in self.status().slots
+            if slot.role is not R
         )
         return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
 
@@ -272,8 +279,9 @@ def test_an_idle_fleet_goes_to_zero_and_a_waiting_request_brings_it_back() -> No
 
 def test_a_start_that_hangs_does_not_keep_the_pools_from_shrinking() -> None:
     town = Town(5, 5)
-    town.states = {"prefill-4": SlotState.STARTING}
     town.rate = 1.0
+    town.run(5)
+    town.states = {"prefill-4": SlotState.STARTING}
     town.run(300)
     assert sum(town.shape) < 10
 
@@ -282,9 +290,9 @@ def test_the_measured_start_time_decides_how_far_ahead_it_looks() -> None:
     town = Town(2, 2)
     town.planner.pin([P, D])
     town.rate = 4.0
-    town.states = {"prefill-1": SlotState.PLACING}
+    town.states, town.states_since = {"prefill-1": SlotState.PLACING}, town.now
     town.run(150)
-    town.states = {}
+    town.states, town.states_since = {}, town.now
     town.run(1)
     assert town.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
 
@@ -404,5 +412,68 @@ async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
         )
     [message] = messages(said)
     assert (message.what, message.reason) == (
-        "has a bug and stops; the sizes stay", "ZeroDivisionError: of a plan at 1000 s for 2 slots",
+        "has a bug and stops; the sizes stay", "ZeroDivisionError: of a plan at 1000 s for 3 slots",
     )  # fmt: skip
+
+
+def test_a_late_report_is_no_surge() -> None:
+    town = Town(1, 1)
+    town.rate = 5.0
+    town.run(100)
+    shape = town.shape
+    town.is_silent = True
+    town.run(400)
+    town.is_silent = False
+    town.run(100)
+    assert sum(town.shape) <= sum(shape)
+    assert town.planner.log.level(town.now) == pytest.approx(5.0, rel=0.1)
+
+
+def test_a_router_that_does_not_report_keeps_the_pools_from_shrinking() -> None:
+    town = Town(4, 4)
+    town.rate = 2.0
+    town.run(30)
+    town.other_routers = ("router-1",)
+    assert not town.run(400)
+    town.other_routers = ()
+    town.run(200)
+    assert sum(town.shape) < 8
+
+
+def test_the_last_serving_decode_worker_keeps_its_role() -> None:
+    town = Town(1, 4, max_workers=5)
+    town.states = {f"decode-{number}": SlotState.PLACING for number in (1, 2, 3)}
+    town.prompt, town.output, town.rate = 20_000, 40, 6.0
+    town.limit_s = 0.009
+    actions = town.run(60, until_action=True)
+    assert actions
+    assert not [action for action in actions if isinstance(action, SwitchRole)]
+
+
+def test_a_worker_that_is_being_replaced_does_not_switch() -> None:
+    town = Town(1, 4, max_workers=5)
+    town.reasons = {"decode-0": "its machine leaves"}
+    town.prompt, town.output, town.rate = 20_000, 40, 6.0
+    town.limit_s = 0.009
+    actions = town.run(60, until_action=True)
+    switched = {action.slot for action in actions if isinstance(action, SwitchRole)}
+    assert switched
+    assert "decode-0" not in switched
+
+
+def test_a_minimum_above_zero_fills_an_empty_pool() -> None:
+    town = Town(1, 1, idle_s=20.0, min_decode=0)
+    town.run(40)
+    assert town.shape == (0, 0)
+    town.planner.config = replace(town.planner.config, min_decode=1)
+    town.run(1)
+    assert town.shape == (0, 1)
+
+
+def test_a_fleet_that_starts_is_not_idle() -> None:
+    town = Town(1, 1, idle_s=20.0, min_decode=0)
+    town.states = {"decode-0": SlotState.STARTING}
+    assert not town.run(100)
+    town.states = {}
+    town.run(2)
+    assert town.shape == (0, 0)
