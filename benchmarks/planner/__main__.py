@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
-from benchmarks.planner.rivals import Fixed, OneByOne, Oracle, Saturation, cheapest
+from benchmarks.planner.rivals import MARGIN, Fixed, OneByOne, Oracle, Saturation, cheapest
 from benchmarks.report import Line, Report
 from core.config import PlannerConfig
 from core.cost.step_cost import StepCost
@@ -45,9 +45,9 @@ class SizedRun:
 
     def run(self, on_progress: CountEnded) -> ElasticResult:
         curve = CURVES[self.curve]
-        sizes = cheapest(curve.highest) if self.sizing == FIXED else FIRST_SIZES
+        sizes = curve.fixed if self.sizing == FIXED else FIRST_SIZES
         if self.sizing == ORACLE:
-            sizes = cheapest(max(curve.rate_at(0.0), 0.2))
+            sizes = cheapest(MARGIN * max(curve.rate_at(0.0), 0.2))
         made: dict[str, Callable[[], Sizing]] = {
             OURS: lambda: Planner(
                 PlannerConfig(enabled=True, max_prefill=MAX_WORKERS, max_decode=MAX_WORKERS, start_s=self.start_s)

@@ -29,6 +29,7 @@ class Curve:
     rate_at: Callable[[float], float]  # requests/s, by seconds
     highest: float
     duration_s: float
+    fixed: tuple[int, int]  # prefill and decode workers: the fewest of those tried that reach an attainment of 0.95
 
     def workload(self, traces: Path, seed: int) -> Workload:
         return workloads.by_curve(conversation(traces), self.rate_at, self.highest, self.duration_s, seed)
@@ -54,9 +55,9 @@ def _on_and_off(seconds: float) -> float:
 CURVES = {
     curve.name: curve
     for curve in (
-        Curve("day of 0.2 to 2 in one hour", _day, 2.0, 3600.0),
-        Curve("step of 3", _step, 3.0, 2400.0),
-        Curve("on and off", _on_and_off, 1.5, 2400.0),
+        Curve("day of 0.2 to 2 in one hour", _day, 2.0, 3600.0, (3, 3)),
+        Curve("step of 3", _step, 3.0, 2400.0, (5, 4)),
+        Curve("on and off", _on_and_off, 1.5, 2400.0, (3, 3)),
     )
 }
 

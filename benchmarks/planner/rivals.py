@@ -1,12 +1,12 @@
 """Other ways to size the pools, as `simulator.elastic.Sizing`: fixed, by thresholds, and with knowledge of the future.
 
-fixed        the cheapest sizes for the highest rate, all the time
+fixed        the fewest workers that hold the highest rate in the simulation, all the time
 thresholds   of llm-d's Workload Variant Autoscaler (deploy/configmap-saturation-scaling.yaml, v0.9): a worker is full
              at 0.80 of its KV or 5 waiting requests; one more when the mean worker is within 0.1 or 3 of that, one
              less when the others would stay clear of it. Every 30 s
 one by one   as Dynamo's load planner: one more above 0.80 of the KV of decode workers, or 5 waiting requests for
              each prefill worker, one less below half of that; no decision while a worker starts. Every 30 s
-oracle       the cheapest sizes for the rate that will come, started in time
+oracle       the cheapest sizes for MARGIN x the rate that will come, started in time
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ INTERVAL_S = 30.0
 FULL_KV, FULL_QUEUE = 0.8, 5.0
 SPARE_KV, SPARE_QUEUE = 0.1, 3.0
 SLOT_S = 30.0  # of the oracle's schedule
+MARGIN = 1.4  # so that the sizes at the highest rates are those that hold them in the simulation
 LIMIT_SHARE = 0.9  # of the wanted time between tokens, in a step
 # Of the conversation trace, with the caches of a small fleet.
 LENGTHS = Demand(rate=1.0, prompt_tokens=12_035.0, uncached_tokens=10_500.0, variation=2.0, output_tokens=343.0)
@@ -74,7 +75,7 @@ class Oracle:
     def _at(self, slot: int) -> Sizes:
         if slot not in self._sizes:
             rates = [self.rate_at(max(0.0, slot * SLOT_S + part * SLOT_S / 4)) for part in range(5)]
-            self._sizes[slot] = cheapest(max(rates)) if max(rates) else (0, 1)
+            self._sizes[slot] = cheapest(MARGIN * max(rates)) if max(rates) else (0, 1)
         return self._sizes[slot]
 
 

@@ -61,10 +61,10 @@ class TrafficLog:
         for name in [name for name, (at, _) in self._newest.items() if at <= now - FORGOTTEN_S]:
             del self._newest[name]
 
-    # ---- now
-
     def _add(self, second: int, totals: RequestTotals) -> None:
         self._added[second] = self._added.get(second, NOTHING).plus(totals)
+
+    # ---- now
 
     def heard(self, now: float) -> dict[str, RouterTraffic]:
         """The newest reports of the routers that are not silent."""
