@@ -54,7 +54,7 @@ class Program:
 
 
 async def serve(config: dict[str, dict[str, Any]], core: int, answers: TextIO) -> None:
-    placement = Placement(ordinal=0, host="", address="", num_threads=1, scale=None, cores=(core,), gpus=0.0)
+    placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None, cores=(core,), gpus=0.0)
     service: Any = build_decode_worker(from_mapping(config), placement)
     endpoint = await service.start()
     program = Program(endpoint.address, service._engine._llm, asyncio.get_running_loop())
