@@ -91,10 +91,10 @@ class RouterControl(Service, Protocol):
         """`routers` lists every live router of the fleet, this one too."""
 
     def traffic(self, start_s: float) -> RouterTraffic:
-        """What the router has counted, and what its workers report, for the planner. Call `start` first.
+        """Return the counts of this router and the loads of its workers, for the planner. Call `start` first.
 
-        If the planner brings workers when requests wait, they wait for `start_s`, the time of a start, and half of that
-        again; else it is 0.
+        `start_s` is the time that a worker takes to start, if the planner starts one when a request waits. The request
+        then waits one and a half times as long. 0 = the planner starts none.
         """
 
 

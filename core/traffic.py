@@ -1,4 +1,4 @@
-"""What a router tells the fleet's planner: the requests that it has counted, and what its workers report."""
+"""The report of a router to the planner of the fleet: its counts of requests, and the loads of its workers."""
 
 from __future__ import annotations
 

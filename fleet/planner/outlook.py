@@ -1,4 +1,4 @@
-"""What pool sizes promise for one forecast: their predicted times, and whether these are good enough."""
+"""The predicted times of pool sizes for one forecast, and the comparison with the wanted times."""
 
 from __future__ import annotations
 
