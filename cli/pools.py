@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cli.health import ROLES
 from core.config import ClusterConfig
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
-SIZED = {cluster_pb2.SERVICE_ROLE_PREFILL: "prefill", cluster_pb2.SERVICE_ROLE_DECODE: "decode"}
 NO_PREFILL = "decode workers compute the prompts"
 
 
@@ -39,7 +39,7 @@ def traffic_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
             f"wanted times in 5 minutes{moved}"
         )
     if planner.enabled:
-        pinned = " and ".join(SIZED[role] for role in planner.pinned)
+        pinned = " and ".join(ROLES[role] for role in planner.pinned)
         held = f" ({pinned} pinned; `tandem scale --auto` releases)" if pinned else ""
         lines.append(f"planner: {planner.plan}{held}")
     return lines

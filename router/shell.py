@@ -68,7 +68,6 @@ class RouterShell:
         timer.durations = self.metrics.buckets(Metric.DECISION_DURATION)
         self._request_metrics = RequestMetrics(self.metrics, config.slo_ttft_ms)
         self._traffic = TrafficCount()
-        self._start_s = 0.0  # of a worker that the planner brings; 0 = none comes
 
     def now(self) -> float:
         return self._driver.now()
@@ -82,7 +81,7 @@ class RouterShell:
         """Take the live options of `config`."""
         self.config = with_live(self.config, config)
         self._request_metrics.slo_ttft_ms = self.config.slo_ttft_ms
-        self._driver.post(events.ConfigChanged(self.config, self._start_s))
+        self._driver.post(events.ConfigChanged(self.config))
 
     # ---- streams
 
@@ -133,9 +132,8 @@ class RouterShell:
 
     def traffic(self, start_s: float) -> RouterTraffic:
         """As `RouterControl.traffic`."""
-        if start_s != self._start_s:
-            self._start_s = start_s
-            self._driver.post(events.ConfigChanged(self.config, start_s))
+        if start_s != self.view.start_s:
+            self._driver.post(events.StartExpected(start_s))
         return self._traffic.reading(self.view, self.config.slo_ttft_ms / 1e3)
 
     def count_refusal(self, error: TandemError) -> None:
@@ -151,11 +149,6 @@ class RouterShell:
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         self._trace(stream.ended(self.now()))
-
-    @property
-    def can_serve(self) -> bool:
-        """A decode worker serves, or the planner brings one when a request waits."""
-        return self.view.can_decode or self._start_s > 0.0
 
     @property
     def num_open(self) -> int:

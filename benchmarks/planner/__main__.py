@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
-from benchmarks.planner.rivals import MARGIN, Fixed, OneByOne, Oracle, Saturation, cheapest
+from benchmarks.planner.rivals import MARGIN, Fixed, Oracle, Thresholds, by_saturation, cheapest, one_by_one
 from benchmarks.report import Line, Report
 from core.config import PlannerConfig
 from core.cost.step_cost import StepCost
@@ -52,8 +52,8 @@ class SizedRun:
             OURS: lambda: Planner(
                 PlannerConfig(enabled=True, max_prefill=MAX_WORKERS, max_decode=MAX_WORKERS, start_s=self.start_s)
             ),
-            "thresholds": Saturation,
-            "one by one": OneByOne,
+            "thresholds": lambda: Thresholds(by_saturation),
+            "one by one": lambda: Thresholds(one_by_one),
             FIXED: Fixed,
             ORACLE: lambda: Oracle(curve.rate_at, self.start_s, START_S),
         }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from functools import cache
 from pathlib import Path
 
+from benchmarks.policies.cases import conversation
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
 from simulator import workloads
@@ -15,7 +15,6 @@ from simulator.cost_model import H100_8B
 from simulator.replay_config import ReplayConfig
 from simulator.workloads import Workload
 
-CONVERSATION = Path("mooncake") / "conversation_trace.jsonl"
 SLOWNESS = 3.0  # a model three times as large as the one of H100_8B
 COST = StepCost(*(SLOWNESS * term for term in astuple(H100_8B)))
 SLO_TTFT_S, SLO_TPOT_S = 6.0, 0.1  # twice what the longest twentieth of the prompts takes on an idle worker
@@ -32,12 +31,7 @@ class Curve:
     fixed: tuple[int, int]  # prefill and decode workers: the fewest of those tried that reach an attainment of 0.95
 
     def workload(self, traces: Path, seed: int) -> Workload:
-        return workloads.by_curve(conversation(traces), self.rate_at, self.highest, self.duration_s, seed)
-
-
-@cache
-def conversation(traces: Path) -> Workload:
-    return workloads.mooncake(traces / CONVERSATION)
+        return workloads.by_curve(conversation(traces, None), self.rate_at, self.highest, self.duration_s, seed)
 
 
 def _day(seconds: float) -> float:

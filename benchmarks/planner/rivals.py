@@ -12,7 +12,7 @@ oracle       the cheapest sizes for MARGIN x the rate that will come, started in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from benchmarks.planner.cases import COST, MAX_WORKERS, SLO_TPOT_S, SLO_TTFT_S
@@ -39,7 +39,7 @@ Actions = list[ScaleTo | SwitchRole | FleetMessage]
 def cheapest(rate: float) -> Sizes:
     """That hold the wanted times, by the model of the planner."""
     worker = WorkerModel(COST, LIMIT_SHARE * SLO_TPOT_S, 8192, 400_000)
-    demand = Demand(rate, LENGTHS.prompt_tokens, LENGTHS.uncached_tokens, LENGTHS.variation, LENGTHS.output_tokens)
+    demand = replace(LENGTHS, rate=rate)
     largest = MAX_WORKERS, MAX_WORKERS
     outlook = Outlook.of(FleetModel(worker, worker), demand, SLO_TTFT_S, LIMIT_SHARE * SLO_TPOT_S, largest)
     return min(outlook.frontier(range(MAX_WORKERS + 1), range(1, MAX_WORKERS + 1)), key=sum)
@@ -79,8 +79,13 @@ class Oracle:
         return self._sizes[slot]
 
 
+# Takes the role, its workers, and whether one of them starts or leaves. Returns one worker more, or less, or 0.
+Step = Callable[[ServiceRole, list[WorkerTraffic], bool], int]
+
+
 @dataclass(slots=True)
-class _Threshold:
+class Thresholds:
+    step: Step
     _workers: tuple[WorkerTraffic, ...] = ()
     _next_at: float = 0.0
 
@@ -95,49 +100,39 @@ class _Threshold:
         sizes = {}
         for role in (P, D):
             workers = [worker for worker in self._workers if worker.role is role]
-            wanted, least = status.wanted[role], 1
             changing = any(slot.role is role and slot.state is not SlotState.SERVING for slot in status.slots)
             if workers:
-                step = self._step(role, workers, changing)
-                size = min(max(wanted + step, least), MAX_WORKERS)
-                if size != wanted:
+                size = min(max(status.wanted[role] + self.step(role, workers, changing), 1), MAX_WORKERS)
+                if size != status.wanted[role]:
                     sizes[role] = size
         return [ScaleTo(sizes)] if sizes else []
 
-    def _step(self, role: ServiceRole, workers: list[WorkerTraffic], changing: bool) -> int:
-        raise NotImplementedError
 
-
-class Saturation(_Threshold):
+def by_saturation(role: ServiceRole, workers: list[WorkerTraffic], changing: bool) -> int:
     """As llm-d's."""
-
-    def _step(self, role: ServiceRole, workers: list[WorkerTraffic], changing: bool) -> int:
-        del role, changing
-        clear = [worker for worker in workers if _kv(worker) < FULL_KV and worker.num_waiting < FULL_QUEUE]
-        if not clear:
-            return 1
-        kv, queue = fmean(map(_kv, clear)), fmean(worker.num_waiting for worker in clear)
-        if FULL_KV - kv < SPARE_KV or FULL_QUEUE - queue < SPARE_QUEUE:
-            return 1
-        if len(clear) < 2:
-            return 0
-        share = len(clear) / (len(clear) - 1)
-        fits = FULL_KV - kv * share >= SPARE_KV and FULL_QUEUE - queue * share >= SPARE_QUEUE
-        return -1 if fits else 0
+    del role, changing
+    clear = [worker for worker in workers if _kv(worker) < FULL_KV and worker.num_waiting < FULL_QUEUE]
+    if not clear:
+        return 1
+    kv, queue = fmean(map(_kv, clear)), fmean(worker.num_waiting for worker in clear)
+    if FULL_KV - kv < SPARE_KV or FULL_QUEUE - queue < SPARE_QUEUE:
+        return 1
+    if len(clear) < 2:
+        return 0
+    share = len(clear) / (len(clear) - 1)
+    fits = FULL_KV - kv * share >= SPARE_KV and FULL_QUEUE - queue * share >= SPARE_QUEUE
+    return -1 if fits else 0
 
 
-class OneByOne(_Threshold):
+def one_by_one(role: ServiceRole, workers: list[WorkerTraffic], changing: bool) -> int:
     """As Dynamo's."""
-
-    def _step(self, role: ServiceRole, workers: list[WorkerTraffic], changing: bool) -> int:
-        if changing:
-            return 0
-        use = (
-            fmean(map(_kv, workers)) / FULL_KV
-            if role is D
-            else fmean(worker.num_waiting for worker in workers) / FULL_QUEUE
-        )
-        return 1 if use > 1.0 else -1 if use < 0.5 else 0
+    if changing:
+        return 0
+    if role is D:
+        use = fmean(map(_kv, workers)) / FULL_KV
+    else:
+        use = fmean(worker.num_waiting for worker in workers) / FULL_QUEUE
+    return 1 if use > 1.0 else -1 if use < 0.5 else 0
 
 
 def _kv(worker: WorkerTraffic) -> float:

@@ -64,10 +64,12 @@ class Planner:
         self._decision: _Decision | None = None  # not judged yet
         self._why = "has not planned yet"
         self._was_ready = False  # every service has served at the same time
-        self._heard: list[RouterTraffic] = []  # for the present plan
-        self._may_shrink = False  # likewise
+        # For the present plan:
+        self._heard: list[RouterTraffic] = []
+        self._workers: dict[str, WorkerTraffic] = {}  # by service id; each router has the reports of every worker
+        self._may_shrink = False
 
-    # ---- what it is told
+    # ---- reports and pins
 
     def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
         self.log.note(router_id, traffic, now)
@@ -93,7 +95,7 @@ class Planner:
             attainment=totals.num_within / totals.num_ended if totals.num_ended else 0.0,
         )
 
-    # ---- what it decides
+    # ---- decisions
 
     def plan(self, status: FleetStatus, now: float) -> list[PlanAction]:
         """Call it once a second, with the fleet as it is."""
@@ -107,8 +109,9 @@ class Planner:
         self._heard = [traffic for name, traffic in heard.items() if name in serving]
         if not self._heard:
             return self._hold("holds its sizes: no router has reported")
+        self._workers = {worker.service_id: worker for traffic in self._heard for worker in traffic.workers}
         self._may_shrink = serving <= heard.keys() and self._has_served(status)
-        sizes = status.wanted[ServiceRole.PREFILL], status.wanted[ServiceRole.DECODE]
+        sizes = status.wanted[P], status.wanted[D]
         start_s = self.starts.longest(self.config.start_s)
         return [*self._judge(now), *self._sized(sizes, status, start_s, now)]
 
@@ -124,7 +127,7 @@ class Planner:
 
     def _sized(self, sizes: Sizes, status: FleetStatus, start_s: float, now: float) -> list[PlanAction]:
         if not sizes[1] and (D in self._pinned or not self.config.min_decode):
-            return self._wake(sizes)
+            return self._wake(sizes, status)
         bounded = self._bounded(sizes)
         if bounded != sizes:
             return self._resize(sizes, bounded, status, "its bounds have changed")
@@ -151,8 +154,8 @@ class Planner:
 
     def _outlook(self, sizes: Sizes, start_s: float, now: float) -> Outlook | None:
         """One start-up ahead; None if nothing is known of the requests or of the workers."""
-        demand = self.log.demand(now, start_s)
-        models = [WorkerModel.of([worker for worker in self._workers if worker.role is role]) for role in POOLS]
+        demand, workers = self.log.demand(now, start_s), self._workers.values()
+        models = [WorkerModel.of([worker for worker in workers if worker.role is role]) for role in POOLS]
         known = [model for model in models if model is not None]
         if demand is None or not known:
             return None
@@ -160,19 +163,14 @@ class Planner:
         model = FleetModel(prefill, decode, self.local_prefill)
         # What waits is worked off in the time of a start. A prompt that each worker computes now does not wait.
         prompt_s, _ = prefill.prompt_s(demand)
-        num_queued = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in self._workers)
+        num_queued = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in workers)
         rate = demand.rate + (self._num_waiting + num_queued) / max(start_s, LEAST_QUIET_S)
         demand = replace(demand, rate=rate)
         prefills, decodes = self._ranges(sizes)
         slo_ttft_s = min(traffic.slo_ttft_s for traffic in self._heard)
-        step_limit_s = max(worker.step_limit_s for worker in self._workers)
+        step_limit_s = max(worker.step_limit_s for worker in workers)
         largest = prefills.stop - 1, decodes.stop - 1
         return Outlook.of(model, demand, slo_ttft_s, step_limit_s or math.inf, largest)
-
-    @property
-    def _workers(self) -> list[WorkerTraffic]:
-        """Each router has the reports of every worker."""
-        return list({worker.service_id: worker for traffic in self._heard for worker in traffic.workers}.values())
 
     @property
     def _num_waiting(self) -> int:
@@ -246,15 +244,16 @@ class Planner:
         actions: list[PlanAction] = [FleetMessage("planner", f"wants {_sizes_text(wanted)}", reason, printed=False)]
         for switch in self._switches(sizes, wanted, status):
             actions.append(switch)
-            change = 1 if switch.role is ServiceRole.PREFILL else -1
+            change = 1 if switch.role is P else -1
             sizes = sizes[0] + change, sizes[1] - change
         changed = {role: size for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size != had}
         if changed:
-            actions.append(ScaleTo(changed, tuple(self._leaving(changed, status))))
+            shrinking = [role for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size < had]
+            actions.append(ScaleTo(changed, tuple(self._leaving(shrinking, status))))
         return actions
 
     def _switches(self, sizes: Sizes, wanted: Sizes, status: FleetStatus) -> list[SwitchRole]:
-        """Workers of a pool that gets smaller, for the pool that grows: those with the fewest bytes to move."""
+        """Workers of a pool that gets smaller, for the pool that grows: those with the least KV to move."""
         change = {role: size - had for role, size, had in zip(POOLS, wanted, sizes, strict=True)}
         less, more = sorted(POOLS, key=change.__getitem__)
         count = min(-change[less], change[more]) if self._can_switch else 0
@@ -263,11 +262,11 @@ class Planner:
         count = max(0, min(count, len(slots) - (wanted[1] if less is D else 0)))
         return [SwitchRole(slot.name, more) for slot in slots[:count]]
 
-    def _leaving(self, changed: dict[ServiceRole, int], status: FleetStatus) -> Iterator[str]:
-        """The order in which workers of a shrinking pool leave: those that leave an empty machine, then those with the
-        fewest bytes to move."""
+    def _leaving(self, shrinking: list[ServiceRole], status: FleetStatus) -> Iterator[str]:
+        """The order in which workers of shrinking pools leave: first those that are alone on their machine, then those
+        with the least KV to move."""
         on_machine = Counter(slot.machine for slot in status.slots)
-        for role in changed:
+        for role in shrinking:
             slots = self._serving(role, status)
             yield from (
                 slot.name
@@ -279,7 +278,8 @@ class Planner:
         return [s for s in status.slots if s.role is role and s.state is SlotState.SERVING and not s.reason]
 
     def _held_tokens(self, slot: SlotStatus) -> int:
-        return next((worker.held_tokens for worker in self._workers if worker.service_id == slot.service_id), 0)
+        worker = self._workers.get(slot.service_id)
+        return 0 if worker is None else worker.held_tokens
 
     def _rest(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
         """Shrink to the minimum: nobody has asked for long."""
@@ -293,7 +293,7 @@ class Planner:
         self._easy_since.clear()
         return self._resize(sizes, (least[0], least[1]), status, f"no request for {self.config.idle_s:g} s")
 
-    def _wake(self, sizes: Sizes) -> list[PlanAction]:
+    def _wake(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
         """Without a decode worker, every request waits."""
         if D in self._pinned:
             return self._hold("holds its sizes: the decode pool is pinned at 0")
@@ -304,10 +304,7 @@ class Planner:
             num_prefill = sizes[0]
         num_decode = max(1, min(num_decode, self._most - num_prefill))
         wanted = self._bounded((num_prefill, num_decode))
-        reason = f"{self._num_waiting} requests wait"
-        self._why = f"{_sizes_text(wanted)}: {reason}"
-        changed = {role: size for role, size, had in zip(POOLS, wanted, sizes, strict=True) if size != had}
-        return [FleetMessage("planner", f"wants {_sizes_text(wanted)}", reason, printed=False), ScaleTo(changed)]
+        return self._resize(sizes, wanted, status, f"{self._num_waiting} requests wait")
 
     def _judge(self, now: float) -> list[PlanAction]:
         """Tell how far off the last decision was, when its workers have served for a while."""

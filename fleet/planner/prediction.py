@@ -52,12 +52,13 @@ class WorkerModel:
     @classmethod
     def of(cls, workers: list[WorkerTraffic]) -> WorkerModel | None:
         """The worker in the middle, by the time of a prompt; None if none has measured a step."""
-        measured = [worker for worker in workers if worker.step_cost is not None]
-        if not measured:
-            return None
-        middle = sorted(measured, key=_prompt_s)[len(measured) // 2]
-        assert middle.step_cost is not None
-        return cls(middle.step_cost, middle.step_limit_s, middle.max_step_tokens, middle.pool_tokens)
+        measured = [
+            cls(worker.step_cost, worker.step_limit_s, worker.max_step_tokens, worker.pool_tokens)
+            for worker in workers
+            if worker.step_cost is not None
+        ]
+        measured.sort(key=lambda model: model.cost.prompt_seconds(1000))
+        return measured[len(measured) // 2] if measured else None
 
     def prompt_s(self, demand: Demand) -> tuple[float, float]:
         """The mean time of a prompt, and its variance / mean^2.
@@ -73,11 +74,6 @@ class WorkerModel:
             return TINY_S, demand.variation
         growth = (linear_s + 2.0 * square_s) / (linear_s + square_s)
         return linear_s + square_s, demand.variation * growth**2
-
-
-def _prompt_s(worker: WorkerTraffic) -> float:
-    assert worker.step_cost is not None
-    return worker.step_cost.prompt_seconds(1000)
 
 
 @dataclass(frozen=True, slots=True)

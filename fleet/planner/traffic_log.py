@@ -30,7 +30,7 @@ NOTHING = RequestTotals()
 
 class TrafficLog:
     def __init__(self) -> None:
-        self.last_busy_at = math.inf  # a request arrived, waited or ran; at first, the begin of the log
+        self.last_busy_at = math.inf  # a request arrived, waited or ran, or a router reported for the first time
         self._newest: dict[str, tuple[float, RouterTraffic]] = {}  # by router
         self._added: dict[int, RequestTotals] = {}  # by second, what reports have added
         self._began_at: float | None = None

@@ -117,11 +117,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return kserve_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _: kserve_pb2.ServerReadyRequest, __: Context) -> kserve_pb2.ServerReadyResponse:
-        return kserve_pb2.ServerReadyResponse(ready=self._shell.can_serve)
+        return kserve_pb2.ServerReadyResponse(ready=self._shell.view.can_serve)
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, _: Context) -> kserve_pb2.ModelReadyResponse:
         served = request.name == self._model.name and request.version in ("", VERSION)
-        return kserve_pb2.ModelReadyResponse(ready=served and self._shell.can_serve)
+        return kserve_pb2.ModelReadyResponse(ready=served and self._shell.view.can_serve)
 
     async def ServerMetadata(
         self, _: kserve_pb2.ServerMetadataRequest, __: Context

@@ -172,10 +172,16 @@ class DecodeReturned:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """Live options have changed, or what is known of the fleet."""
+    """Live options have changed."""
 
     config: RouterConfig
-    start_s: float = 0.0  # a worker takes so long to start that the planner brings when requests wait; 0 = none comes
+
+
+@dataclass(frozen=True, slots=True)
+class StartExpected:
+    """The planner brings a worker when a request waits."""
+
+    start_s: float  # until it serves; 0 = none comes
 
 
 RouterEvent = (
@@ -192,6 +198,7 @@ RouterEvent = (
     | MoveRefused
     | DecodeReturned
     | ConfigChanged
+    | StartExpected
     | Tick
 )
 

@@ -90,6 +90,7 @@ class RouterMachine:
             events.MoveRefused: self._moves.on_refused,
             events.DecodeReturned: self._on_decode,
             events.ConfigChanged: self._on_config,
+            events.StartExpected: self._on_start_expected,
             Tick: self._on_tick,
         }
 
@@ -382,11 +383,19 @@ class RouterMachine:
 
     def _on_config(self, event: events.ConfigChanged, now: float) -> list[RouterAction]:
         """Deadlines that depend on the config are looked at again. What runs or waits beyond a new limit goes on."""
-        self.workers.set_config(event.config, event.start_s)
+        self.workers.set_config(event.config)
         self._liveness.check_again(now)
+        self._check_waits_again(now)
+        return []
+
+    def _on_start_expected(self, event: events.StartExpected, now: float) -> list[RouterAction]:
+        self.workers.start_s = event.start_s
+        self._check_waits_again(now)
+        return []
+
+    def _check_waits_again(self, now: float) -> None:
         for routed in self._queue:
             self._deadlines.set(("wait", routed.request_id), now)
-        return []
 
     def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
         record = self._liveness.record_of(event, now)

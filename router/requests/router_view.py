@@ -64,6 +64,16 @@ class RouterView:
         return self._workers.served_until == math.inf
 
     @property
+    def start_s(self) -> float:
+        """Of the worker that the planner brings when a request waits; 0 = none comes."""
+        return self._workers.start_s
+
+    @property
+    def can_serve(self) -> bool:
+        """A decode worker serves, or comes when a request waits."""
+        return self.can_decode or self.start_s > 0.0
+
+    @property
     def can_prefill(self) -> bool:
         """A prefill worker serves."""
         return self._workers.has_role(ServiceRole.PREFILL)

@@ -46,7 +46,7 @@ class WorkerTable:
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
         self._longest_request: int | None = None
         self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
-        self._start_s = 0.0  # of a worker that the planner brings; 0 = none comes
+        self.start_s = 0.0  # of a worker that the planner brings; 0 = none comes
         self._num_routers = 1  # with open calls; this router counts always
         self.index = PrefixIndex()
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
@@ -61,10 +61,10 @@ class WorkerTable:
     @property
     def wait_s(self) -> float:
         """Without a decode worker for so long, requests fail. A start may take longer than expected."""
-        return max(self.config.worker_wait_s, START_PATIENCE * self._start_s)
+        return max(self.config.worker_wait_s, START_PATIENCE * self.start_s)
 
-    def set_config(self, config: RouterConfig, start_s: float) -> None:
-        self.config, self._start_s, self.room_changed = config, start_s, True
+    def set_config(self, config: RouterConfig) -> None:
+        self.config, self.room_changed = config, True
         for record in self._records.values():
             record.set_max_in_flight(config.max_in_flight(record.agent.location.on_gpu))
 

@@ -145,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
             tool_format=self._tokenizer.tool_format,
-            can_decode=self._shell.can_serve,
+            can_decode=self._shell.view.can_serve,
         )
 
 

@@ -55,14 +55,14 @@ def test_a_shorter_time_without_workers_ends_requests_that_wait_already() -> Non
 def test_requests_wait_as_long_as_a_start_takes_that_the_planner_begins() -> None:
     router = DrivenRouter(replace(CONFIG, worker_wait_s=7.0), prefill=(), decode=())
     router.arrive(timeout_s=1000.0)
-    router.post(events.ConfigChanged(replace(CONFIG, worker_wait_s=7.0), start_s=60.0))
+    router.post(events.StartExpected(60.0))
     router.pass_time(89.0)
     assert not router.of(events.Fail)
     router.join("D", ServiceRole.DECODE)
     assert [start.dispatch_id for start in router.of(events.StartDecode)] == ["r#1"]
     router = DrivenRouter(replace(CONFIG, worker_wait_s=7.0), prefill=(), decode=())
     router.arrive(timeout_s=1000.0)
-    router.post(events.ConfigChanged(replace(CONFIG, worker_wait_s=7.0), start_s=60.0))
+    router.post(events.StartExpected(60.0))
     router.pass_time(91.0)
     assert [fail.request_id for fail in router.of(events.Fail)] == ["r"]
 
