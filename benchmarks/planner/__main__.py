@@ -89,8 +89,9 @@ def _add(report: Report, run: SizedRun, result: ElasticResult, beside: dict[str,
         report.add(Line(f"{name}: worker-hours / fixed", hours / beside[FIXED].worker_hours, "", most=0.75))
     if is_ours and ORACLE in beside:
         report.add(Line(f"{name}: worker-hours / oracle", hours / beside[ORACLE].worker_hours, "", most=1.25))
-    if run.sizing not in (FIXED, ORACLE):
+    if run.sizing != FIXED:
         report.add(Line(f"{name}: reversals", result.reversals_per_hour, "/h", most=1.0 if is_ours else None))
+    if run.sizing not in (FIXED, ORACLE):
         report.add(Line(f"{name}: failed requests", result.replay.num_failed, "", most=0.0 if is_ours else None))
 
 
