@@ -26,7 +26,7 @@ from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic, WorkerTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.outlook import Outlook, Sizes
-from fleet.planner.prediction import Demand, FleetModel, Times, WorkerModel
+from fleet.planner.prediction import FleetModel, Times, WorkerModel
 from fleet.planner.start_times import StartTimes
 from fleet.planner.traffic_log import LONG_S, TrafficLog
 
@@ -136,7 +136,7 @@ class Planner:
         outlook = self._outlook(sizes, start_s, now)
         if outlook is None:
             return self._hold("holds its sizes: too few requests have ended")
-        self._why = f"{_sizes_text(sizes)} for {_demand_text(outlook.demand)}: {_times_text(outlook.times(sizes))}"
+        self._why = f"{_sizes_text(sizes)} for {outlook.demand}: {outlook.times(sizes)}"
         if outlook.holds(sizes) and sum(sizes) <= self._most:
             wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
         else:
@@ -149,7 +149,7 @@ class Planner:
         self._easy_since.clear()
         before, after = outlook.times(sizes), outlook.times(wanted)
         self._decision = _Decision(wanted, after, outlook.demand.rate, now + start_s + JUDGED_S)
-        reason = f"{_demand_text(outlook.demand)}: {_times_text(before)} -> {_times_text(after)}"
+        reason = f"{outlook.demand}: {before} -> {after}"
         return self._resize(sizes, wanted, status, reason)
 
     def _outlook(self, sizes: Sizes, start_s: float, now: float) -> Outlook | None:
@@ -330,16 +330,3 @@ def _num_changes(present: Sizes, sizes: Sizes) -> int:
 
 def _sizes_text(sizes: Sizes) -> str:
     return f"{sizes[0]} prefill, {sizes[1]} decode"
-
-
-def _demand_text(demand: Demand) -> str:
-    return (
-        f"{demand.rate:.3g} requests/s of {demand.prompt_tokens:.0f} + {demand.output_tokens:.0f} tokens, "
-        f"{demand.uncached_tokens:.0f} not cached"
-    )
-
-
-def _times_text(times: Times) -> str:
-    if math.isinf(times.ttft_s):
-        return "too many for them"
-    return f"TTFT {times.ttft_s:.3g} s, TPOT {times.tpot_s * 1e3:.3g} ms"

@@ -39,6 +39,12 @@ class Demand:
     variation: float  # of the uncached tokens: variance / mean^2
     output_tokens: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.rate:.3g} requests/s of {self.prompt_tokens:.0f} + {self.output_tokens:.0f} tokens, "
+            f"{self.uncached_tokens:.0f} not cached"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
@@ -83,6 +89,11 @@ class Times:
     ttft_s: float  # of all but MISSES of the requests
     mean_ttft_s: float
     tpot_s: float  # of all but MISSES of the requests
+
+    def __str__(self) -> str:
+        if math.isinf(self.ttft_s):
+            return "too many for them"
+        return f"TTFT {self.ttft_s:.3g} s, TPOT {self.tpot_s * 1e3:.3g} ms"
 
 
 NEVER = Times(math.inf, math.inf, math.inf)
