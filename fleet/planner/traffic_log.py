@@ -1,8 +1,9 @@
 """The traffic of all routers in the newest minutes, and the demand that follows for the time after a start.
 
-    level     requests/s of LONG_S, or of SHORT_S where these have far more arrivals than that suggests
-    slope     of a line through TREND_S, if it rises by more than chance explains
-    forecast  level + slope x the time of a start
+    change    one of SHORT_S has far more arrivals than the level suggests, or the longest of them far fewer
+    level     requests/s of LONG_S, or since the last change, so that no mean mixes the rates before and after
+    slope     of a line through TREND_S without a change, if it rises by more than chance explains
+    forecast  level + slope x (the time of a start + half the time of the level)
 
 Lengths are means over the requests that have finished in LENGTHS_S, or before, if these are few. A router counts from
 its start, so a lost report changes nothing: the next one has its requests too.
@@ -15,11 +16,12 @@ import math
 from core.traffic import RequestTotals, RouterTraffic
 from fleet.planner.prediction import Demand
 
-SHORT_S = 5.0, 15.0
-LONG_S = 60.0
+SHORT_S = 5.0, 15.0, 60.0
+LONG_S = 180.0
 TREND_S = 300.0
 TREND_STEP_S = 15.0
-LENGTHS_S = 300.0
+LENGTHS_S = 900.0
+CHANGE = 0.25  # of the level; smaller changes are left to the slope
 SURPRISE = 4.0  # standard deviations of a Poisson process
 SILENT_S = 10.0  # without a report for so long, a router counts no more
 FORGOTTEN_S = 3600.0  # ... and after so long it has ended
@@ -33,7 +35,7 @@ class TrafficLog:
         self.last_busy_at = math.inf  # a request arrived, waited or ran, or a router reported for the first time
         self._newest: dict[str, tuple[float, RouterTraffic]] = {}  # by router
         self._added: dict[int, RequestTotals] = {}  # by second, what reports have added
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # the present rate: at the first report, or at a change
         self._lengths: RequestTotals | None = None  # of enough finished requests, as new as there are
 
     def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None:
@@ -56,6 +58,7 @@ class TrafficLog:
         for second in seconds[-int(TREND_S) :]:
             self._add(second, RequestTotals(num_arrived=added.num_arrived / len(seconds)))
         self._add(this, added._replace(num_arrived=0))
+        self._notice_change(now)
         for second in [second for second in self._added if second <= oldest]:
             del self._added[second]
         for name in [name for name, (at, _) in self._newest.items() if at <= now - FORGOTTEN_S]:
@@ -72,26 +75,32 @@ class TrafficLog:
 
     def totals(self, seconds: float, now: float) -> RequestTotals:
         """What the newest `seconds` have added."""
-        total = NOTHING
-        for second, added in self._added.items():
-            if second > now - seconds:
-                total = total.plus(added)
-        return total
+        newest = range(math.floor(now - seconds) + 1, math.floor(now) + 1)
+        added = [self._added[second] for second in newest if second in self._added]
+        return RequestTotals._make(map(sum, zip(NOTHING, *added, strict=True)))
 
     # ---- forecast
 
     def level(self, now: float) -> float:
         """Requests/s."""
-        if self._began_at is None:
-            return 0.0
-        long_s = min(LONG_S, max(1.0, now - self._began_at))
-        rate = self.totals(long_s, now).num_arrived / long_s
-        level = rate
-        for short_s in SHORT_S:
-            num_short, expected = self.totals(short_s, now).num_arrived, rate * short_s
-            if num_short > expected + SURPRISE * math.sqrt(max(expected, 1.0)):
-                level = max(level, num_short / short_s)
-        return level
+        level_s = self._level_s(now)
+        return self.totals(level_s, now).num_arrived / level_s
+
+    def _level_s(self, now: float) -> float:
+        """The time of the level."""
+        return 1.0 if self._began_at is None else min(LONG_S, max(1.0, now - self._began_at))
+
+    def _notice_change(self, now: float) -> None:
+        """The square root of a Poisson count has a standard deviation of about 1/2, whatever its mean."""
+        level, level_s = self.level(now), self._level_s(now)
+        for seconds in SHORT_S:
+            count, expected = self.totals(seconds, now).num_arrived, level * seconds
+            is_chance = abs(math.sqrt(count) - math.sqrt(expected)) <= SURPRISE / 2.0
+            is_small = abs(count - expected) <= CHANGE * expected
+            is_early = count < expected and seconds < SHORT_S[-1]  # no worker leaves within seconds
+            if seconds < level_s and not (is_chance or is_small or is_early):
+                self._began_at = now - seconds
+                return
 
     def slope(self, now: float) -> float:
         """Rise of the rate, in requests/s each second; 0 unless it is significant."""
@@ -121,7 +130,7 @@ class TrafficLog:
         mean = totals.uncached_tokens / count
         variance = max(0.0, totals.uncached_squared / count - mean**2)
         return Demand(
-            rate=self.level(now) + self.slope(now) * ahead_s,
+            rate=self.level(now) + self.slope(now) * (ahead_s + self._level_s(now) / 2.0),
             prompt_tokens=totals.prompt_tokens / count,
             uncached_tokens=max(1.0, mean),
             variation=variance / max(1.0, mean) ** 2,

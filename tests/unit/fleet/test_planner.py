@@ -20,6 +20,7 @@ from fleet.planner import shell
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+from fleet.planner.traffic_log import CHANGE, TrafficLog
 
 P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 COST = StepCost(step_s=0.006, sequence_s=0.0, context_s=5e-8, token_s=2e-5, pair_s=5e-10)  # about an H100 with 8 B
@@ -477,3 +478,60 @@ def test_a_fleet_that_starts_is_not_idle() -> None:
     town.states = {}
     town.run(2)
     assert town.shape == (0, 0)
+
+
+class Reports:
+    """A router that reports once a second to a log."""
+
+    def __init__(self) -> None:
+        self.log, self.now, self.totals, self._owed = TrafficLog(), 1000.0, RequestTotals(), 0.0
+        self.report(0)
+
+    def report(self, count: int, output: int = 300) -> None:
+        added = RequestTotals(count, count, count, count, 8000 * count, 8000 * count, 6.4e7 * count, output * count)
+        self.totals = self.totals.plus(added)
+        self.now += 1.0
+        self.log.note("router-0", RouterTraffic(self.totals, 0, 0, 1.0, ()), self.now)
+
+    def run(self, seconds: int, rate: float, rise: float = 0.0, output: int = 300) -> None:
+        for second in range(seconds):
+            self._owed += rate + rise * second
+            count, self._owed = int(self._owed), self._owed % 1.0
+            self.report(count, output)
+
+
+def test_a_step_of_the_rate_is_no_slope_and_no_mean_mixes_both_rates() -> None:
+    reports = Reports()
+    reports.run(400, rate=1.0)
+    reports.run(100, rate=3.0)
+    assert reports.log.level(reports.now) == pytest.approx(3.0, rel=0.1)
+    assert reports.log.slope(reports.now) == 0.0
+    reports.run(100, rate=0.5)
+    assert reports.log.level(reports.now) < 1.0
+
+
+def test_seven_arrivals_in_five_seconds_are_chance_where_one_is_usual() -> None:
+    reports = Reports()
+    reports.run(300, rate=0.2)
+    reports.report(6)
+    assert reports.log.totals(5.0, reports.now).num_arrived == 7
+    assert reports.log.level(reports.now) < 0.3
+
+
+def test_a_ramp_is_no_change_and_the_forecast_is_not_late() -> None:
+    reports = Reports()
+    reports.run(900, rate=100.0, rise=0.2)
+    assert CHANGE * 100.0 > 60.0 * 0.2
+    demand = reports.log.demand(reports.now, ahead_s=50.0)
+    assert demand is not None
+    assert demand.rate == pytest.approx(100.0 + 950 * 0.2, rel=0.01)
+
+
+def test_lengths_are_means_of_a_quarter_of_an_hour() -> None:
+    reports = Reports()
+    reports.run(200, rate=1.0, output=200)
+    reports.run(400, rate=0.0)
+    reports.run(30, rate=1.0, output=1000)  # the longest outputs end last
+    demand = reports.log.demand(reports.now, ahead_s=0.0)
+    assert demand is not None
+    assert demand.output_tokens == pytest.approx((200 * 200 + 30 * 1000) / 230, rel=0.05)
