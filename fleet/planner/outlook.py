@@ -21,6 +21,7 @@ class Outlook:
     slo_tpot_s: float  # inf = none
     largest: Sizes
     best: Times  # of the largest sizes: no fleet of these workers goes below
+    drain_rate: float = 0.0  # requests/s of a backlog, which the sizes work off beside the demand
 
     @classmethod
     def of(cls, model: FleetModel, demand: Demand, slo_ttft_s: float, slo_tpot_s: float, largest: Sizes) -> Outlook:
@@ -31,17 +32,21 @@ class Outlook:
 
     def at_rate(self, rate: float) -> Outlook:
         demand = replace(self.demand, rate=rate)
-        return Outlook.of(self.model, demand, self.slo_ttft_s, self.slo_tpot_s, self.largest)
+        return replace(self, demand=demand, best=self.model.times(*self.largest, demand))
 
     def holds(self, sizes: Sizes, share: float = 1.0) -> bool:
-        """Whether the times are within a share of the wanted ones, or nearly as short as they can be.
+        """Whether the times are within a share of the wanted ones, or nearly as short as they can be, and the backlog
+        ends.
 
-        A long prompt may take longer than the wanted time on a worker of its own.
+        A long prompt may take longer than the wanted time on a worker of its own. A backlog asks for no wanted times:
+        its requests are late already.
         """
         times = self.times(sizes)
         ttft_s = max(share * self.slo_ttft_s, NEARLY * self.best.ttft_s)
         tpot_s = max(share * self.slo_tpot_s, NEARLY * self.best.tpot_s)
-        return not math.isinf(times.ttft_s) and times.ttft_s <= ttft_s and times.tpot_s <= tpot_s
+        if math.isinf(times.ttft_s) or times.ttft_s > ttft_s or times.tpot_s > tpot_s:
+            return False
+        return self.model.follows(*sizes, replace(self.demand, rate=self.demand.rate + self.drain_rate))
 
     def frontier(self, prefills: range, decodes: range) -> Iterator[Sizes]:
         """For each number of decode workers, the fewest prefill workers that hold the wanted times.

@@ -6,6 +6,7 @@ Once a second it looks at what the routers have counted, and compares pool sizes
                                                          that gets smaller switches its role before another one starts
     one size smaller would have held EASY_SHARE of the wanted times, whenever asked in the time of QUIET_STARTS starts
                                                       -> smaller by one
+    a backlog lasts until a new worker would serve    -> sizes that also work it off in DRAIN_STARTS starts
     no request for `idle_s`                           -> pools with a minimum of 0 become empty; the next request that
                                                          waits brings the sizes back
     no router reports, or too few requests have ended -> the sizes stay, and the plan says why
@@ -25,6 +26,7 @@ from core.fleet_control import FleetStatus, PlanStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic, WorkerTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import FleetModel, Times, WorkerModel
 from fleet.planner.start_times import StartTimes
@@ -34,6 +36,8 @@ EASY_SHARE = 0.8  # of the wanted times, which a smaller fleet must hold
 CHANCE = 2.0  # ... at a rate so many standard deviations higher, so that chance does not bring the worker back
 QUIET_STARTS = 2.0  # so many start-ups long
 LEAST_QUIET_S = 60.0
+DRAIN_STARTS = 0.5  # the sizes work off a backlog in so many start-ups
+LEAST_DRAIN_S = 30.0
 ATTAINMENT_S = 300.0  # the status shows the attainment of this time
 JUDGED_S = 60.0  # a decision is judged by this time, which begins when its workers serve
 CUT, MAX_CUTS = 0.9, 40  # of the rate, if no allowed sizes can follow it
@@ -133,7 +137,7 @@ class Planner:
             return self._resize(sizes, bounded, status, "its bounds have changed")
         if self._may_shrink and now - self.log.last_busy_at >= self.config.idle_s:
             return self._rest(sizes, status)
-        outlook = self._outlook(sizes, start_s, now)
+        outlook = self._outlook(sizes, status, start_s, now)
         if outlook is None:
             return self._hold("holds its sizes: too few requests have ended")
         self._why = f"{_sizes_text(sizes)} for {outlook.demand}: {outlook.times(sizes)}"
@@ -152,7 +156,7 @@ class Planner:
         reason = f"{outlook.demand}: {before} -> {after}"
         return self._resize(sizes, wanted, status, reason)
 
-    def _outlook(self, sizes: Sizes, start_s: float, now: float) -> Outlook | None:
+    def _outlook(self, sizes: Sizes, status: FleetStatus, start_s: float, now: float) -> Outlook | None:
         """One start-up ahead; None if nothing is known of the requests or of the workers."""
         demand, workers = self.log.demand(now, start_s), self._workers.values()
         models = [WorkerModel.of([worker for worker in workers if worker.role is role]) for role in POOLS]
@@ -161,16 +165,20 @@ class Planner:
             return None
         prefill, decode = (model or known[0] for model in models)
         model = FleetModel(prefill, decode, self.local_prefill)
-        # What waits is worked off in the time of a start. A prompt that each worker computes now does not wait.
+        # A prompt that each worker computes now does not wait.
         prompt_s, _ = prefill.prompt_s(demand)
-        num_queued = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in workers)
-        rate = demand.rate + (self._num_waiting + num_queued) / max(start_s, LEAST_QUIET_S)
-        demand = replace(demand, rate=rate)
+        num_prompts = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in workers)
+        num_queued = self._num_waiting + num_prompts
+        serving = len(self._serving(P, status)), len(self._serving(D, status))
+        coming = self.starts.coming(status, start_s, now)
+        present = replace(demand, rate=self.log.level(now))
+        backlog = backlog_after(start_s, num_queued, serving, coming, model, present)
         prefills, decodes = self._ranges(sizes)
         slo_ttft_s = min(traffic.slo_ttft_s for traffic in self._heard)
         step_limit_s = max(worker.step_limit_s for worker in workers)
         largest = prefills.stop - 1, decodes.stop - 1
-        return Outlook.of(model, demand, slo_ttft_s, step_limit_s or math.inf, largest)
+        outlook = Outlook.of(model, demand, slo_ttft_s, step_limit_s or math.inf, largest)
+        return replace(outlook, drain_rate=backlog / max(LEAST_DRAIN_S, DRAIN_STARTS * start_s))
 
     @property
     def _num_waiting(self) -> int:
@@ -211,7 +219,7 @@ class Planner:
                 return present
             if holding:
                 return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
-            outlook = outlook.at_rate(outlook.demand.rate * CUT)
+            outlook = replace(outlook.at_rate(CUT * outlook.demand.rate), drain_rate=CUT * outlook.drain_rate)
         return present
 
     def _grown(self, sizes: Sizes, wanted: Sizes) -> Sizes:

@@ -17,7 +17,7 @@ share of requests that wait, and their mean wait, are Sakasegawa's approximation
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.cost.step_cost import StepCost
 from core.traffic import WorkerTraffic
@@ -26,6 +26,7 @@ MISSES = 0.05  # share of the requests that may be slower than predicted
 NORMAL = 1.645  # so many standard deviations above the mean lies a share MISSES of a normal distribution
 POOL_SHARE = 0.9  # of a KV pool that running sequences may take
 TINY_S = 1e-6
+HALVINGS = 12  # of the range of rates, in the search for a capacity
 MESSAGES_S = 0.005  # between client, router and worker
 
 
@@ -112,6 +113,24 @@ class FleetModel:
         if math.isinf(tpot_s):
             return NEVER
         return Times(*self._first_token(num_prefill, num_decode, spare, demand), tpot_s)
+
+    def follows(self, num_prefill: int, num_decode: int, demand: Demand) -> bool:
+        """Whether no queue grows without end."""
+        return not math.isinf(self.times(num_prefill, num_decode, demand).ttft_s)
+
+    def capacity(self, num_prefill: int, num_decode: int, demand: Demand) -> float:
+        """The highest rate that these workers can follow, in requests/s."""
+        low, high = (
+            0.0,
+            (num_prefill + num_decode) / min(model.prompt_s(demand)[0] for model in (self.prefill, self.decode)),
+        )
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2.0
+            if self.follows(num_prefill, num_decode, replace(demand, rate=middle)):
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _decode(self, num_decode: int, demand: Demand) -> tuple[float, float]:
         """The time of a token, and the share of a decode worker's time that prompts may take."""

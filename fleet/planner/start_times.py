@@ -29,6 +29,14 @@ class StartTimes:
                     self._seconds.append(now - slot.in_state_s - begun)
         self._begun = {name: begun for name, begun in self._begun.items() if name in seen}
 
+    def coming(self, status: FleetStatus, start_s: float, now: float) -> list[tuple[float, ServiceRole]]:
+        """The seconds until each starting worker serves, and its role."""
+        return [
+            (max(0.0, self._begun[slot.name] + start_s - now), slot.role)
+            for slot in status.slots
+            if slot.name in self._begun
+        ]
+
     def longest(self, expected_s: float) -> float:
         """Of the newest starts; the expected time if none has ended."""
         return min(max(self._seconds, default=expected_s), MOST_EXPECTED * expected_s)

@@ -17,6 +17,7 @@ from core.lifecycle import ServiceRole
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner import shell
+from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
@@ -478,6 +479,45 @@ def test_a_fleet_that_starts_is_not_idle() -> None:
     town.states = {}
     town.run(2)
     assert town.shape == (0, 0)
+
+
+DEMAND = Demand(rate=6.0, prompt_tokens=8000, uncached_tokens=8000, variation=0.0, output_tokens=300)
+
+
+def test_a_queue_that_ends_before_a_new_worker_could_serve_is_no_backlog() -> None:
+    model = FleetModel(MODEL, MODEL)
+    spare = model.capacity(2, 2, DEMAND) - DEMAND.rate
+    assert spare > 0.0
+    assert backlog_after(20.0, 10.0 * spare, (2, 2), [], model, DEMAND) == 0.0
+    assert backlog_after(20.0, 30.0 * spare, (2, 2), [], model, DEMAND) == pytest.approx(10.0 * spare)
+
+
+def test_a_worker_that_starts_counts_from_when_it_serves() -> None:
+    model, demand = FleetModel(MODEL, MODEL), replace(DEMAND, rate=12.0)
+    one, two = (model.capacity(1, num_decode, demand) for num_decode in (1, 2))
+    assert one < two < demand.rate
+    late = backlog_after(20.0, 0.0, (1, 1), [(90.0, P), (15.0, D)], model, demand)
+    assert late == pytest.approx(15.0 * (demand.rate - one) + 5.0 * (demand.rate - two))
+
+
+def test_the_queue_that_grows_while_workers_start_orders_no_more_of_them() -> None:
+    town = Town(3, 3, start_s=60.0, max_prefill=16, max_decode=16)
+    town.held = dict.fromkeys(range(10), 0)
+    town.rate = 12.0
+    town.planner.pin([P, D])
+    town.run(200)
+    town.planner.pin([], only=True)
+    new = {f"{role.value}-{number}" for role in (P, D) for number in range(3, 16)}
+    town.states, town.states_since = dict.fromkeys(new, SlotState.STARTING), town.now
+    town.rate = 36.0
+    shapes = []
+    for second in range(60):
+        town.num_waiting += 12
+        town.run(1)
+        if second >= 10:
+            shapes.append(town.shape)
+    assert sum(shapes[0]) > 12
+    assert set(shapes) == {shapes[0]}
 
 
 class Reports:
