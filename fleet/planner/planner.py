@@ -4,8 +4,8 @@ Once a second it looks at what the routers have counted, and compares pool sizes
 
     the sizes miss the wanted times at the forecast   -> the cheapest sizes that hold them, at once. A worker of a pool
                                                          that gets smaller switches its role before another one starts
-    one size smaller would have held EASY_SHARE of the wanted times, whenever asked in the time of QUIET_STARTS starts
-                                                      -> smaller by one
+    one size smaller would hold EASY_SHARE of the wanted times at the busiest forecast of QUIET_STARTS starts
+                                                      -> smaller by one, at most once in LEAST_QUIET_S
     a backlog lasts until a new worker would serve    -> sizes that also work it off in DRAIN_STARTS starts
     no request for `idle_s`                           -> pools with a minimum of 0 become empty; the next request that
                                                          waits brings the sizes back
@@ -29,13 +29,14 @@ from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import FleetModel, Times, WorkerModel
+from fleet.planner.recent_forecasts import RecentForecasts
 from fleet.planner.start_times import StartTimes
 from fleet.planner.traffic_log import LONG_S, TrafficLog
 
 EASY_SHARE = 0.8  # of the wanted times, which a smaller fleet must hold
 CHANCE = 2.0  # ... at a rate so many standard deviations higher, so that chance does not bring the worker back
 QUIET_STARTS = 2.0  # so many start-ups long
-LEAST_QUIET_S = 60.0
+LEAST_QUIET_S = 60.0  # also between two shrinks
 DRAIN_STARTS = 0.5  # the sizes work off a backlog in so many start-ups
 LEAST_DRAIN_S = 30.0
 ATTAINMENT_S = 300.0  # the status shows the attainment of this time
@@ -63,7 +64,8 @@ class Planner:
         self.log = TrafficLog()
         self.starts = StartTimes()
         self._pinned: set[ServiceRole] = set()
-        self._easy_since: dict[Sizes, float] = {}  # smaller sizes that would have held since then
+        self._forecasts = RecentForecasts()
+        self._shrunk_at = -math.inf
         self._before_idle: Sizes | None = None  # sizes to return to
         self._decision: _Decision | None = None  # not judged yet
         self._why = "has not planned yet"
@@ -72,6 +74,7 @@ class Planner:
         self._heard: list[RouterTraffic] = []
         self._workers: dict[str, WorkerTraffic] = {}  # by service id; each router has the reports of every worker
         self._may_shrink = False
+        self._num_queued = 0.0  # requests
 
     # ---- reports and pins
 
@@ -125,7 +128,7 @@ class Planner:
         return self._was_ready
 
     def _hold(self, why: str) -> list[PlanAction]:
-        self._easy_since.clear()
+        self._forecasts.clear()
         self._why = why
         return []
 
@@ -144,13 +147,12 @@ class Planner:
         if outlook.holds(sizes) and sum(sizes) <= self._most:
             wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
         else:
-            self._easy_since.clear()
+            self._forecasts.clear()
             wanted = self._grown(sizes, self._cheapest(sizes, outlook))
             if wanted == sizes:
                 self._why += "; no larger size is allowed"
         if wanted == sizes:
             return []
-        self._easy_since.clear()
         before, after = outlook.times(sizes), outlook.times(wanted)
         self._decision = _Decision(wanted, after, outlook.demand.rate, now + start_s + JUDGED_S)
         reason = f"{outlook.demand}: {before} -> {after}"
@@ -168,11 +170,11 @@ class Planner:
         # A prompt that each worker computes now does not wait.
         prompt_s, _ = prefill.prompt_s(demand)
         num_prompts = sum(max(0.0, worker.prompt_backlog_s / prompt_s - 1.0) for worker in workers)
-        num_queued = self._num_waiting + num_prompts
+        self._num_queued = self._num_waiting + num_prompts
         serving = len(self._serving(P, status)), len(self._serving(D, status))
         coming = self.starts.coming(status, start_s, now)
         present = replace(demand, rate=self.log.level(now))
-        backlog = backlog_after(start_s, num_queued, serving, coming, model, present)
+        backlog = backlog_after(start_s, self._num_queued, serving, coming, model, present)
         prefills, decodes = self._ranges(sizes)
         slo_ttft_s = min(traffic.slo_ttft_s for traffic in self._heard)
         step_limit_s = max(worker.step_limit_s for worker in workers)
@@ -214,13 +216,28 @@ class Planner:
         present ones stay if they can follow that rate, too."""
         prefills, decodes = self._ranges(present)
         for _ in range(MAX_CUTS):
-            holding = [sizes for sizes in outlook.frontier(prefills, decodes) if sum(sizes) <= self._most]
+            busier = self._busier(outlook)
+            holding = [
+                self._raised(sizes, present, busier)
+                for sizes in outlook.frontier(prefills, decodes)
+                if sum(sizes) <= self._most
+            ]
             if outlook.holds(present) and sum(present) <= self._most:
                 return present
             if holding:
                 return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
             outlook = replace(outlook.at_rate(CUT * outlook.demand.rate), drain_rate=CUT * outlook.drain_rate)
         return present
+
+    def _raised(self, sizes: Sizes, present: Sizes, busier: Outlook) -> Sizes:
+        """A pool gives workers to the other one only if it could also shrink, or if the limits leave no other way."""
+        raised = max(sizes[0], present[0]), max(sizes[1], present[1])
+        can_give = not self._num_queued and busier.holds(sizes, EASY_SHARE)
+        return sizes if can_give or sum(raised) > self._most else raised
+
+    def _busier(self, outlook: Outlook) -> Outlook:
+        rate = outlook.demand.rate
+        return outlook.at_rate(rate + CHANCE * math.sqrt(rate / LONG_S))
 
     def _grown(self, sizes: Sizes, wanted: Sizes) -> Sizes:
         """A pool that may get smaller loses only the workers that change their roles, if the limits allow."""
@@ -230,20 +247,23 @@ class Planner:
 
     def _smaller(self, sizes: Sizes, outlook: Outlook, quiet_s: float, now: float) -> Sizes:
         """One size smaller, if it would have been enough for `quiet_s`; the one that saves most."""
-        rate = outlook.demand.rate
-        busier = outlook.at_rate(rate + CHANCE * math.sqrt(rate / LONG_S))
+        if not self._may_shrink or outlook.drain_rate:
+            self._forecasts.clear()
+            return sizes
+        rate = self._forecasts.busiest(outlook.demand.rate, quiet_s, now)
+        if rate is None or now - self._shrunk_at < LEAST_QUIET_S:
+            return sizes
+        busiest = self._busier(outlook.at_rate(rate))
         candidates = {P: (sizes[0] - 1, sizes[1]), D: (sizes[0], sizes[1] - 1)}
         easy = [
             smaller
             for role, smaller in candidates.items()
-            if self._may_shrink
-            and role not in self._pinned
-            and self._bounded(smaller) == smaller
-            and busier.holds(smaller, EASY_SHARE)
+            if role not in self._pinned and self._bounded(smaller) == smaller and busiest.holds(smaller, EASY_SHARE)
         ]
-        self._easy_since = {smaller: self._easy_since.get(smaller, now) for smaller in easy}
-        long_easy = [smaller for smaller, since in self._easy_since.items() if now - since >= quiet_s]
-        return min(long_easy, key=self._price, default=sizes)
+        wanted = min(easy, key=self._price, default=sizes)
+        if wanted != sizes:
+            self._shrunk_at = now
+        return wanted
 
     # ---- acting
 
@@ -298,7 +318,7 @@ class Planner:
         if least == sizes:
             return self._hold(f"{_sizes_text(sizes)}: no request for {self.config.idle_s:g} s")
         self._before_idle = sizes
-        self._easy_since.clear()
+        self._forecasts.clear()
         return self._resize(sizes, (least[0], least[1]), status, f"no request for {self.config.idle_s:g} s")
 
     def _wake(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:

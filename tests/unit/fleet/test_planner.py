@@ -21,6 +21,7 @@ from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+from fleet.planner.recent_forecasts import RecentForecasts
 from fleet.planner.traffic_log import CHANGE, TrafficLog
 
 P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
@@ -518,6 +519,38 @@ def test_the_queue_that_grows_while_workers_start_orders_no_more_of_them() -> No
             shapes.append(town.shape)
     assert sum(shapes[0]) > 12
     assert set(shapes) == {shapes[0]}
+
+
+def test_no_worker_switches_its_role_while_requests_wait() -> None:
+    shapes = []
+    for num_waiting in (0, 1):
+        town = Town(1, 6)
+        town.num_waiting = num_waiting
+        town.prompt, town.output, town.limit_s, town.rate = 20_000, 40, 0.009, 4.0
+        town.run(60, until_action=True)
+        shapes.append(town.shape)
+    assert shapes == [(3, 4), (2, 6)]
+
+
+def test_a_fleet_that_is_much_too_large_shrinks_by_one_each_minute_after_two_starts() -> None:
+    town = Town(6, 6, start_s=200.0)
+    town.rate = 2.0
+    town.run(700)
+    changes = [at for at, action in town.actions if isinstance(action, ScaleTo)]
+    assert changes[0] - 1000.0 >= 400.0
+    assert {later - earlier for earlier, later in itertools.pairwise(changes)} == {LEAST_QUIET_S}
+    assert len(changes) >= 4
+
+
+def test_the_busiest_forecast_of_the_quiet_time_decides() -> None:
+    forecasts = RecentForecasts()
+    assert forecasts.busiest(2.0, 10.0, 100.0) is None
+    assert forecasts.busiest(5.0, 10.0, 105.0) is None
+    assert forecasts.busiest(1.0, 10.0, 110.0) == 5.0
+    assert forecasts.busiest(3.0, 10.0, 115.0) == 5.0
+    assert forecasts.busiest(1.0, 10.0, 116.0) == 3.0
+    forecasts.clear()
+    assert forecasts.busiest(1.0, 10.0, 117.0) is None
 
 
 class Reports:
