@@ -41,7 +41,8 @@ DRAIN_STARTS = 0.5  # the sizes work off a backlog in so many start-ups
 LEAST_DRAIN_S = 30.0
 ATTAINMENT_S = 300.0  # the status shows the attainment of this time
 JUDGED_S = 60.0  # a decision is judged by this time, which begins when its workers serve
-CUT, MAX_CUTS = 0.9, 40  # of the rate, if no allowed sizes can follow it
+DRAIN_CUTS = 8  # of the backlog, if no allowed sizes can work it off
+CUT, MAX_CUTS = 0.9, 40  # then of the rate, if none can follow it
 MAX_SIZE = 1024  # of a pool, in a search
 P, D = POOLS = ServiceRole.PREFILL, ServiceRole.DECODE
 
@@ -211,11 +212,11 @@ class Planner:
     def _price(self, sizes: Sizes) -> float:
         return sizes[0] * self.config.prefill_price + sizes[1] * self.config.decode_price
 
-    def _cheapest(self, present: Sizes, outlook: Outlook) -> Sizes:
-        """Of those that hold the wanted times at the rate, or at the highest lower rate that any sizes can follow. The
-        present ones stay if they can follow that rate, too."""
+    def _cheapest(self, present: Sizes, wanted: Outlook) -> Sizes:
+        """Of those that hold the wanted times at the rate and work off the backlog; or as much of the backlog, and then
+        of the rate, as any sizes can follow. The present ones stay if they can follow that, too."""
         prefills, decodes = self._ranges(present)
-        for _ in range(MAX_CUTS):
+        for outlook in _eased(wanted):
             busier = self._busier(outlook)
             holding = [
                 self._raised(sizes, present, busier)
@@ -226,7 +227,6 @@ class Planner:
                 return present
             if holding:
                 return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
-            outlook = replace(outlook.at_rate(CUT * outlook.demand.rate), drain_rate=CUT * outlook.drain_rate)
         return present
 
     def _raised(self, sizes: Sizes, present: Sizes, busier: Outlook) -> Sizes:
@@ -349,6 +349,14 @@ class Planner:
             f"{seen.num_within / max(1, seen.num_ended):.0%} within the wanted times"
         )
         return [FleetMessage("planner", f"had predicted for {_sizes_text(decision.sizes)}", was, printed=False)]
+
+
+def _eased(outlook: Outlook) -> Iterator[Outlook]:
+    """With less and less of the backlog, and then of the rate."""
+    for cut in range(DRAIN_CUTS if outlook.drain_rate else 0):
+        yield replace(outlook, drain_rate=outlook.drain_rate * (1.0 - cut / DRAIN_CUTS))
+    for cut in range(MAX_CUTS):
+        yield replace(outlook.at_rate(outlook.demand.rate * CUT**cut), drain_rate=0.0)
 
 
 def _num_changes(present: Sizes, sizes: Sizes) -> int:

@@ -521,6 +521,14 @@ def test_the_queue_that_grows_while_workers_start_orders_no_more_of_them() -> No
     assert set(shapes) == {shapes[0]}
 
 
+def test_a_fleet_that_can_work_off_no_backlog_still_takes_the_best_shape_for_the_rate() -> None:
+    town = Town(1, 1, max_prefill=2)
+    town.planner.pin([D])
+    town.rate, town.num_waiting = 30.0, 1000
+    town.run(60)
+    assert town.shape == (2, 1)
+
+
 def test_no_worker_switches_its_role_while_requests_wait() -> None:
     shapes = []
     for num_waiting in (0, 1):
