@@ -46,6 +46,8 @@ class Outlook:
         tpot_s = max(share * self.slo_tpot_s, NEARLY * self.best.tpot_s)
         if math.isinf(times.ttft_s) or times.ttft_s > ttft_s or times.tpot_s > tpot_s:
             return False
+        if not self.drain_rate:
+            return True
         return self.model.follows(*sizes, replace(self.demand, rate=self.demand.rate + self.drain_rate))
 
     def frontier(self, prefills: range, decodes: range) -> Iterator[Sizes]:
