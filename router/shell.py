@@ -34,6 +34,8 @@ from runtime.prometheus.metrics_page import Metrics
 from runtime.rpc.security import Credentials
 from runtime.tracing.telemetry import Telemetry
 
+MAX_REPORTS_PER_S = 1000  # of all workers together: a fifth of a core
+
 logger = logging.getLogger(__name__)
 
 
@@ -177,12 +179,14 @@ class RouterShell:
             )
         for link in gone:
             del self.links[link.endpoint.service_id]
+        interval_ms = report_interval_ms(len(wanted))
         for worker_id, endpoint in wanted.items():
             if worker_id in self.links:
                 self.links[worker_id].endpoint = endpoint
+                self.links[worker_id].pace_reports(interval_ms)
             else:
                 self.links[worker_id] = WorkerLink(
-                    endpoint, self.router_id, self.post, self._is_known, self._credentials
+                    endpoint, self.router_id, self.post, self._is_known, self._credentials, interval_ms
                 )
         await asyncio.gather(*(link.close() for link in gone))
 
@@ -242,3 +246,8 @@ class RouterShell:
 def _has_switched(before: Endpoint, now: Endpoint) -> bool:
     """A worker that drained serves again only after a switch. A slow router may miss one of two switches."""
     return before.role is not now.role or (before.draining and not now.draining)
+
+
+def report_interval_ms(num_workers: int) -> int:
+    """Of each worker, at least, so that a router can read the reports of all."""
+    return 1000 * num_workers // MAX_REPORTS_PER_S

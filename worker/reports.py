@@ -1,6 +1,7 @@
 """The reports of a worker to its routers: a snapshot, then the changes of load, cache and paths, at a bounded rate.
 
-A report has only what changed, and all routers get the same report, built once. Without changes, the worker sends its
+A report has only what changed, and all routers get the same report, built once, as often as the slowest of them can
+read: a router of many workers asks each of them for fewer. Without changes, the worker sends its
 next number every `idle_report_interval_s`: routers see that the worker is alive. A report gets its number before it
 enters the queue of any router, so a router notices the loss of a report as a gap.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -25,6 +27,15 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
 MAX_REPORTS_BEHIND = 64
 MAX_HOLDERS = 1024  # in one response of DescribeLedger
+
+
+@dataclass(slots=True, eq=False)
+class _Subscriber:
+    router_id: str
+    least_interval_s: float  # that it wants between two reports
+    queue: asyncio.Queue[worker_pb2.WorkerReport | None] = field(
+        default_factory=lambda: asyncio.Queue(MAX_REPORTS_BEHIND + 1)
+    )
 
 
 class ReportFeed(worker_pb2_grpc.WorkerServicer):
@@ -48,7 +59,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._changes = changes
         self._holders = holders
         self._update_peer = update_peer
-        self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
+        self._subscribers: set[_Subscriber] = set()
         self._changed = asyncio.Event()
         self._number = 0  # of the last report
         self._closed = False
@@ -59,7 +70,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._changed.set()
 
     def mark_changed(self) -> None:
-        """Look for changes, and report them, within `report_interval_s`."""
+        """Look for changes, and report them, within `interval_s`."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -75,7 +86,13 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
             self._changed.clear()
             if self.publish(unchanged=loop.time() >= reported_at + self._config.idle_report_interval_s):
                 reported_at = loop.time()
-            await asyncio.sleep(self._config.report_interval_s)  # the rate limit
+            await asyncio.sleep(self.interval_s)  # the rate limit
+
+    @property
+    def interval_s(self) -> float:
+        """Between two reports, at least."""
+        wanted = max((subscriber.least_interval_s for subscriber in self._subscribers), default=0.0)
+        return max(self._config.report_interval_s, min(wanted, self._config.idle_report_interval_s))
 
     def publish(self, *, unchanged: bool = False) -> bool:
         """Queue the changes for every router; without changes, only if `unchanged`. Returns True if there is a report.
@@ -89,21 +106,21 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
             report = worker_pb2.WorkerReport()
         self._number += 1
         report.sequence_number = self._number
-        for queue in list(self._subscribers):
-            if queue.qsize() >= MAX_REPORTS_BEHIND:
-                self._cut_off(queue)
+        for subscriber in list(self._subscribers):
+            if subscriber.queue.qsize() >= MAX_REPORTS_BEHIND:
+                self._cut_off(subscriber)
             else:
-                queue.put_nowait(report)
+                subscriber.queue.put_nowait(report)
         return True
 
-    def _cut_off(self, queue: asyncio.Queue[worker_pb2.WorkerReport | None]) -> None:
-        self._subscribers.discard(queue)
-        queue.put_nowait(None)
+    def _cut_off(self, subscriber: _Subscriber) -> None:
+        self._subscribers.discard(subscriber)
+        subscriber.queue.put_nowait(None)
 
     def end_streams(self) -> None:
         """The routers subscribe again, and get a snapshot."""
-        for queue in list(self._subscribers):
-            self._cut_off(queue)
+        for subscriber in list(self._subscribers):
+            self._cut_off(subscriber)
 
     def close(self) -> None:
         """End every stream and refuse new ones, so that no router takes a stopping worker for a new one."""
@@ -113,21 +130,29 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._closed:
             await abort(context, WorkerUnavailable("this worker is stopping or has failed"))
-        queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
         # The snapshot contains all changes so far, and `changes()` returns each only once: publish them first.
         self.publish()
         first = self._snapshot()
         first.sequence_number = self._number
-        self._subscribers.add(queue)
+        subscriber = _Subscriber(request.router_id, request.min_interval_ms / 1e3)
+        self._subscribers.add(subscriber)
         try:
             await context.write(first)
-            while (report := await queue.get()) is not None:
+            while (report := await subscriber.queue.get()) is not None:
                 await context.write(report)
         finally:
-            self._subscribers.discard(queue)
+            self._subscribers.discard(subscriber)
         await abort(
             context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops or changes its role")
         )
+
+    async def PaceReports(
+        self, request: worker_pb2.PaceReportsRequest, _: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PaceReportsResponse:
+        for subscriber in self._subscribers:
+            if subscriber.router_id == request.router_id:
+                subscriber.least_interval_s = request.min_interval_ms / 1e3
+        return worker_pb2.PaceReportsResponse()
 
     async def DescribeLedger(
         self, request: worker_pb2.DescribeLedgerRequest, _: grpc.aio.ServicerContext[Any, Any]

@@ -69,10 +69,11 @@ def streams_of(server: MeasuredProcess, num_streams: int, request: bytes) -> Mea
     return found
 
 
-def bare_grpc(tokens_per_message: int) -> Measured:
+def bare_grpc(tokens_per_message: int, step_s: float = 0.0, num_streams: int = STREAMS) -> Measured:
     measured, other = cores()
-    with running(Role("bare", measured, tokens_per_message=tokens_per_message)) as [server], pinned_to(other):
-        return streams_of(server, STREAMS, load.generate_request(10_000_000))
+    role = Role("bare", measured, step_s=step_s, tokens_per_message=tokens_per_message)
+    with running(role) as [server], pinned_to(other):
+        return streams_of(server, num_streams, load.generate_request(10_000_000))
 
 
 def one_token_requests(num_requests: Sequence[int] = ()) -> tuple[float, float, list[float]]:
@@ -163,12 +164,14 @@ def router(report: Report, repeats: int) -> None:
 
 
 def ages(report: Report, repeats: int) -> None:
-    runs = [through_router(CALM_STEP_S, FEW_STREAMS) for _ in range(repeats)]
+    """A bare server has one hop where the worker and the router have two, and sends the tokens of a step one by one."""
+    runs = [(through_router(CALM_STEP_S, FEW_STREAMS), bare_grpc(1, CALM_STEP_S, FEW_STREAMS)) for _ in range(repeats)]
     for name, share, most in (("p50", 0.50, 1.0), ("p99", 0.99, 5.0)):
-        value = statistics.median(percentile(run.ages_s, share) for run in runs)
-        report.add(
-            Line(f"a token from sampled to the client, {FEW_STREAMS} streams, {name}", value * 1e3, "ms", most=most)
+        own, bare = (
+            1e3 * statistics.median(percentile(run.ages_s, share) for run in side) for side in zip(*runs, strict=True)
         )
+        words = f"a token from sampled to the client, {FEW_STREAMS} streams, {name}"
+        report.add(Line(words, own, "ms", BARE, bare, most=most))
 
 
 def requests(report: Report, repeats: int) -> None:

@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.dataplane.processes import cores
 from benchmarks.dataplane.reports import BLOCK_SIZE, LOAD, NUM_WORKERS, ROLES, agent
 from benchmarks.processes import ChildProcess
 from benchmarks.report import Line, Report
@@ -110,7 +111,8 @@ def fill(machine: RouterMachine, chance: random.Random, num_prompts: int) -> dic
 
 def report_cost(is_busy: bool, seconds: float = REPORTS_S) -> ReportCost:
     command = [sys.executable, "-m", "benchmarks.dataplane.reports"]
-    fleet, router = (ChildProcess(name, command) for name in ("fleet", "router"))
+    measured, other = cores()
+    fleet, router = ChildProcess("fleet", command, core=other), ChildProcess("router", command, core=measured)
     try:
         addresses = fleet.call("start", is_busy=is_busy)
         return ReportCost(*router.call("follow", addresses=addresses, seconds=seconds))

@@ -11,13 +11,14 @@ import functools
 import json
 import pickle
 import sys
+import time
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import grpc.aio
 import uvloop
 
-from benchmarks.dataplane.sleeping_runner import SleepingRunner
+from benchmarks.dataplane.sleeping_runner import SleepingRunner, token_id_at
 from benchmarks.processes import obey, take_stdout
 from cli.compose import build_decode_worker, build_router
 from core.config import EngineConfig, GatewayConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
@@ -46,27 +47,42 @@ class Role:
     name: str  # "worker", "router" or "bare"
     core: int | None  # None: every core
     ordinal: int = 0
-    step_s: float | None = 0.0  # of a worker: the time of one step; None = the default model computes
+    # Of a worker: the time of one step; None = the default model computes. Of a bare server: 0 = as fast as it can.
+    step_s: float | None = 0.0
     tokens_per_message: int = 1  # of a bare server
     http_port: int = 0  # of a router; 0 = no HTTP
 
 
 class BareInference(inference_pb2_grpc.InferenceServicer):
-    """The messages of a router without a router: what grpc.aio alone can send."""
+    """The messages of a router without a router: what grpc.aio alone can send.
 
-    def __init__(self, tokens_per_message: int) -> None:
-        self._tokens_per_message = tokens_per_message
+    With `step_s`, each call sends a message at the end of each step, and its token ids tell when that was.
+    """
+
+    def __init__(self, tokens_per_message: int, step_s: float) -> None:
+        self._tokens_per_message, self._step_s = tokens_per_message, step_s
+        self._step: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if step_s:
+            self._stepping = asyncio.create_task(self._run_steps())
+
+    async def _run_steps(self) -> None:
+        while True:
+            await asyncio.sleep(self._step_s)
+            ended, self._step = self._step, asyncio.get_running_loop().create_future()
+            ended.set_result(token_id_at(time.monotonic()))
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         num_tokens = self._tokens_per_message
         for index in range(0, request.stop.max_tokens, num_tokens):
-            chunk = inference_pb2.TokenChunk(index=index, token_ids=[index] * num_tokens, text=" word" * num_tokens)
+            token_id = await asyncio.shield(self._step) if self._step_s else index
+            chunk = inference_pb2.TokenChunk(index=index, token_ids=[token_id] * num_tokens, text=" word" * num_tokens)
             await context.write(inference_pb2.GenerateResponse(tokens=chunk))
 
 
 async def start_bare(role: Role) -> Endpoint:
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(BareInference(role.tokens_per_message), server)
+    servicer = BareInference(role.tokens_per_message, role.step_s or 0.0)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     SERVERS.append(server)

@@ -30,6 +30,7 @@ from protos import codec, report_codec
 from router.links.worker_link import WorkerLink
 from router.requests import events
 from router.requests.machine import RouterMachine
+from router.shell import report_interval_ms
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer
 from runtime.rpc.security import OPEN, WORKER_RULES
@@ -61,7 +62,7 @@ class FleetWorker:
 
     def __init__(self, number: int, role: ServiceRole, is_busy: bool, config: WorkerConfig) -> None:
         self._worker_id = f"{role.value}-{number}"
-        self._number, self._role, self._is_busy, self._config = number, role, is_busy, config
+        self._number, self._role, self._is_busy = number, role, is_busy
         self._tracker = ChangeTracker()
         self._load = LOAD
         self._is_watched = False
@@ -77,7 +78,7 @@ class FleetWorker:
 
     async def run(self) -> None:
         """The workers begin at different times of the interval, like those of a real fleet."""
-        await asyncio.sleep(self._config.report_interval_s * self._number / NUM_WORKERS)
+        await asyncio.sleep(self._feed.interval_s * self._number / NUM_WORKERS)
         await self._feed.run()
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
@@ -99,7 +100,7 @@ class FleetWorker:
 
     def _work(self) -> list[BlockEvent]:
         """The work of one report interval. As many blocks leave the full cache as enter it."""
-        num_tokens = int(TOKENS_PER_S[self._role] * self._config.report_interval_s)
+        num_tokens = int(TOKENS_PER_S[self._role] * self._feed.interval_s)
         done = "num_prefilled_tokens" if self._role is ServiceRole.PREFILL else "num_sampled_tokens"
         self._load = replace(
             self._load,
@@ -149,7 +150,8 @@ async def follow(addresses: Addresses, seconds: float) -> tuple[float, float]:
 
     driver: Driver[Any, Any] = Driver(machine, lambda _: None, fail)
     endpoints = [Endpoint(worker_id, address, ServiceRole(role)) for worker_id, address, role in addresses]
-    links = [WorkerLink(endpoint, "router", post, is_known, OPEN) for endpoint in endpoints]
+    interval_ms = report_interval_ms(len(endpoints))
+    links = [WorkerLink(endpoint, "router", post, is_known, OPEN, interval_ms) for endpoint in endpoints]
     try:
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await all_joined.wait()

@@ -116,7 +116,7 @@ class WorkerConfig:
     """The process of a prefill or decode worker, apart from its engine, scheduler and transfers."""
 
     host: str = "127.0.0.1"  # address of a worker; 0.0.0.0 = every address; in a joined cluster, its machine's
-    report_interval_s: float = live(0.05)  # interval between reports of changed load and blocks to the routers
+    report_interval_s: float = live(0.05)  # least interval between reports of changed load and blocks to the routers
     idle_report_interval_s: float = live(1.0)  # interval between reports without a change
     drain_timeout_s: float = live(30.0)  # time limit for the open requests of a removed worker
     max_pulls_waiting: int = live(256)  # hand-offs that wait for blocks on a decode worker

@@ -58,7 +58,9 @@ class WorkerLink:
         post: Callable[[RouterEvent], None],
         is_known: Callable[[str], bool],
         credentials: Credentials,
+        report_interval_ms: int = 0,
     ) -> None:
+        """`report_interval_ms`: as of `pace_reports`."""
         self.endpoint = endpoint
         self.load: WorkerLoad | None = None  # as last reported
         self.reported_at = 0.0
@@ -71,9 +73,11 @@ class WorkerLink:
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
-        self._handing_over: set[asyncio.Task[None]] = set()
+        self._short_calls: set[asyncio.Task[None]] = set()  # that end by themselves soon
         self._peer_changes: list[PeerJoined | PeerLeft] = []  # not sent yet
         self._updating_peers: asyncio.Task[None] | None = None
+        self._report_interval_ms = report_interval_ms  # the least
+        self._told_interval_ms: int | None = None  # to a worker whose reports arrive
         self._failures = 0  # of the report stream, since the last report
         self._join_error = ""  # as logged last
         self._time_limit: asyncio.Timeout | None = None  # of the Watch call
@@ -86,7 +90,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         updating_peers = [] if self._updating_peers is None else [self._updating_peers]
-        await cancel_and_wait([self._watching, *updating_peers, *self._calls.values(), *self._handing_over])
+        await cancel_and_wait([self._watching, *updating_peers, *self._calls.values(), *self._short_calls])
         await self._tokens.close()
         await self._channel.close(None)
 
@@ -130,17 +134,20 @@ class WorkerLink:
         another role.
         """
         loop = asyncio.get_running_loop()
-        request = worker_pb2.WatchRequest(router_id=self._router_id)
+        interval_ms = self._report_interval_ms
+        request = worker_pb2.WatchRequest(router_id=self._router_id, min_interval_ms=interval_ms)
         reports = self._worker.Watch(request, metadata=self._credentials.metadata)
         expected: int | None = None  # number of the next report
         try:
-            async for report in reports:
+            while (report := await reports.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 time_limit.reschedule(None)  # from now on the machine detects a silent worker
                 if not self._has_token_stream:
                     return
                 event: RouterEvent
                 if expected is None and report.HasField("snapshot"):
                     event = self._joined(report)
+                    self._told_interval_ms = interval_ms
+                    self.pace_reports(self._report_interval_ms)
                 elif report.sequence_number == expected and self._is_known(self.endpoint.service_id):
                     event = events.WorkerReported(self.endpoint.service_id, self._changes(report))
                 else:
@@ -150,7 +157,15 @@ class WorkerLink:
                 self._failures = 0
                 expected = report.sequence_number + 1
         finally:
+            self._told_interval_ms = None
             reports.cancel()
+
+    def pace_reports(self, interval_ms: int) -> None:
+        """The worker shall report no more often than this."""
+        self._report_interval_ms = interval_ms
+        if self._told_interval_ms not in (None, interval_ms):
+            self._told_interval_ms = interval_ms
+            self._call_shortly(self._call_pace_reports(interval_ms), "pace of reports")
 
     @property
     def _has_token_stream(self) -> bool:
@@ -214,14 +229,10 @@ class WorkerLink:
         self._start(action.dispatch_id, self._call_decode(action))
 
     def hand_over(self, action: events.HandOver) -> None:
-        task = asyncio.create_task(self._call_hand_over(action), name=f"{action.dispatch_id} hand-over")
-        self._handing_over.add(task)
-        task.add_done_callback(self._handing_over.discard)
+        self._call_shortly(self._call_hand_over(action), f"{action.dispatch_id} hand-over")
 
     def move(self, action: events.StartMove | events.ResumeSequence) -> None:
-        task = asyncio.create_task(self._call_move(action), name=f"{action.dispatch_id} move")
-        self._handing_over.add(task)
-        task.add_done_callback(self._handing_over.discard)
+        self._call_shortly(self._call_move(action), f"{action.dispatch_id} move")
 
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
@@ -232,6 +243,18 @@ class WorkerLink:
         task = asyncio.create_task(call, name=dispatch_id)
         self._calls[dispatch_id] = task
         task.add_done_callback(lambda _: self._calls.pop(dispatch_id, None))
+
+    def _call_shortly(self, call: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(call, name=name)
+        self._short_calls.add(task)
+        task.add_done_callback(self._short_calls.discard)
+
+    async def _call_pace_reports(self, interval_ms: int) -> None:
+        request = worker_pb2.PaceReportsRequest(router_id=self._router_id, min_interval_ms=interval_ms)
+        try:
+            await self._worker.PaceReports(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
+        except grpc.aio.AioRpcError as error:  # the next Watch call says it again
+            logger.info("cannot pace the reports of worker %s: %s", self.endpoint.service_id, error_from(error))
 
     async def _call_update_peers(self) -> None:
         while self._peer_changes:

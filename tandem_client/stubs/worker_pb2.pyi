@@ -427,10 +427,24 @@ class DecodeFinished(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "min_interval_ms")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    min_interval_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., min_interval_ms: _Optional[int] = ...) -> None: ...
+
+class PaceReportsRequest(_message.Message):
+    __slots__ = ("router_id", "min_interval_ms")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    min_interval_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., min_interval_ms: _Optional[int] = ...) -> None: ...
+
+class PaceReportsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("free", "cached", "held", "leased", "incoming")

@@ -328,6 +328,11 @@ class WorkerStub:
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.FromString,
                 _registered_method=True)
+        self.PaceReports = channel.unary_unary(
+                '/tandem.v1.Worker/PaceReports',
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.PaceReportsRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PaceReportsResponse.FromString,
+                _registered_method=True)
         self.DescribeLedger = channel.unary_unary(
                 '/tandem.v1.Worker/DescribeLedger',
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
@@ -347,6 +352,13 @@ class WorkerServicer:
     def Watch(self, request, context):
         """Report the worker's address, prefix cache and load: first a snapshot, then changes. A router that misses a sequence
         number subscribes again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PaceReports(self, request, context):
+        """Change how often the worker reports while the router's Watch call is open, because the fleet has another size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -374,6 +386,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.SerializeToString,
+            ),
+            'PaceReports': grpc.unary_unary_rpc_method_handler(
+                    servicer.PaceReports,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PaceReportsRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.PaceReportsResponse.SerializeToString,
             ),
             'DescribeLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeLedger,
@@ -414,6 +431,33 @@ class Worker:
             '/tandem.v1.Worker/Watch',
             tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.SerializeToString,
             tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PaceReports(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/PaceReports',
+            tandem__client_dot_stubs_dot_worker__pb2.PaceReportsRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.PaceReportsResponse.FromString,
             options,
             channel_credentials,
             insecure,

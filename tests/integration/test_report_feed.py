@@ -82,7 +82,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_i
         slow_down(worker, 0.01)
         feed, changes = worker._feed, worker._feed._changes
         bystander = await Stream(deployment.inference, prompt_of(1), 400).reach(3)
-        (routers_queue,) = feed._subscribers
+        (routers_subscription,) = feed._subscribers
         async with open_channel(deployment.endpoints[id(worker)].address, 1 << 22) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Watch(worker_pb2.WatchRequest(router_id="slow"))
@@ -100,7 +100,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_i
             monkeypatch.setattr(feed, "_changes", long_changes)
             longest = await storm(feed)
             assert longest <= MAX_REPORTS_BEHIND + 1
-            assert feed._subscribers == {routers_queue}, "the router was cut off, too"
+            assert feed._subscribers == {routers_subscription}, "the router was cut off, too"
             numbers: list[int] = []
             with pytest.raises(grpc.aio.AioRpcError, match="slow read too slowly"):
                 await read_to_the_end(call, numbers)
@@ -122,7 +122,7 @@ async def storm(feed: ReportFeed) -> int:
     longest = 0
     for _ in range(STORMS):
         feed.publish()
-        longest = max([longest, *(queue.qsize() for queue in feed._subscribers)])
+        longest = max([longest, *(subscriber.queue.qsize() for subscriber in feed._subscribers)])
         if len(feed._subscribers) < 2:
             return longest
         await asyncio.sleep(0.001)

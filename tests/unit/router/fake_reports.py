@@ -17,7 +17,7 @@ from tests.support.driven_worker import address
 
 
 class Reports:
-    """Stands in for a stream of grpc.aio. Yields the reports of `put`, and never ends."""
+    """Stands in for a stream of grpc.aio. Has the reports of `put`, and never ends."""
 
     def __init__(self, *reports: worker_pb2.WorkerReport) -> None:
         self._reports: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
@@ -27,10 +27,7 @@ class Reports:
     def put(self, report: worker_pb2.WorkerReport) -> None:
         self._reports.put_nowait(report)
 
-    def __aiter__(self) -> Reports:
-        return self
-
-    async def __anext__(self) -> worker_pb2.WorkerReport:
+    async def read(self) -> worker_pb2.WorkerReport:
         return await self._reports.get()
 
     def cancel(self) -> None:
@@ -69,6 +66,7 @@ class FakeWorker:
         self.streams: list[Reports] = []
         self.reports = Reports()
         self.num_watches = 0
+        self.intervals_ms: list[int] = []  # of each Watch and PaceReports call
         self.tokens: list[Tokens] = []
         self.stream_ids: list[int] = []
         self.silent = False  # a token stream has no first message
@@ -84,8 +82,9 @@ class FakeWorker:
         self.link = WorkerLink(endpoint, "router", self.posted.put_nowait, lambda _: self.known, OPEN)
         self.link._worker = self.link._prefill = self.link._decode = self  # type: ignore[assignment]
 
-    def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
+    def Watch(self, request: worker_pb2.WatchRequest, **__: object) -> Reports:
         self.num_watches += 1
+        self.intervals_ms.append(request.min_interval_ms)
         return self.streams.pop(0) if self.streams else self.reports
 
     def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Tokens:
@@ -101,6 +100,10 @@ class FakeWorker:
         if self.later_changes:
             asyncio.get_running_loop().call_soon(self.link.update_peers, self.later_changes.pop(0))
         return worker_pb2.UpdatePeersResponse()
+
+    async def PaceReports(self, request: worker_pb2.PaceReportsRequest, **_: object) -> worker_pb2.PaceReportsResponse:
+        self.intervals_ms.append(request.min_interval_ms)
+        return worker_pb2.PaceReportsResponse()
 
     async def Prefill(self, _: worker_pb2.PrefillRequest, **__: object) -> worker_pb2.PrefillResponse:
         return worker_pb2.PrefillResponse(finish_reason=self.finish_reason)

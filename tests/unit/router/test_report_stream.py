@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
 class Broken(Reports):
     """It breaks after the reports that the test has put in."""
 
-    async def __anext__(self) -> worker_pb2.WorkerReport:
+    async def read(self) -> worker_pb2.WorkerReport:
         if not self._reports.empty():
             return await self._reports.get()
         metadata = grpc.aio.Metadata()
@@ -63,6 +64,28 @@ async def test_a_worker_that_the_machine_has_given_up_joins_again_by_its_next_re
     new_worker.known = False  # silent for too long
     stream.put(report(1))
     assert isinstance(await new_worker.event(), WorkerJoined)
+
+
+async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it_changes(
+    new_worker: FakeWorker,
+) -> None:
+    first, second = Reports(), Reports(snapshot("w"))
+    new_worker.is_followed(first, second)
+    new_worker.link.pace_reports(70)
+    while not new_worker.num_watches:
+        await asyncio.sleep(0)
+    new_worker.link.pace_reports(80)  # while the Watch call opens: the worker could not tell whose pace this is
+    await asyncio.sleep(0)
+    assert new_worker.intervals_ms == [70]
+    first.put(snapshot("w"))
+    await new_worker.event()
+    for interval_ms in (80, 90, 90):
+        new_worker.link.pace_reports(interval_ms)
+        await asyncio.sleep(0)
+    assert new_worker.intervals_ms == [70, 80, 90]
+    first.put(report(7))  # a gap: the link subscribes again
+    await new_worker.event()
+    assert new_worker.intervals_ms == [70, 80, 90, 90]
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])

@@ -12,7 +12,7 @@ from core.config import RouterConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from router.routing.policy import SecondsPolicy
-from router.shell import RouterShell
+from router.shell import RouterShell, report_interval_ms
 from runtime.rpc.security import OPEN
 from runtime.tracing.telemetry import Telemetry
 from tests.unit.router.fake_reports import FakeWorker, snapshot
@@ -101,6 +101,19 @@ async def test_a_worker_that_switched_twice_while_the_router_was_slow_gets_calls
     links = dict(shell.links)
     await shell.set_workers([endpoint("p"), endpoint("d")])
     assert {name: shell.links[name] is link for name, link in links.items()} == {"p": True, "d": False}
+
+
+async def test_the_more_workers_a_router_follows_the_fewer_reports_of_each_it_asks_for(shell: RouterShell) -> None:
+    prefill, decode = await watch(shell, "p", "d")
+    for worker, report in ((prefill, snapshot("p", ServiceRole.PREFILL)), (decode, snapshot("d"))):
+        worker.reports.put(report)
+    await turn_the_loop()
+    assert report_interval_ms(128) == 128
+    assert prefill.intervals_ms == decode.intervals_ms == [report_interval_ms(2)]
+    await shell.set_workers([endpoint("p")])
+    await turn_the_loop()
+    assert prefill.intervals_ms == [report_interval_ms(2), report_interval_ms(1)]
+    assert decode.intervals_ms == [report_interval_ms(2)]
 
 
 async def test_a_fault_in_performing_an_action_ends_the_router(shell: RouterShell) -> None:

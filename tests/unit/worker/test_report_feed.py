@@ -63,8 +63,9 @@ class Worker:
         new, self._num_told = self.cached[self._num_told :], len(self.cached)
         return worker_pb2.WorkerReport(block_changes=new, block_runs=[len(new)]) if new else None
 
-    async def watch(self, router_id: str, context: Context) -> asyncio.Task[None]:
-        call: Any = self.feed.Watch(worker_pb2.WatchRequest(router_id=router_id), context)  # type: ignore[arg-type]
+    async def watch(self, router_id: str, context: Context, min_interval_ms: int = 0) -> asyncio.Task[None]:
+        request = worker_pb2.WatchRequest(router_id=router_id, min_interval_ms=min_interval_ms)
+        call: Any = self.feed.Watch(request, context)  # type: ignore[arg-type]
         watching = asyncio.create_task(call)
         self._calls.add(watching)
         await asyncio.sleep(0)
@@ -110,8 +111,8 @@ async def test_a_router_that_is_too_far_behind_is_cut_off_and_starts_again_with_
         await worker.store(number)
     assert len(worker.feed._subscribers) == 2
     await worker.store(last)
-    (queue,) = worker.feed._subscribers
-    assert queue.empty(), "the bystander is in step"
+    (subscriber,) = worker.feed._subscribers
+    assert subscriber.queue.empty(), "the bystander is in step"
     for number in range(last + 1, last + 500):
         await worker.store(number)
     slow.reads.set()
@@ -136,8 +137,8 @@ async def test_a_report_that_is_lost_in_the_queue_of_a_router_leaves_a_gap() -> 
     context.reads.clear()
     await worker.store(2)  # waits in `write`
     await worker.store(3)
-    (queue,) = worker.feed._subscribers
-    queue.get_nowait()
+    (subscriber,) = worker.feed._subscribers
+    subscriber.queue.get_nowait()
     context.reads.set()
     await worker.store(4)
     assert context.numbers == [0, 1, 2, 4]
@@ -208,3 +209,25 @@ async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
     with pytest.raises(Refused, match="UNAVAILABLE"):
         await (await worker.watch("r", context))
     assert context.numbers == [0, 1]
+
+
+async def test_the_slowest_router_that_watches_sets_the_pace_of_the_reports() -> None:
+    worker, nobody = Worker(), Context()
+
+    async def pace(router_id: str, milliseconds: int) -> float:
+        request = worker_pb2.PaceReportsRequest(router_id=router_id, min_interval_ms=milliseconds)
+        await worker.feed.PaceReports(request, nobody)  # type: ignore[arg-type]
+        return worker.feed.interval_s
+
+    assert worker.feed.interval_s == CONFIG.report_interval_s
+    slow = await worker.watch("slow", Context(), 200)
+    await worker.watch("fast", Context(), 1)
+    assert worker.feed.interval_s == 0.2
+    assert await pace("fast", 300) == 0.3
+    assert await pace("slow", 100_000) == CONFIG.idle_report_interval_s, "a worker always shows that it is alive"
+    assert await pace("a stranger", 900) == CONFIG.idle_report_interval_s
+    slow.cancel()
+    await asyncio.sleep(0)
+    assert worker.feed.interval_s == 0.3
+    assert await pace("fast", 0) == CONFIG.report_interval_s
+    await worker.end()
