@@ -2,9 +2,11 @@
 
     gateway starts    load_guardrail("module:function")           one Guardrail for each process with HTTP
     request arrives   check_prompt(guardrail, messages)           unchanged, rewritten, or `Refused`: status 400
-    choice begins     GuardedOutput(guardrail, messages)          one OutputGuardrail for each choice
+    part begins       GuardedOutput(guardrail, messages)          one OutputGuardrail for each part of an output
     chunk arrives     await output.push(text)                     the text that goes to the client now, or `Refused`
-    choice ends       await output.finish()                       the text that was held back, or `Refused`
+    part ends         await output.finish()                       the text that was held back, or `Refused`
+
+An output without calls of tools is one part; gateway/routes/guarded_choice.py divides the others.
 
 A guardrail that raises anything but `Refused`, takes longer than `GUARDRAIL_TIMEOUT_S`, or returns a value of another
 shape, refuses the request: without an answer of the guardrail, nothing passes.
@@ -46,13 +48,14 @@ class Refused(Exception):
 
 
 class OutputGuardrail(Protocol):
-    """Sees the output of one choice. The object lives as long as the choice, and may remember the text so far."""
+    """Sees one part of the output of a choice: all of its text, or the text between two calls of tools, or the name or
+    the arguments of a call. The object lives as long as the part, and may remember the text so far."""
 
     async def push(self, text: str, /) -> str:
         """The text to send now. It may lack an end that depends on later text. Raises `Refused`."""
 
     async def finish(self) -> str:
-        """The text still held back. The output has ended. Raises `Refused`."""
+        """The text still held back. The part has ended. Raises `Refused`."""
 
 
 class Guardrail(Protocol):
@@ -60,7 +63,7 @@ class Guardrail(Protocol):
         """The messages for the model: as many as given, with the same roles. Raises `Refused`."""
 
     def open_output(self, messages: Sequence[Message], /) -> OutputGuardrail:
-        """The guardrail of one choice. `messages`: what `check_prompt` returned."""
+        """The guardrail of one part. `messages`: what `check_prompt` returned."""
 
 
 def load_guardrail(name: str) -> Guardrail | None:
@@ -86,7 +89,7 @@ async def check_prompt(guardrail: Guardrail | None, messages: Sequence[Message])
 
 
 class GuardedOutput:
-    """The output of one choice on its way through the guardrail; without a guardrail, text passes unchanged."""
+    """One part of an output on its way through the guardrail; without a guardrail, text passes unchanged."""
 
     def __init__(self, guardrail: Guardrail | None, messages: Sequence[Message]) -> None:
         """Raises `Refused`."""

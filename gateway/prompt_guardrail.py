@@ -1,4 +1,4 @@
-"""Applies the guardrail to the prompts of requests (gateway/formats/outputs.py applies it to outputs)."""
+"""Applies the guardrail to the prompts of requests (gateway/routes/guarded_choice.py applies it to outputs)."""
 
 from __future__ import annotations
 

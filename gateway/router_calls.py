@@ -6,7 +6,7 @@ then stay in the router, and come as one longer chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tandem_client.stubs import cluster_pb2, inference_pb2
@@ -20,11 +20,27 @@ class Chunk(Protocol):
     choice: int
 
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """Without the calls of tools."""
 
     @property
     def logprobs(self) -> Sequence[inference_pb2.TokenLogprobs]:
         """One for each token if the request has log-probabilities."""
+
+    @property
+    def tool_calls(self) -> Sequence[inference_pb2.ToolCallDelta]: ...
+
+
+def parts_of(chunk: Chunk) -> Iterator[str | inference_pb2.ToolCallDelta]:
+    """The text of a chunk and its deltas of calls, in the order of the model. No text is empty."""
+    text, position = chunk.text, 0
+    for delta in chunk.tool_calls:
+        if delta.text_offset > position:
+            yield text[position : delta.text_offset]
+            position = delta.text_offset
+        yield delta
+    if position < len(text):
+        yield text[position:]
 
 
 class Sink(Protocol):

@@ -1,8 +1,4 @@
-"""Grammars for outputs that call tools, in the format that the chat template of the model shows.
-
-    hermes       <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>, one a line
-    llama3_json  {"name": NAME, "parameters": ARGUMENTS}; several with ";" between them
-    mistral      [TOOL_CALLS][{"name": NAME, "arguments": ARGUMENTS}, ...]
+"""Grammars for outputs that call tools, in the format that the chat template of the model shows (text/tool_formats.py).
 
 Where calls are required, the output is calls from its first token. Else it is any text, and what follows the opening
 tag of a call is a call; a call without a tag (llama3_json) is left to the model.
@@ -12,31 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from text.output_format import JSON_SPACE
+from text.tool_formats import FORMATS, ToolFormat
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_TEXT = r"/(.|\n)*/"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    tag: str  # opens a call or a list of calls
-    before_name: str  # from behind the tag
-    before_arguments: str
-    after: str  # behind the arguments
-    separator: str
-    needs_tag: bool = True  # else the tag is optional, and never written when calls are required
-    is_list: bool = False
-
-
-FORMATS = {  # ChatTemplate.tool_format
-    "hermes": ToolFormat("<tool_call>", '\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n"),
-    "llama3_json": ToolFormat("<|python_tag|>", '{"name": ', ', "parameters": ', "}", "; ", needs_tag=False),
-    "mistral": ToolFormat("[TOOL_CALLS]", '{"name": ', ', "arguments": ', "}", ", ", is_list=True),
-}
 
 
 def tool_grammar(

@@ -10,43 +10,17 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.outputs import FINISH_REASONS, AnswerHead, chat_logprobs
+from gateway.formats.outputs import AnswerHead, chat_finish_reason, chat_logprobs
 from gateway.formats.usage import UsageSum
-from gateway.router_calls import Chunk
+from gateway.router_calls import Chunk, parts_of
 from gateway.routes.calls import json_bytes
-from gateway.tools.tool_calls import TextDelta, ToolCallDelta, ToolCallParser, parser_for
-from tandem_client.stubs.inference_pb2 import Finished
+from tandem_client.stubs.inference_pb2 import Finished, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
-Delta = TextDelta | ToolCallDelta
 
 
 def sse(value: Any) -> bytes:
     return b"data: " + json_bytes(value) + b"\n\n"
-
-
-class Parsers:
-    """One parser of tool calls for each choice; none where the request has no tools."""
-
-    def __init__(self, tool_format: str, num_choices: int) -> None:
-        self._parsers: list[ToolCallParser | None] = [parser_for(tool_format) for _ in range(num_choices)]
-
-    def push(self, choice: int, text: str) -> list[Delta]:
-        parser = self._parsers[choice]
-        return [TextDelta(text)] if parser is None else list(parser.push(text))
-
-    def finish(self, choice: int) -> list[Delta]:
-        parser = self._parsers[choice]
-        return [] if parser is None else list(parser.finish())
-
-    def has(self, choice: int) -> bool:
-        return self._parsers[choice] is not None
-
-    def finish_reason(self, finished: Finished) -> str:
-        parser = self._parsers[finished.choice]
-        if parser is not None and parser.num_calls:
-            return "tool_calls"
-        return FINISH_REASONS[finished.finish_reason]
 
 
 class Chunks:
@@ -81,9 +55,8 @@ class Chunks:
 class ChatChunks(Chunks):
     """Chat completion chunks."""
 
-    def __init__(self, head: AnswerHead, num_choices: int, parsers: Parsers, usage: UsageSum, with_usage: bool) -> None:
+    def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool) -> None:
         super().__init__("chat.completion.chunk", head, usage, with_usage)
-        self._parsers = parsers
         self._begun = [False] * num_choices
         self._before, self._after = self.around('"delta": {"content": ', "}", num_choices)
 
@@ -95,12 +68,11 @@ class ChatChunks(Chunks):
         begin = b"" if self._begun[choice] else self._begin(choice)
         if chunk.logprobs:
             logprobs = {"content": chat_logprobs(chunk.logprobs), "refusal": None}
-            deltas = self._parsers.push(choice, text)
-            first = _delta(deltas[0]) if deltas else {"content": ""}
-            rest = b"".join(self._event(choice, _delta(delta)) for delta in deltas[1:])
-            return begin + self._event(choice, first, None, logprobs) + rest
-        if self._parsers.has(choice):
-            return begin + b"".join(self._event(choice, _delta(delta)) for delta in self._parsers.push(choice, text))
+            first, *rest = list(parts_of(chunk)) or [""]
+            later = b"".join(self._event(choice, _delta(part)) for part in rest)
+            return begin + self._event(choice, _delta(first), None, logprobs) + later
+        if chunk.tool_calls:
+            return begin + b"".join(self._event(choice, _delta(part)) for part in parts_of(chunk))
         if not text:
             return begin
         return begin + f"{self._before[choice]}{quoted(text)}{self._after}".encode()
@@ -108,10 +80,8 @@ class ChatChunks(Chunks):
     def finished(self, finished: Finished) -> bytes:
         choice = finished.choice
         self.usage.add(finished)
-        rest = b"".join(self._event(choice, _delta(delta)) for delta in self._parsers.finish(choice))
-        reason = self._parsers.finish_reason(finished)
-        stop_reason = self.head.stop_reason(finished)
-        return self._begin(choice) + rest + self._event(choice, {}, reason, None, {"stop_reason": stop_reason})
+        reason, more = chat_finish_reason(finished), {"stop_reason": self.head.stop_reason(finished)}
+        return self._begin(choice) + self._event(choice, {}, reason, None, more)
 
     def _begin(self, choice: int) -> bytes:
         """The chunk that opens a choice; nothing if it is open."""
@@ -132,22 +102,21 @@ class ChatChunks(Chunks):
         return self.event(fields | (more or {}))
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, TextDelta):
-        return {"content": delta.text}
-    call: dict[str, Any] = {"index": delta.index}
-    if delta.id:
-        call |= {"id": delta.id, "type": "function"}
-    named = {"name": delta.name} if delta.name else {}
-    return {"tool_calls": [call | {"function": named | {"arguments": delta.arguments}}]}
+def _delta(part: str | ToolCallDelta) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    call: dict[str, Any] = {"index": part.index}
+    if part.id:
+        call |= {"id": part.id, "type": "function"}
+    named = {"name": part.name} if part.name else {}
+    return {"tool_calls": [call | {"function": named | {"arguments": part.arguments_json}}]}
 
 
 class ChatAnswer:
     """One chat completion object."""
 
-    def __init__(self, head: AnswerHead, num_choices: int, parsers: Parsers, usage: UsageSum) -> None:
+    def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum) -> None:
         self._head = head
-        self._parsers = parsers
         self._usage = usage
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
@@ -156,24 +125,18 @@ class ChatAnswer:
 
     def chunk(self, chunk: Chunk) -> None:
         self._logprobs[chunk.choice] += chat_logprobs(chunk.logprobs)
-        self._take(chunk.choice, self._parsers.push(chunk.choice, chunk.text))
+        self._texts[chunk.choice].append(chunk.text)
+        calls = self._calls[chunk.choice]
+        for delta in chunk.tool_calls:
+            if delta.id:
+                function = {"name": delta.name, "arguments": ""}
+                calls.append({"id": delta.id, "type": "function", "function": function})
+            calls[delta.index]["function"]["arguments"] += delta.arguments_json
 
     def finished(self, finished: Finished) -> None:
         self._usage.add(finished)
-        self._take(finished.choice, self._parsers.finish(finished.choice))
-        reason, stop_reason = self._parsers.finish_reason(finished), self._head.stop_reason(finished)
+        reason, stop_reason = chat_finish_reason(finished), self._head.stop_reason(finished)
         self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
-
-    def _take(self, choice: int, deltas: list[Delta]) -> None:
-        calls = self._calls[choice]
-        for delta in deltas:
-            if isinstance(delta, TextDelta):
-                self._texts[choice].append(delta.text)
-            elif delta.id:
-                function = {"name": delta.name, "arguments": delta.arguments}
-                calls.append({"id": delta.id, "type": "function", "function": function})
-            else:
-                calls[delta.index]["function"]["arguments"] += delta.arguments
 
     def filtered(self, _: int) -> None:
         """A choice without another end was ended by the guardrail: see `_ends`."""

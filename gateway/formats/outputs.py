@@ -31,6 +31,10 @@ class AnswerHead:
         return None if int(match) in self.eos_token_ids else int(match)
 
 
+def chat_finish_reason(finished: Finished) -> str:
+    return "tool_calls" if finished.num_tool_calls else FINISH_REASONS[finished.finish_reason]
+
+
 def token_text(token: bytes) -> str:
     """The text of a token. A part of a character is named by its bytes, as OpenAI does."""
     try:

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.chat import Delta, Parsers, sse
-from gateway.formats.outputs import AnswerHead
+from gateway.formats.chat import sse
+from gateway.formats.outputs import AnswerHead, chat_finish_reason
 from gateway.formats.usage import UsageSum
-from gateway.router_calls import Chunk
-from gateway.tools.tool_calls import TextDelta
-from tandem_client.stubs.inference_pb2 import Finished
+from gateway.router_calls import Chunk, parts_of
+from tandem_client.stubs.inference_pb2 import Finished, ToolCallDelta
 
 CUT_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
@@ -33,21 +32,20 @@ class ResponseItems:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
 
-    def take(self, delta: Delta) -> list[dict[str, Any]]:
-        if isinstance(delta, TextDelta):
-            return self._take_text(delta.text)
+    def take(self, part: str | ToolCallDelta) -> list[dict[str, Any]]:
+        return self._take_text(part) if isinstance(part, str) else self._take_call(part)
+
+    def _take_call(self, delta: ToolCallDelta) -> list[dict[str, Any]]:
         opening: list[dict[str, Any]] = []
         if delta.id:
             opening = [*self.close(), *self._open(_call_item(f"fc_{delta.id}", delta.id, delta.name))]
-        if not delta.arguments:
+        if not delta.arguments_json:
             return opening
         item = self.items[-1]
-        item["arguments"] += delta.arguments
-        return [*opening, self._of_item("response.function_call_arguments.delta", delta=delta.arguments)]
+        item["arguments"] += delta.arguments_json
+        return [*opening, self._of_item("response.function_call_arguments.delta", delta=delta.arguments_json)]
 
     def _take_text(self, text: str) -> list[dict[str, Any]]:
-        if not text:
-            return []
         opening: list[dict[str, Any]] = []
         if not self._is_open or self.items[-1]["type"] != "message":
             if not text.strip() and self.items:  # space between calls is no message
@@ -101,20 +99,18 @@ def _call_item(item_id: str, call_id: str, name: str) -> dict[str, Any]:
 class ResponseAnswer:
     """One response object."""
 
-    def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], parsers: Parsers, usage: UsageSum) -> None:
-        self._head, self._echoed = head, echoed
-        self._parsers, self._usage = parsers, usage
+    def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], usage: UsageSum) -> None:
+        self._head, self._echoed, self._usage = head, echoed, usage
         self._items = ResponseItems(head.id)
         self._status, self._cut_reason = "in_progress", ""
 
     def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Returns the typed events that the part causes, as the next two methods do."""
-        return [typed for delta in self._parsers.push(0, chunk.text) for typed in self._items.take(delta)]
+        return [typed for part in parts_of(chunk) for typed in self._items.take(part)]
 
     def finished(self, finished: Finished) -> list[dict[str, Any]]:
         self._usage.add(finished)
-        typed = [typed for delta in self._parsers.finish(0) for typed in self._items.take(delta)]
-        return typed + self._end(self._parsers.finish_reason(finished))
+        return self._end(chat_finish_reason(finished))
 
     def filtered(self, _: int) -> list[dict[str, Any]]:
         return self._end("content_filter")

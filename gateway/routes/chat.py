@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from gateway.errors import refused
 from gateway.fleets import fleets_of
-from gateway.formats.chat import ChatAnswer, ChatChunks, Parsers
+from gateway.formats.chat import ChatAnswer, ChatChunks
 from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs
 from gateway.routes.answering import Call, answer_object, answer_stream
@@ -28,12 +28,10 @@ async def chat_completions(request: Request) -> Response:
     options = body.stream_options
     wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
     usage = UsageSum(body.num_choices, wants_receipt)
-    has_tools = bool(call.requests[0].chat.tools)
-    parsers = Parsers(call.model.info.tool_format if has_tools else "", body.num_choices)
     if not body.stream:
-        return await answer_object(request, call, ChatAnswer(call.head(), body.num_choices, parsers, usage))
+        return await answer_object(request, call, ChatAnswer(call.head(), body.num_choices, usage))
     with_usage = wants_receipt or bool(options and options.include_usage)
-    form = ChatChunks(call.head(), body.num_choices, parsers, usage, with_usage)
+    form = ChatChunks(call.head(), body.num_choices, usage, with_usage)
     return await answer_stream(request, call, form)
 
 

@@ -7,7 +7,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.fleets import fleets_of
-from gateway.formats.chat import Parsers
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of
@@ -29,10 +28,8 @@ from tandem_client.stubs.inference_pb2 import ChatPrompt
 async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     call = await _prepare(request, body)
-    has_tools = bool(call.requests[0].chat.tools)
-    parsers = Parsers(call.model.info.tool_format if has_tools else "", 1)
     usage = UsageSum(1, call.context.wants_receipt)
-    answer = ResponseAnswer(call.head(), echoed_fields(body), parsers, usage)
+    answer = ResponseAnswer(call.head(), echoed_fields(body), usage)
     if not body.stream:
         return await answer_object(request, call, answer)
     return await answer_stream(request, call, ResponseEvents(answer))

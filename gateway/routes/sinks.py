@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.errors import ApiError
-from gateway.guardrails import GuardedOutput, Guardrail, Message, Refused
+from gateway.guardrails import Guardrail, Message, Refused
 from gateway.router_calls import Chunk, Sink
-from tandem_client.stubs.inference_pb2 import Finished, TokenChunk
+from gateway.routes.guarded_choice import GuardedChoice
+from tandem_client.stubs.inference_pb2 import Finished
 
 MAX_UNCHECKED_PARTS = 16  # of all choices; beyond it, tokens stay in the router
 
@@ -51,7 +52,7 @@ class Renumbered:
 
 
 class GuardedSink:
-    """Passes every text through the guardrail before `sink` gets it.
+    """Passes every part through the guardrail before `sink` gets it.
 
     A choice that the guardrail refuses ends with `filtered`. Once no choice is left, the calls are cancelled.
     """
@@ -61,11 +62,11 @@ class GuardedSink:
     ) -> None:
         """`num_choices`: of each prompt. Raises `ApiError` if the guardrail refuses before the first text."""
         try:
-            self._outputs = [GuardedOutput(guardrail, prompt) for prompt in prompts for _ in range(num_choices)]
+            self._choices = [GuardedChoice(guardrail, prompt) for prompt in prompts for _ in range(num_choices)]
         except Refused as error:
             raise ApiError(400, str(error), code="content_policy_violation") from None
         self._sink = sink
-        self._running = set(range(len(self._outputs)))
+        self._running = set(range(len(self._choices)))
         self._unchecked: deque[Chunk | Finished] = deque()
         self._changed = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
@@ -120,14 +121,13 @@ class GuardedSink:
             return
         try:
             if isinstance(part, Finished):
-                held_back = await self._outputs[choice].finish()
-                if held_back:
-                    self._sink.chunk(TokenChunk(choice=choice, text=held_back))
+                held_back = await self._choices[choice].finish(choice)
+                if held_back.text or held_back.tool_calls:
+                    self._sink.chunk(held_back)
                 self._running.discard(choice)
                 self._sink.finished(part)
             else:
-                text = await self._outputs[choice].push(part.text)
-                self._sink.chunk(TokenChunk(choice=choice, text=text, logprobs=part.logprobs))
+                self._sink.chunk(await self._choices[choice].push(part))
         except Refused:
             self._running.discard(choice)
             self._sink.filtered(choice)

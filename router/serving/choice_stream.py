@@ -18,6 +18,7 @@ from core.request import Request
 from core.step import SampledToken
 from protos import codec
 from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
+from router.serving.choice_calls import ChoiceCalls
 from router.serving.ended_choice import EndedChoice
 from router.serving.receipt import encode_promise, phase_timings, receipt_of
 from router.serving.resumed_answer import ResumedAnswer
@@ -38,6 +39,7 @@ class Chunk:
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # one for each token if the request has log-probabilities
+    tool_calls: Sequence[inference_pb2.ToolCallDelta] = ()
 
     def fill(self, message: inference_pb2.TokenChunk) -> None:
         """Fill an empty message."""
@@ -45,6 +47,8 @@ class Chunk:
         message.token_ids.extend(self.token_ids)
         if self.logprobs:
             message.logprobs.extend(self.logprobs)
+        if self.tool_calls:
+            message.tool_calls.extend(self.tool_calls)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,7 @@ class ChoiceStream:
     trace: TraceContext
     changed: Callable[[], None]  # called after new tokens, and after the end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
+    calls: ChoiceCalls | None = None  # None: the output cannot have calls of tools
     result: Finish | Fail | FinishReason | None = None  # FinishReason: of an answer that had ended before
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
@@ -71,7 +76,7 @@ class ChoiceStream:
 
     def resume(self, answer: ResumedAnswer) -> None:
         """Begin behind the tokens that the client has."""
-        self.token_ids, self.text = list(answer.token_ids), answer.text
+        self.token_ids, self.text, self.calls = list(answer.token_ids), answer.text, answer.calls
         self.num_taken = self.num_resumed = len(self.token_ids)
         if answer.end is not None:
             self.end(answer.end)
@@ -126,7 +131,11 @@ class ChoiceStream:
             text, self._text = self._text, ""
         else:
             text, _ = self.text.push(token_ids)
-        return Chunk(self.choice, first, token_ids, text, self._take_logprobs(len(token_ids)) if self._logprobs else ())
+        logprobs = self._take_logprobs(len(token_ids)) if self._logprobs else ()
+        if self.calls is None:
+            return Chunk(self.choice, first, token_ids, text, logprobs)
+        text, tool_calls = self.calls.push(text)
+        return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls)
 
     def _take_logprobs(self, num_tokens: int) -> list[inference_pb2.TokenLogprobs]:
         taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
@@ -141,9 +150,11 @@ class ChoiceStream:
         return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
 
     def last_chunk(self) -> Chunk | None:
-        """Text that was held back as the possible start of a stop string; None if there is none."""
-        text = self.text.flush()
-        return Chunk(self.choice, len(self.token_ids), (), text) if text else None
+        """What was held back as the possible start of a stop string or of a call; None if there is nothing."""
+        text, tool_calls = self.text.flush(), []
+        if self.calls is not None:
+            text, tool_calls = self.calls.finish(text)
+        return Chunk(self.choice, len(self.token_ids), (), text, (), tool_calls) if text or tool_calls else None
 
     def finished(self, outcome: Outcome, now: float) -> inference_pb2.Finished:
         candidate, decode = outcome.candidate, outcome.decode
@@ -171,6 +182,7 @@ class ChoiceStream:
             receipt=receipt_of(outcome),
             recomputed_tokens=outcome.recomputed_tokens,
             num_moves=outcome.num_moves,
+            num_tool_calls=self._num_tool_calls,
         )
 
     def ended_before(self, reason: FinishReason) -> inference_pb2.Finished:
@@ -185,7 +197,12 @@ class ChoiceStream:
             seed=self.request.sampling.seed,
             trace_id=self.trace.trace_id_hex,
             stop_match=self._stop_match(reason),
+            num_tool_calls=self._num_tool_calls,
         )
+
+    @property
+    def _num_tool_calls(self) -> int:
+        return 0 if self.calls is None else self.calls.num_calls
 
     def _stop_match(self, reason: FinishReason) -> str:
         if self.text.stop_match or reason is not FinishReason.STOP:

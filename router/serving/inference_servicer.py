@@ -11,6 +11,7 @@ from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
+from router.serving.choice_calls import calls_of
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
@@ -93,6 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 trace=self._shell.telemetry.start_trace(headers),
                 changed=writer.changed,
                 token_name=self._tokenizer.token_name,
+                calls=calls_of(request, self._tokenizer.tool_format, choice_request, generation.request_id),
             )
             for choice, choice_request in enumerate(generation.choices)
         ]

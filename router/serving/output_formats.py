@@ -13,7 +13,8 @@ from tandem_client.stubs import inference_pb2
 from text import output_format
 from text.grammars import MAX_GRAMMARS, GrammarReader
 from text.tokenizer import ModelTokenizer
-from text.tool_grammar import FORMATS, NO_ARGUMENTS, tool_grammar
+from text.tool_formats import FORMATS
+from text.tool_grammar import NO_ARGUMENTS, tool_grammar
 
 MAX_FORMAT_CHARS = 64 * 1024
 MAX_CHOICE_TEXTS = 1024

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from core.errors import InvalidRequest
 from core.lifecycle import FinishReason
-from core.request import SamplingParams
+from core.request import Request
+from router.serving.choice_calls import ChoiceCalls, calls_of
 from router.serving.output_formats import RequestGrammars
 from tandem_client.stubs import inference_pb2
 from text.text_stream import TextStream
@@ -23,6 +24,7 @@ FIELD = "resume"
 class ResumedAnswer:
     token_ids: tuple[int, ...]
     text: TextStream  # behind these tokens
+    calls: ChoiceCalls | None  # behind these tokens
     end: FinishReason | None  # None: the answer goes on
 
 
@@ -37,10 +39,14 @@ def check_plain(wire: inference_pb2.GenerateRequest, context_length: int) -> Non
 
 
 def read_resumed(
-    wire: inference_pb2.GenerateRequest, sampling: SamplingParams, tokenizer: ModelTokenizer, grammars: RequestGrammars
+    wire: inference_pb2.GenerateRequest,
+    request: Request,
+    client_request_id: str,
+    tokenizer: ModelTokenizer,
+    grammars: RequestGrammars,
 ) -> ResumedAnswer:
     """Raises `InvalidRequest` for tokens that no answer to this request begins with."""
-    token_ids, vocab_size = tuple(wire.resume), tokenizer.info.vocab_size
+    token_ids, vocab_size, sampling = tuple(wire.resume), tokenizer.info.vocab_size, request.sampling
     if len(token_ids) > sampling.max_tokens:
         raise InvalidRequest(FIELD, f"must have at most max_tokens ({sampling.max_tokens}) ids, has {len(token_ids)}")
     if max(token_ids) >= vocab_size:
@@ -53,9 +59,13 @@ def read_resumed(
     if num_accepted < len(token_ids):
         raise InvalidRequest(FIELD, f"token {token_ids[num_accepted]} at index {num_accepted} breaks the output format")
     text = TextStream(tokenizer.detokenizer(), wire.stop.stop_strings, sampling.min_tokens)
-    _, num_used = text.push(token_ids)
+    known, num_used = text.push(token_ids)
     if num_used < len(token_ids):
         raise InvalidRequest(FIELD, f"has ids behind index {num_used - 1}, where a stop string ended the answer")
+    calls = calls_of(wire, tokenizer.tool_format, request, client_request_id)
+    if calls is not None:
+        calls.push(known)
     if text.stop_match or token_ids[-1] in stop_tokens:
-        return ResumedAnswer(token_ids, text, FinishReason.STOP)
-    return ResumedAnswer(token_ids, text, FinishReason.LENGTH if len(token_ids) == sampling.max_tokens else None)
+        return ResumedAnswer(token_ids, text, calls, FinishReason.STOP)
+    end = FinishReason.LENGTH if len(token_ids) == sampling.max_tokens else None
+    return ResumedAnswer(token_ids, text, calls, end)

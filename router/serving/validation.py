@@ -87,8 +87,9 @@ def prepare(
     first.validate_for(info.vocab_size, info.context_length)
     first.packed_token_ids()  # here, in a thread, and not on the router's loop
     choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
-    resumed = read_resumed(wire, sampling, tokenizer, grammars) if wire.resume else None
-    return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings), resumed)
+    request_id = wire.request_id or unique_id
+    resumed = read_resumed(wire, first, request_id, tokenizer, grammars) if wire.resume else None
+    return Generation(request_id, choices, tuple(wire.stop.stop_strings), resumed)
 
 
 def tokenize_prompt(

@@ -222,19 +222,35 @@ class Started(_message.Message):
     max_tokens: int
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
+class ToolCallDelta(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments_json", "text_offset")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments_json: str
+    text_offset: int
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ..., text_offset: _Optional[int] = ...) -> None: ...
+
 class TokenChunk(_message.Message):
-    __slots__ = ("choice", "index", "token_ids", "text", "logprobs")
+    __slots__ = ("choice", "index", "token_ids", "text", "logprobs", "tool_calls")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
+    def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_drafts")
@@ -297,7 +313,7 @@ class Receipt(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match", "promise", "receipt", "recomputed_tokens", "num_moves")
+    __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match", "promise", "receipt", "recomputed_tokens", "num_moves", "num_tool_calls")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +331,7 @@ class Finished(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     finish_reason: FinishReason
     usage: Usage
@@ -332,7 +349,8 @@ class Finished(_message.Message):
     receipt: Receipt
     recomputed_tokens: int
     num_moves: int
-    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Union[RequestPath, str]] = ..., attempts: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., trace_id: _Optional[str] = ..., stop_match: _Optional[str] = ..., promise: _Optional[_Union[Promise, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., recomputed_tokens: _Optional[int] = ..., num_moves: _Optional[int] = ...) -> None: ...
+    num_tool_calls: int
+    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Union[RequestPath, str]] = ..., attempts: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., trace_id: _Optional[str] = ..., stop_match: _Optional[str] = ..., promise: _Optional[_Union[Promise, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., recomputed_tokens: _Optional[int] = ..., num_moves: _Optional[int] = ..., num_tool_calls: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("tokens", "finished", "started")

@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from gateway.fleets import Fleets
+from tandem_client.stubs.inference_pb2 import ToolCallDelta
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.scripted_router import ScriptedRouter, scripted_router
@@ -26,7 +27,11 @@ WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-CALL_TEXTS = ["Let me see. <tool", '_call>{"name": "weather", ', '"arguments": {"city": "Bonn"}}', "</tool_call>"]
+CALL = [
+    ToolCallDelta(id="call_1", name="weather"),
+    ToolCallDelta(arguments_json='{"city": '),
+    ToolCallDelta(arguments_json='"Bonn"}'),
+]
 BUSY = (("tandem-retryable", "true"), ("tandem-retry-after-ms", "10"))
 NO_RETRIES = {"max_retries": 0}
 
@@ -110,7 +115,7 @@ async def test_echo_precedes_the_output_also_for_token_ids(client: openai.AsyncO
 async def test_a_call_of_a_tool_goes_there_and_back(
     scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
 ) -> None:
-    scripted.texts = CALL_TEXTS
+    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
     options: Any = {"model": "scripted", "tools": [WEATHER]}
     answer = await scripted_client.chat.completions.create(messages=HELLO, **options)
     choice = answer.choices[0]
@@ -119,7 +124,7 @@ async def test_a_call_of_a_tool_goes_there_and_back(
     assert call.type == "function"
     assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
     assert json.loads(call.function.arguments) == {"city": "Bonn"}
-    scripted.texts = ["It is warm."]
+    scripted.texts, scripted.tool_calls = ["It is warm."], []
     history = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "25 C"}]
     final = await scripted_client.chat.completions.create(messages=history, **options)
     assert final.choices[0].message.content == "It is warm."
@@ -130,7 +135,7 @@ async def test_a_call_of_a_tool_goes_there_and_back(
 
 
 async def test_a_call_of_a_tool_streams(scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI) -> None:
-    scripted.texts = CALL_TEXTS
+    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
     names, arguments, text, reasons = [], "", "", []
     async for chunk in await scripted_client.chat.completions.create(
         model="scripted", messages=HELLO, tools=[WEATHER], stream=True
@@ -214,13 +219,13 @@ async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> No
 async def test_a_response_calls_a_tool_and_takes_its_output(
     scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
 ) -> None:
-    scripted.texts = CALL_TEXTS
+    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
     tools: Any = [{"type": "function", **WEATHER["function"]}]
     first = await scripted_client.responses.create(model="scripted", input="Bonn?", tools=tools)
     text, call = first.output
     assert (text.type, call.type, first.status) == ("message", "function_call", "completed")
     assert call.type == "function_call"
-    scripted.texts = ["Warm."]
+    scripted.texts, scripted.tool_calls = ["Warm."], []
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "25 C"}
     turns: Any = [{"role": "user", "content": "Bonn?"}, *first.output, result]
     second = await scripted_client.responses.create(model="scripted", input=turns, tools=tools)

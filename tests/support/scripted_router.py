@@ -1,4 +1,4 @@
-"""A router without workers: it answers every Generate call with the texts that a test gives it.
+"""A router without workers: it answers every Generate call with the texts and calls of tools that a test gives it.
 
 async with scripted_router(["Hello ", "world"]) as router:
     ... calls to router.address ...
@@ -36,7 +36,8 @@ async def fail(context: Any, failures: list[Failure]) -> None:
 
 @dataclass
 class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
-    texts: list[str]
+    texts: list[str]  # each is a chunk
+    tool_calls: list[inference_pb2.ToolCallDelta] = field(default_factory=list)  # each is a chunk, behind the texts
     address: str = ""
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)  # of each Generate call
@@ -50,9 +51,11 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         self.metadata.append(dict(context.invocation_metadata()))
         await fail(context, self.failures)
         try:
-            for index, text in enumerate(self.texts):
+            chunks = [inference_pb2.TokenChunk(text=text) for text in self.texts]
+            chunks += [inference_pb2.TokenChunk(tool_calls=[delta]) for delta in self.tool_calls]
+            for index, chunk in enumerate(chunks):
                 for choice in range(request.n or 1):
-                    chunk = inference_pb2.TokenChunk(choice=choice, index=index, token_ids=[1], text=text)
+                    chunk.choice, chunk.index, chunk.token_ids[:] = choice, index, [1]
                     yield inference_pb2.GenerateResponse(tokens=chunk)
             if self.hold is not None:
                 await self.hold.wait()
@@ -72,6 +75,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
                 receipt=receipt,
                 attempts=1,
                 path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
+                num_tool_calls=sum(bool(delta.id) for delta in self.tool_calls),
             )
             yield inference_pb2.GenerateResponse(finished=finished)
 

@@ -8,19 +8,40 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.chat import DONE, ChatAnswer, ChatChunks, Parsers
+from gateway.formats.chat import DONE, ChatAnswer, ChatChunks
 from gateway.formats.completion import CompletionChunks
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
-from tandem_client.stubs.inference_pb2 import Finished, FinishReason, Logprob, TokenChunk, TokenLogprobs, Usage
+from tandem_client.stubs.inference_pb2 import (
+    Finished,
+    FinishReason,
+    Logprob,
+    TokenChunk,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
 
 HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
 TEXTS = ["Grüße \u2028", '"quoted" \\ \n', "\x00", ""]
-TOOL_TEXTS = [
-    "I ask.",
-    '<tool_call>{"name": "add", "arguments": {"a"',
-    ': 1}}</tool_call><tool_call>{"name": "f"}</tool_call>',
+CALLS = [
+    TokenChunk(text="I ask."),
+    TokenChunk(
+        text=" ",
+        tool_calls=[
+            ToolCallDelta(index=0, id="c0", name="add", text_offset=1),
+            ToolCallDelta(index=0, arguments_json='{"a"', text_offset=1),
+        ],
+    ),
+    TokenChunk(
+        text="Now",
+        tool_calls=[
+            ToolCallDelta(index=0, arguments_json=": 1}"),
+            ToolCallDelta(index=1, id="c1", name="f", text_offset=3),
+        ],
+    ),
+    TokenChunk(tool_calls=[ToolCallDelta(index=1, arguments_json="{}")]),
 ]
 
 
@@ -46,9 +67,11 @@ def tokens(text: str, choice: int = 0, logprobs: Any = ()) -> Event:
     return TokenChunk(choice=choice, text=text, logprobs=logprobs)
 
 
-def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Finished:
+def end(
+    choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2", num_calls: int = 0
+) -> Finished:
     usage = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
-    return Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match)
+    return Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match, num_tool_calls=num_calls)
 
 
 def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
@@ -61,8 +84,8 @@ def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
     events = [tokens(text, choice) for text in TEXTS for choice in (0, 1)] + [end(0), end(1)]
-    chunks = chunks_of(ChatChunks(HEAD, 2, Parsers("", 2), UsageSum(2, False), with_usage), events)
-    answer = ChatAnswer(HEAD, 2, Parsers("", 2), UsageSum(2, False))
+    chunks = chunks_of(ChatChunks(HEAD, 2, UsageSum(2, False), with_usage), events)
+    answer = ChatAnswer(HEAD, 2, UsageSum(2, False))
     for event in events:
         push(answer, event)
     for choice in (0, 1):
@@ -78,9 +101,9 @@ def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
 
 
 def test_calls_of_tools_are_the_same_in_both_forms() -> None:
-    events = [*map(tokens, TOOL_TEXTS), end()]
-    chunks = chunks_of(ChatChunks(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False), False), events)
-    answer = ChatAnswer(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False))
+    events = [*CALLS, end(num_calls=2)]
+    chunks = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
+    answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
     for event in events:
         push(answer, event)
     (choice,) = answer.result()["choices"]
@@ -91,8 +114,26 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
             call["arguments"] += part["function"]["arguments"]
     assert [call["function"] for call in choice["message"]["tool_calls"]] == list(calls.values())
     assert [call["name"] for call in calls.values()] == ["add", "f"]
-    assert choice["message"]["content"] == "I ask."
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["c0", "c1"]
+    assert [call["arguments"] for call in calls.values()] == ['{"a": 1}', "{}"]
+    assert choice["message"]["content"] == "I ask. Now"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [next(iter(delta), "") for delta in deltas] == [
+        "role", "content", "content", "tool_calls", "tool_calls", "tool_calls", "content", "tool_calls", "tool_calls",
+        "",
+    ], "text and calls keep their order"  # fmt: skip
     assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
+    answer = ResponseAnswer(HEAD, {}, UsageSum(1, False))
+    for event in [*CALLS, end(num_calls=2)]:
+        push(answer, event)
+    items = answer.result()["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
+    assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
+    assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
+    assert answer.result()["status"] == "completed"
 
 
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
@@ -103,10 +144,10 @@ def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any)
 
 def test_a_filtered_choice_ends_in_every_form() -> None:
     events: list[Event] = [tokens("a"), Filtered(0)]
-    chat = chunks_of(ChatChunks(HEAD, 1, Parsers("", 1), UsageSum(1, False), False), events)
+    chat = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
     text = chunks_of(CompletionChunks(HEAD, [""], UsageSum(1, False), False), events)
     assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
-    answer = ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False))
+    answer = ResponseAnswer(HEAD, {}, UsageSum(1, False))
     for event in events:
         push(answer, event)
     assert answer.result()["incomplete_details"] == {"reason": "content_filter"}
@@ -141,7 +182,7 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
 
 
 def test_a_response_fails_with_an_error_event() -> None:
-    form = ResponseEvents(ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False)))
+    form = ResponseEvents(ResponseAnswer(HEAD, {}, UsageSum(1, False)))
     push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]

@@ -144,6 +144,8 @@ class CallObject:
         try:
             text = "".join(self._value)
             value = json.loads(text)
+            if isinstance(value, str):
+                value.encode()  # refuses half a surrogate pair, which no message can carry
         except (ValueError, RecursionError):
             return False
         if self._key in NAMES:

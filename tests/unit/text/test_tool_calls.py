@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tools.tool_calls import FORMATS, TextDelta, ToolCallDelta, ToolCallParser, new_mistral_id, parser_for
 from tests.support.tool_templates import FAMILIES
+from text.tool_calls import TextDelta, ToolCallDelta, ToolCallParser
+from text.tool_formats import FORMATS
 
 Call = tuple[str, str]  # name, arguments
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris {\\"}", "days": [1, {"a": null}]}}'
@@ -19,10 +20,7 @@ WEATHER_ARGUMENTS = WEATHER.split('"arguments": ')[1][:-1]
 
 
 def new_parser(tool_format: str) -> ToolCallParser:
-    numbers = itertools.count()
-    parser = parser_for(tool_format, lambda: f"call_{next(numbers)}")
-    assert parser is not None
-    return parser
+    return ToolCallParser(FORMATS[tool_format], "call_{}".format)
 
 
 def read(tool_format: str, pieces: Iterable[str]) -> tuple[str, list[Call]]:
@@ -67,8 +65,8 @@ HERMES = {
         "",
         [("f", "{}"), ("g", "{}")],
     ),
-    "half a marker": ("5 <tool_cal", "5 <tool_cal", []),
-    "a marker in a marker": ('<tool_<tool_call>{"name": "f"}</tool_call>', "<tool_", [("f", "{}")]),
+    "half a tag": ("5 <tool_cal", "5 <tool_cal", []),
+    "a tag in a tag": ('<tool_<tool_call>{"name": "f"}</tool_call>', "<tool_", [("f", "{}")]),
     "no object": ("<tool_call>weather()</tool_call>", "<tool_call>weather()</tool_call>", []),
     "an unknown key": ('<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>', []),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
@@ -76,6 +74,9 @@ HERMES = {
     "a list": ('<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
     "a name without end": (f'<tool_call>{{"name": "{"f" * 300}', f'<tool_call>{{"name": "{"f" * 300}', []),
     "cut before the arguments": ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+    "cut behind the arguments": ('<tool_call>{"name": "f", "arguments": {"x": 1}, "i', "", [("f", '{"x": 1}')]),
+    "cut in the end": ('<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [("f", "{}")]),
+    "half a character as the name": ('<tool_call>{"name": "\\ud800"}', '<tool_call>{"name": "\\ud800"}', []),
     "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"x": "y', "", [("f", '{"x": "y')]),
     "wrong brackets": ('<tool_call>{"name": "f", "arguments": {"x": [1}} and on', "}} and on", [("f", '{"x": [1')]),
     "a call after a malformed one": (
@@ -98,7 +99,7 @@ LLAMA = {
 MISTRAL = {
     "no call": ("[1] Paris is a city.", "[1] Paris is a city.", []),
     "a call": ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1, 2]}}]', "", [("f", '{"x": [1, 2]}')]),
-    "its marker has no text": ('[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    "its tag has no text": ('[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
     "two calls": (
         '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"y": 2}}]',
         "",
@@ -185,18 +186,6 @@ def test_text_before_a_call_and_arguments_stream_at_once() -> None:
 
 def test_there_is_a_parser_for_every_format_that_a_template_may_show() -> None:
     assert FORMATS.keys() == FAMILIES.keys()
-
-
-def test_ids_are_new_and_those_of_mistral_have_nine_letters_or_digits() -> None:
-    ids = [new_mistral_id() for _ in range(50)]
-    assert len(set(ids)) == 50
-    assert all(len(found) == 9 and found.isalnum() for found in ids)
-    parser = parser_for("hermes")
-    assert parser is not None
-    [call] = parser.push('<tool_call>{"name": "f"}')[:1]
-    assert isinstance(call, ToolCallDelta)
-    assert call.id.startswith("call_")
-    assert len(call.id) > 20
 
 
 def test_a_long_call_takes_time_in_proportion_to_its_length() -> None:

@@ -1,26 +1,24 @@
 """Finds calls of tools in the text of a model, while the text arrives.
 
-    TEXT --marker--> OPENING --"[" of a list--> CALL --complete--> AFTER_CALL --separator--> CALL
-      ^                 |                         |                    |
-      +-----------------+---- not a call ---------+---- else ----------+
+    TEXT --tag--> OPENING --"[" of a list--> CALL --complete--> AFTER_CALL --separator--> CALL
+      ^              |                         |                    |
+      +--------------+---- not a call ---------+---- else ----------+
 
-Text before a call is passed on at once; only a possible start of a marker waits. Text that turns out to be no call is
+Text before a call is passed on at once; only a possible start of a tag waits. Text that turns out to be no call is
 passed on as text. A call is announced when its arguments begin, so the arguments of a call that breaks off later are
-incomplete, and what follows them is text. The result does not depend on the division of the text into pieces.
+incomplete, and what follows them is text. What is passed on up to a place in the text depends on the text up to this
+place alone, and not on its division into pieces.
 """
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.tools.call_object import CallObject
+from text.call_object import CallObject
+from text.tool_formats import ToolFormat
 
 _SPACE = " \t\r\n"
-_MISTRAL_ID_CHARS = string.ascii_letters + string.digits
-_MISTRAL_ID_LENGTH = 9  # its chat templates refuse other ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +39,14 @@ class ToolCallDelta:
 Delta = TextDelta | ToolCallDelta
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def new_mistral_id() -> str:
-    return "".join(secrets.choice(_MISTRAL_ID_CHARS) for _ in range(_MISTRAL_ID_LENGTH))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    marker: str  # before a call or a list of calls
-    bare: str = ""  # begins a call without marker, at the start of the output. A special token has no text
-    is_list: bool = False
-    separator: str = ""  # between two calls
-    end: str = ""  # after the last call
-    needs_arguments: bool = True
-    new_id: Callable[[], str] = new_call_id
-
-
-FORMATS = {  # GetModelResponse.tool_format
-    "hermes": ToolFormat("<tool_call>", end="</tool_call>", needs_arguments=False),
-    "llama3_json": ToolFormat("<|python_tag|>", bare="{", separator=";"),
-    "mistral": ToolFormat("[TOOL_CALLS]", bare="[", is_list=True, separator=",", end="]", new_id=new_mistral_id),
-}
-
-
-def parser_for(tool_format: str, new_id: Callable[[], str] | None = None) -> ToolCallParser | None:
-    """A parser for one output, or None if the output of the model cannot have calls."""
-    found = FORMATS.get(tool_format)
-    return None if found is None else ToolCallParser(found, new_id or found.new_id)
-
-
 class ToolCallParser:
     """Call `push` for all text in order, then `finish` once."""
 
-    def __init__(self, tool_format: ToolFormat, new_id: Callable[[], str]) -> None:
+    def __init__(self, tool_format: ToolFormat, id_of: Callable[[int], str]) -> None:
+        """`id_of`: the id of call 0, 1, ..."""
         self._format = tool_format
-        self._new_id = new_id
+        self._separator = tool_format.separator.strip()
+        self._id_of = id_of
         self._state: Callable[[str, int], int] = self._at_start if tool_format.bare else self._in_text
         self._held = ""  # text that is neither passed on nor known to belong to a call
         self._call = CallObject(tool_format.needs_arguments)
@@ -95,9 +63,10 @@ class ToolCallParser:
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """The rest, at the end of the output."""
+        """The rest, at the end of the output. A half-written end of an announced call is no text."""
         held, self._held = self._held, ""
-        if not self._is_announced or held.strip():
+        is_end = self._state == self._after_call or (self._state == self._in_call and self._is_announced)
+        if not is_end:
             self._add_text(held)
         return self._take()
 
@@ -121,21 +90,21 @@ class ToolCallParser:
         return position
 
     def _in_text(self, text: str, position: int) -> int:
-        marker, rest = self._format.marker, self._held + text[position:]
-        found = rest.find(marker)
+        tag, rest = self._format.tag, self._held + text[position:]
+        found = rest.find(tag)
         if found < 0:
-            num_held = _overlap(rest, marker)
+            num_held = _overlap(rest, tag)
             self._held = rest[len(rest) - num_held :]
             self._add_text(rest[: len(rest) - num_held])
             return len(text)
         self._add_text(rest[:found])
-        position = len(text) - (len(rest) - found - len(marker))
-        self._held = marker
+        position = len(text) - (len(rest) - found - len(tag))
+        self._held = tag
         self._open()
         return position
 
     def _open(self) -> None:
-        """Read a call or a list. `_held` is the text since the start of the marker."""
+        """Read a call or a list. `_held` is the text since the start of the tag."""
         self._call, self._is_announced = CallObject(self._format.needs_arguments), False
         self._state = self._opening if self._format.is_list else self._in_call
 
@@ -172,11 +141,11 @@ class ToolCallParser:
     def _after_call(self, text: str, position: int) -> int:
         self._held += text[position]
         begun = self._held.lstrip(_SPACE)
-        if begun and begun == self._format.separator:
+        if begun and begun == self._separator:
             self._call, self._is_announced, self._state = CallObject(self._format.needs_arguments), False, self._in_call
         elif begun and begun == self._format.end:
             self._held, self._state = "", self._in_text
-        elif not (self._format.separator.startswith(begun) or self._format.end.startswith(begun)):
+        elif not (self._separator.startswith(begun) or self._format.end.startswith(begun)):
             self._state = self._in_text  # which searches the held text too
             self._held = self._held[:-1]
             return position
@@ -185,8 +154,8 @@ class ToolCallParser:
     # ---- what is passed on
 
     def _give_up(self, position: int) -> int:
-        """The text is no call: pass on what is held, and search the rest for a marker."""
-        num_held = _overlap(self._held, self._format.marker)
+        """The text is no call: pass on what is held, and search the rest for a tag."""
+        num_held = _overlap(self._held, self._format.tag)
         given_up, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         self._state = self._in_text
         if not self._is_announced or given_up.strip():
@@ -196,7 +165,7 @@ class ToolCallParser:
 
     def _announce(self) -> None:
         self._is_announced, self._spaces = True, ""
-        self._deltas.append(ToolCallDelta(self.num_calls, self._new_id(), self._call.name, ""))
+        self._deltas.append(ToolCallDelta(self.num_calls, self._id_of(self.num_calls), self._call.name, ""))
         self.num_calls += 1
 
     def _pass_arguments(self) -> None:
@@ -214,9 +183,9 @@ class ToolCallParser:
         self._deltas.append(TextDelta(text))
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a start of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that is a start of `tag`."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
             return length
     return 0

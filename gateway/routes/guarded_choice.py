@@ -1,0 +1,69 @@
+"""The output of one choice on its way through the guardrail.
+
+    text "I ask. " | name "weather" | arguments {"city": "Bonn"} | text "Done."
+
+Each of these parts is an output of its own for the guardrail (`GuardedOutput`): a call of a tool ends the text before
+it, so that held-back text keeps its place. A guardrail may rewrite a name or arguments as it may rewrite text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.guardrails import GuardedOutput, Guardrail, Message
+from gateway.router_calls import Chunk, parts_of
+from tandem_client.stubs.inference_pb2 import TokenChunk, ToolCallDelta
+
+
+class GuardedChoice:
+    """All methods raise `Refused`."""
+
+    def __init__(self, guardrail: Guardrail, prompt: Sequence[Message]) -> None:
+        self._guardrail, self._prompt = guardrail, prompt
+        self._call: int | None = None  # the call whose arguments are checked now; None: text is checked
+        self._output = self._open()
+
+    async def push(self, chunk: Chunk) -> TokenChunk:
+        """What goes to the client now."""
+        passed = TokenChunk(choice=chunk.choice, logprobs=chunk.logprobs)
+        for part in parts_of(chunk):
+            if isinstance(part, str):
+                await self._push_text(passed, part)
+            else:
+                await self._push_call(passed, part)
+        return passed
+
+    async def finish(self, choice: int) -> TokenChunk:
+        """What is still held back."""
+        passed = TokenChunk(choice=choice)
+        await self._end_part(passed)
+        return passed
+
+    async def _push_text(self, passed: TokenChunk, text: str) -> None:
+        if self._call is not None:
+            await self._end_part(passed)
+            self._call, self._output = None, self._open()
+        passed.text += await self._output.push(text)
+
+    async def _push_call(self, passed: TokenChunk, delta: ToolCallDelta) -> None:
+        if delta.id:
+            await self._end_part(passed)
+            name = self._open()
+            checked = await name.push(delta.name) + await name.finish()
+            passed.tool_calls.add(index=delta.index, id=delta.id, name=checked, text_offset=len(passed.text))
+            self._call, self._output = delta.index, self._open()
+        self._add_arguments(passed, await self._output.push(delta.arguments_json))
+
+    def _open(self) -> GuardedOutput:
+        return GuardedOutput(self._guardrail, self._prompt)
+
+    async def _end_part(self, passed: TokenChunk) -> None:
+        held_back = await self._output.finish()
+        if self._call is None:
+            passed.text += held_back
+        else:
+            self._add_arguments(passed, held_back)
+
+    def _add_arguments(self, passed: TokenChunk, arguments: str) -> None:
+        if arguments:
+            passed.tool_calls.add(index=self._call, arguments_json=arguments, text_offset=len(passed.text))
