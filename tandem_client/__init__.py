@@ -8,9 +8,9 @@ with Client("127.0.0.1:50051") as client:
         print(piece.text, end="", flush=True)
     print(stream.result.usage, stream.result.path)
 
-`stream` and `complete` take plain values and return typed results: `Piece`, `Completion`. All other calls take and
-return the messages of protos/, which `tandem_client.stubs` defines; `generate` sends any `GenerateRequest`. Commands
-of Tandem use `generate`, because they print every field.
+`stream` and `complete` take plain values and return typed results: `Piece`, `Completion`, `ToolCall`. All other calls
+take and return the messages of protos/, which `tandem_client.stubs` defines; `generate` sends any `GenerateRequest`.
+Commands of Tandem use `generate`, because they print every field.
 """
 
 from __future__ import annotations

@@ -4,7 +4,18 @@ from tandem_client.client import AsyncClient, Client
 from tandem_client.credentials import Credentials
 from tandem_client.errors import CallFailed
 from tandem_client.prompts import Options, Prompt
-from tandem_client.results import Completion, Piece, Promise, Receipt, Timings, TokenLogprob, TopLogprob, Usage
+from tandem_client.results import (
+    Completion,
+    Piece,
+    Promise,
+    Receipt,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+    Usage,
+)
 from tandem_client.retries import NO_RETRY, RESUME, Clock, RetryPolicy
 from tandem_client.streams import AsyncStream, Stream
 
@@ -27,6 +38,8 @@ __all__ = [
     "Stream",
     "Timings",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Usage",
 ]

@@ -41,12 +41,33 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New tokens and the text that they complete. Either may be empty."""
+class ToolCallDelta:
+    """A piece of a call of a tool. The first delta of a call has its id and its name, the later ones the arguments."""
 
-    text: str
+    index: int  # of the call in the answer
+    id: str
+    name: str
+    arguments_json: str  # a piece of the JSON text
+    text_offset: int  # so many characters of the text of the piece come before the delta
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. A message of the next prompt may have it among its `tool_calls`."""
+
+    id: str
+    name: str
+    arguments_json: str  # the start of a JSON object, if the answer ended inside the call
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens, and the text and the pieces of calls that they complete. Each may be empty."""
+
+    text: str  # outside of calls
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # one for each token, if the request asks for logprobs
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +118,11 @@ class Receipt:
 class Completion:
     """A whole answer."""
 
-    text: str
+    text: str  # outside of calls
+    tool_calls: tuple[ToolCall, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReasonName
+    finish_reason: FinishReasonName  # also of an answer with calls. "length": the last call may be incomplete
     stop_match: str  # the stop string or the id of the stop token, if that ended the output
     usage: Usage
     timings: Timings
@@ -133,7 +155,8 @@ class Collector:
             return None
         chunk = response.tokens
         ids = tuple(chunk.token_ids)
-        piece = Piece(chunk.text, ids, tuple(map(_logprob, ids, chunk.logprobs)))
+        calls = tuple(map(_call_delta, chunk.tool_calls))
+        piece = Piece(chunk.text, ids, tuple(map(_logprob, ids, chunk.logprobs)), calls)
         self._pieces.append(piece)
         return piece
 
@@ -143,10 +166,26 @@ def _logprob(token_id: int, found: inference_pb2.TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(token_id, found.token, found.logprob, top)
 
 
+def _call_delta(found: inference_pb2.ToolCallDelta) -> ToolCallDelta:
+    return ToolCallDelta(found.index, found.id, found.name, found.arguments_json, found.text_offset)
+
+
+def _calls(pieces: list[Piece]) -> tuple[ToolCall, ...]:
+    calls: list[list[ToolCallDelta]] = []
+    for delta in (delta for piece in pieces for delta in piece.tool_calls):
+        if delta.id:
+            calls.append([])
+        calls[delta.index].append(delta)
+    return tuple(
+        ToolCall(deltas[0].id, deltas[0].name, "".join(delta.arguments_json for delta in deltas)) for deltas in calls
+    )
+
+
 def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
     promise, receipt = end.promise, end.receipt
     return Completion(
         text="".join(piece.text for piece in pieces),
+        tool_calls=_calls(pieces),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
         finish_reason=FINISH_REASONS[end.finish_reason],

@@ -151,9 +151,8 @@ class ChoiceStream:
 
     def last_chunk(self) -> Chunk | None:
         """What was held back as the possible start of a stop string or of a call; None if there is nothing."""
-        text, tool_calls = self.text.flush(), []
-        if self.calls is not None:
-            text, tool_calls = self.calls.finish(text)
+        text = self.text.flush()
+        text, tool_calls = (text, ()) if self.calls is None else self.calls.finish(text)
         return Chunk(self.choice, len(self.token_ids), (), text, (), tool_calls) if text or tool_calls else None
 
     def finished(self, outcome: Outcome, now: float) -> inference_pb2.Finished:

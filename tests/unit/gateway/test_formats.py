@@ -101,7 +101,7 @@ def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
 
 
 def test_calls_of_tools_are_the_same_in_both_forms() -> None:
-    events = [*CALLS, end(num_calls=2)]
+    events: list[Event] = [*CALLS, end(num_calls=2)]
     chunks = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
     answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
     for event in events:
@@ -127,7 +127,8 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
 
 def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
     answer = ResponseAnswer(HEAD, {}, UsageSum(1, False))
-    for event in [*CALLS, end(num_calls=2)]:
+    events: list[Event] = [*CALLS, end(num_calls=2)]
+    for event in events:
         push(answer, event)
     items = answer.result()["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]

@@ -6,10 +6,22 @@ from typing import Any
 
 import pytest
 
-from tandem_client import Piece, Promise, Receipt, Timings, TokenLogprob, TopLogprob, Usage
+from tandem_client import (
+    Piece,
+    Promise,
+    Receipt,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+    Usage,
+)
 from tandem_client.prompts import build_request
 from tandem_client.results import Collector
 from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import TokenChunk
+from tandem_client.stubs.inference_pb2 import ToolCallDelta as Delta
 
 LOGPROB = inference_pb2.TokenLogprobs(
     logprob=-0.5, token=b"\xc3", top=[inference_pb2.Logprob(token_id=2, logprob=-0.25, token=b"b")]
@@ -68,8 +80,43 @@ def test_keyword_arguments_fill_the_request() -> None:
         ("text", {"max_token": 4}, "'max_token' is not an option; known: model, max_tokens"),
         ("text", {"max_tokens": "many"}, "many|int"),
         ([{"author": "me"}], {}, "a message has role and content, this one has author"),
+        ("text", {"tools": [{"name": "f"}]}, "'tools' needs messages as the prompt"),
+        ([{"role": "user"}], {"tools": [{"function": {}}]}, "a tool has name, description and parameters, this one"),
+        ([{"role": "user"}], {"tool_choice": {"any": True}}, "a tool choice has required, name and single"),
     ],
 )
 def test_an_argument_that_no_request_has_is_refused(prompt: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         build_request(prompt, options)
+
+
+def test_deltas_of_calls_become_calls_which_a_message_takes_back() -> None:
+    chunks = [
+        TokenChunk(text="I ask.", token_ids=[1], tool_calls=[Delta(id="c0", name="f", text_offset=6)]),
+        TokenChunk(token_ids=[2], tool_calls=[Delta(arguments_json='{"a"'), Delta(arguments_json=": 1}")]),
+        TokenChunk(tool_calls=[Delta(index=1, id="c1", name="g"), Delta(index=1, arguments_json="{")]),
+    ]
+    collector = Collector()
+    pieces = [collector.take(inference_pb2.GenerateResponse(tokens=chunk)) for chunk in chunks]
+    assert pieces[0] == Piece("I ask.", (1,), (), (ToolCallDelta(0, "c0", "f", "", 6),))
+    collector.take(inference_pb2.GenerateResponse(finished=FINISHED))
+    result = collector.completion
+    assert result is not None
+    assert (result.text, result.finish_reason) == ("I ask.", "length")
+    assert result.tool_calls == (ToolCall("c0", "f", '{"a": 1}'), ToolCall("c1", "g", "{"))
+    message = {"role": "assistant", "content": result.text, "tool_calls": result.tool_calls[:1]}
+    assert build_request([message], {}).chat.messages[0].tool_calls[0] == inference_pb2.ToolCall(
+        id="c0", name="f", arguments_json='{"a": 1}'
+    )
+
+
+def test_tools_are_plain_values_or_messages() -> None:
+    prompt = [{"role": "user", "content": "Hi"}]
+    tools = [{"name": "f", "parameters": {"type": "object"}}, inference_pb2.Tool(name="g")]
+    chat = build_request(prompt, {"tools": tools, "tool_choice": {"name": "f", "single": True}}).chat
+    assert list(chat.tools) == [
+        inference_pb2.Tool(name="f", parameters_json='{"type": "object"}'),
+        inference_pb2.Tool(name="g"),
+    ]
+    assert chat.tool_choice == inference_pb2.ToolChoice(name="f", single=True)
+    assert not build_request(prompt, {"tools": tools}).chat.HasField("tool_choice")

@@ -1,0 +1,168 @@
+"""A choice tells the same text and calls however messages divide it, and wherever another router resumes it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from core.lifecycle import FinishReason
+from core.request import Request, SamplingParams
+from router.requests.events import Deliver
+from router.serving.choice_calls import ChoiceCalls, calls_of
+from router.serving.choice_stream import ChoiceStream, Chunk
+from router.serving.resumed_answer import ResumedAnswer
+from runtime.tracing.trace_context import TraceContext
+from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest, Tool
+from text.detokenizer import IncrementalDetokenizer
+from text.text_stream import TextStream
+from text.tool_formats import FORMATS
+
+TOKENS = [bytes([value]) for value in range(256)]  # a token is a byte
+ARGUMENTS = '{"city": "Köln \\"}", "days": [1, {"a": null}]}'
+FIRST, SECOND = f'{{"name": "weather", "arguments": {ARGUMENTS}}}', '{"name": "now", "arguments": {}}'
+CALLS = [("weather", ARGUMENTS), ("now", "{}")]
+OUTPUTS = {  # format -> output, its text
+    "hermes": (
+        f"Ich sehe ☃ nach. <tool\n<tool_call>\n{FIRST}\n</tool_call> und <tool_call>{SECOND}</tool_call>\n<",
+        "Ich sehe ☃ nach. <tool\n und \n<",
+    ),
+    "llama3_json": (f"\n{FIRST}; {SECOND}".replace("arguments", "parameters") + " ☃", " ☃"),
+    "mistral": (f"So ☃: [TOOL [TOOL_CALLS] [{FIRST}, {SECOND}] [", "So ☃: [TOOL  ["),
+}
+BROKEN = {  # an output that max_tokens ends -> its text and its calls
+    f"<tool_call>{FIRST[:-4]}": ("", [("weather", ARGUMENTS[:-3])]),
+    f"<tool_call>{FIRST}\n</tool_c": ("", [("weather", ARGUMENTS)]),
+    '<tool_call>{"name": "wea': ('<tool_call>{"name": "wea', []),
+}
+
+formats = pytest.mark.parametrize("tool_format", OUTPUTS)
+
+
+@dataclass
+class Received:
+    """What a client makes of the chunks of one choice."""
+
+    text: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)  # id, name, arguments
+    order: str = ""  # text and calls, as they come
+
+    def take(self, chunk: Chunk | None) -> Received:
+        if chunk is None:
+            return self
+        position = 0
+        for delta in chunk.tool_calls:
+            assert position <= delta.text_offset <= len(chunk.text)
+            self.order += chunk.text[position : delta.text_offset] + delta.name + delta.arguments_json
+            position = delta.text_offset
+            if delta.id:
+                assert (delta.index, delta.arguments_json) == (len(self.calls), "")
+                self.calls.append((delta.id, delta.name, ""))
+            else:
+                assert (delta.index, delta.name) == (len(self.calls) - 1, "")
+                found = self.calls[-1]
+                self.calls[-1] = (*found[:2], found[2] + delta.arguments_json)
+        self.order += chunk.text[position:]
+        self.text += chunk.text
+        return self
+
+
+def request_of(seed: int = 7, prompt: tuple[int, ...] = (1, 2)) -> Request:
+    return Request("unique", prompt, len(prompt), SamplingParams(max_tokens=1000, seed=seed))
+
+
+def choice(tool_format: str, *stop_strings: str) -> ChoiceStream:
+    request, text = request_of(), TextStream(IncrementalDetokenizer(TOKENS.__getitem__), stop_strings)
+    return ChoiceStream(
+        0, "model", "chat", request, "mine", 0.0, text, TraceContext(1, 2), asyncio.Event().set, TOKENS.__getitem__,
+        ChoiceCalls(FORMATS[tool_format], request, "mine"),
+    )  # fmt: skip
+
+
+def chunks(stream: ChoiceStream, output: bytes) -> Chunk:
+    stream.deliver(Deliver("unique", len(stream.token_ids), tuple(output), ()))
+    return stream.take_chunk()
+
+
+def whole(tool_format: str) -> Received:
+    stream = choice(tool_format)
+    return Received().take(chunks(stream, OUTPUTS[tool_format][0].encode())).take(stream.last_chunk())
+
+
+@formats
+def test_one_chunk_has_the_text_and_the_calls_of_the_output_in_their_order(tool_format: str) -> None:
+    found = whole(tool_format)
+    assert (found.text, [call[1:] for call in found.calls]) == (OUTPUTS[tool_format][1], CALLS)
+    if tool_format == "hermes":
+        assert found.order == f"Ich sehe ☃ nach. <tool\nweather{ARGUMENTS} und now{{}}\n<"
+
+
+@formats
+def test_two_chunks_divided_anywhere_and_a_chunk_for_each_token_tell_the_same(tool_format: str) -> None:
+    output = OUTPUTS[tool_format][0].encode()
+    for index in range(1, len(output)):
+        stream = choice(tool_format)
+        found = Received().take(chunks(stream, output[:index])).take(chunks(stream, output[index:]))
+        assert found.take(stream.last_chunk()) == whole(tool_format), index
+    stream, found = choice(tool_format), Received()
+    for token_id in output:
+        found.take(chunks(stream, bytes([token_id])))
+    assert found.take(stream.last_chunk()) == whole(tool_format)
+
+
+@formats
+def test_resumed_at_any_index_a_choice_tells_what_the_client_lacks(tool_format: str) -> None:
+    output = OUTPUTS[tool_format][0].encode()
+    for index in range(1, len(output) + 1):
+        stream = choice(tool_format)
+        found = Received().take(chunks(stream, output[:index]))
+        read, resumed = choice(tool_format), choice(tool_format)
+        assert read.calls is not None
+        read.calls.push(read.text.push(tuple(output[:index]))[0])
+        resumed.resume(ResumedAnswer(tuple(output[:index]), read.text, read.calls, None))
+        if index < len(output):
+            found.take(chunks(resumed, output[index:]))
+        assert found.take(resumed.last_chunk()) == whole(tool_format), index
+        assert resumed.ended_before(FinishReason.LENGTH).num_tool_calls == 2
+
+
+@pytest.mark.parametrize("output", BROKEN)
+def test_an_output_that_ends_inside_a_call_tells_what_there_was(output: str) -> None:
+    stream = choice("hermes")
+    found = Received().take(chunks(stream, output.encode())).take(stream.last_chunk())
+    assert (found.text, [call[1:] for call in found.calls]) == BROKEN[output]
+    assert stream.ended_before(FinishReason.LENGTH).num_tool_calls == len(found.calls)
+
+
+def test_a_stop_string_ends_the_text_and_the_arguments() -> None:
+    stream, found = choice("hermes", "days", "never"), Received()
+    for token_id in OUTPUTS["hermes"][0].encode():
+        stream.deliver(Deliver("unique", len(stream.token_ids), (token_id,), ()))
+        if stream.has_chunk:
+            found.take(stream.take_chunk())
+    found.take(stream.last_chunk())
+    assert stream.text.stop_match == "days"
+    assert (found.text, found.calls[0][2]) == ("Ich sehe ☃ nach. <tool\n", '{"city": "Köln \\"}", "')
+
+
+def test_ids_are_those_of_the_request_and_differ_between_choices_calls_and_prompts() -> None:
+    def ids(request: Request, name: str = "mine", tool_format: str = "hermes") -> list[str]:
+        _, deltas = ChoiceCalls(FORMATS[tool_format], request, name).push(OUTPUTS[tool_format][0])
+        return [delta.id for delta in deltas if delta.id]
+
+    assert ids(request_of()) == ids(request_of())
+    found = [*ids(request_of()), *ids(request_of(8)), *ids(request_of(prompt=(1, 3))), *ids(request_of(), "other")]
+    assert len(set(found)) == 8
+    assert all(each.startswith("call_") and len(each) > 20 for each in found)
+    short = [each for seed in range(50) for each in ids(request_of(seed), tool_format="mistral")]
+    assert len(set(short)) == 100
+    assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in short)
+
+
+def test_only_a_chat_with_tools_of_a_known_format_can_have_calls() -> None:
+    with_tools = GenerateRequest(chat=ChatPrompt(tools=[Tool(name="f")]))
+    assert calls_of(with_tools, "hermes", request_of(), "mine") is not None
+    assert calls_of(with_tools, "", request_of(), "mine") is None
+    assert calls_of(GenerateRequest(chat=ChatPrompt()), "hermes", request_of(), "mine") is None
+    assert calls_of(GenerateRequest(text="a"), "hermes", request_of(), "mine") is None
