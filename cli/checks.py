@@ -30,9 +30,11 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     """Run every check. Fetches a model of the catalogue that is not cached. Raises `TandemError`."""
     check_transport(config.transfer)
     check_device(config.engine)
-    check_port(config.router)
-    check_telemetry(config.telemetry, config.cluster.num_routers)
-    if config.gateway.port:
+    joins = bool(config.cluster.address)  # where an earlier `tandem serve` may have left routers on the ports
+    check_telemetry(config.telemetry, 0 if joins else config.cluster.num_routers)
+    if not joins:
+        check_port(config.router)
+    if config.gateway.port and not joins:
         check_gateway(config.gateway)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)

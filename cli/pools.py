@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.health import ROLES
-from core.config import ClusterConfig
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
@@ -50,11 +51,12 @@ def sizes_text(prefill: int, decode: int, routers: int) -> str:
     return f"{prefill} prefill, {decode} decode" + (f", {routers} routers" if routers > 1 else "")
 
 
-def ready_line(model: str, addresses: Sequence[str], sizes: ClusterConfig) -> str:
+def ready_line(model: str, addresses: Sequence[str], wanted: PoolSizes) -> str:
     """The line that `tandem serve` prints when every wanted service serves. `addresses` of the routers."""
     where, end = ", ".join(addresses), "; Ctrl-C drains and stops"
-    sizes_shown = sizes_text(sizes.num_prefill, sizes.num_decode, sizes.num_routers)
-    if not sizes.num_decode:
+    num_prefill, num_decode = wanted[ServiceRole.PREFILL], wanted[ServiceRole.DECODE]
+    sizes_shown = sizes_text(num_prefill, num_decode, wanted[ServiceRole.ROUTER])
+    if not num_decode:
         return f"no request is served at {where} ({sizes_shown}): {NO_DECODE}{end}"
-    note = "" if sizes.num_prefill else f": {NO_PREFILL}"
+    note = "" if num_prefill else f": {NO_PREFILL}"
     return f"serving {model} at {where} ({sizes_shown}){note}{end}"

@@ -7,6 +7,7 @@ are: `tandem scale` changes them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 from cli.config_file import Flags, config_of
@@ -32,6 +33,15 @@ def as_json(config: TandemConfig) -> str:
     for name in KEPT:
         del tables["security"][name]
     return json.dumps(tables)
+
+
+def kinship_of(config: TandemConfig) -> str:
+    """As `FleetSpec.kinship`: two fleets have the same if their services could be of one fleet; else empty."""
+    if not (config.cluster.address and config.cluster.adoption_timeout_s):
+        return ""
+    tables = dataclasses.asdict(config)
+    common = {name: [tables[name][option] for option in FIXED[name] or tables[name]] for name in FIXED}
+    return hashlib.sha256(json.dumps(common).encode()).hexdigest()
 
 
 def read_again(started: TandemConfig, flags: Flags, text: str) -> TandemConfig:

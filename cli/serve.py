@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from cli.gateway import claimed_port, gateway_line
 from cli.live_config import amended
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
-from cli.roll_config import as_json, read_again
+from cli.roll_config import as_json, kinship_of, read_again
 from cli.vllm_environment import python_of, torch_version, variables
 from core.config import EngineConfig, LiveConfig, TandemConfig, changes, too_large
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
@@ -140,8 +141,9 @@ async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
                         return
     except TimeoutError:
         print_line(f"some services have not drained after {limit_s:g} s; killing them")
+        cluster.kill_services()
     except WorkerUnavailable:
-        return  # the supervisor has ended, and every service with it
+        return  # the supervisor has ended. In a joined cluster its services wait for the next one
 
 
 async def wait_for_workers(client: AsyncClient, timeout_s: float) -> None:
@@ -214,10 +216,10 @@ async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
 
 
 class Interrupts:
-    """The first Ctrl-C or SIGTERM cancels the task; the second ends the process at once."""
+    """The first Ctrl-C or SIGTERM cancels the task; the second calls `end` and ends the process at once."""
 
-    def __init__(self, task: asyncio.Task[None], print_line: PrintLine) -> None:
-        self._task, self._print_line = task, print_line
+    def __init__(self, task: asyncio.Task[None], print_line: PrintLine, end: Callable[[], None]) -> None:
+        self._task, self._print_line, self._end = task, print_line, end
         self.count = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -228,16 +230,19 @@ class Interrupts:
             self._print_line("draining; a second Ctrl-C stops at once")
             self._task.cancel()
             return
+        self._end()
         sys.stdout.flush()
         os._exit(INTERRUPTED)
 
 
-def run_interruptible(main: Callable[[], Coroutine[Any, Any, None]], print_line: PrintLine) -> bool:
+def run_interruptible(
+    main: Callable[[], Coroutine[Any, Any, None]], print_line: PrintLine, end: Callable[[], None] = lambda: None
+) -> bool:
     """Run `main`, which `Interrupts` may cancel. Returns whether it was interrupted."""
 
     async def supervised() -> bool:
         task = asyncio.create_task(main())
-        interrupts = Interrupts(task, print_line)
+        interrupts = Interrupts(task, print_line, end)
         try:
             await task
         except asyncio.CancelledError:
@@ -265,13 +270,20 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
             with contextlib.ExitStack() as token_files:
                 for address in addresses:
                     token_files.enter_context(token_file(address, generated_token))
-                if config.gateway.port:
-                    print_line(gateway_line(config.gateway))
-                print_line(ready_line(config.engine.model, addresses, config.cluster))
+                for address in addresses if config.gateway.port else ():
+                    host = compose.http_host(config, address.rpartition(":")[0] if config.cluster.address else "")
+                    print_line(gateway_line(replace(config.gateway, host=host)))
+                wanted = (await cluster.control.status()).wanted  # after an adoption, perhaps more than the config says
+                print_line(ready_line(config.engine.model, addresses, wanted))
                 await print_notices(cluster, print_line)
 
     if not config.cluster.address:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
-    with claimed_port(config.gateway) if config.gateway.port else contextlib.nullcontext():
-        run_interruptible(functools.partial(main, fleet_spec(secured, flags)), print_line)
+    # A generated token ends with this process, and without it nobody can adopt its services.
+    kinship = "" if generated_token else kinship_of(secured)
+    spec = replace(fleet_spec(secured, flags), kinship=kinship)
+    # In a joined cluster, a router of an earlier fleet may listen there.
+    claims_port = config.gateway.port and not config.cluster.address
+    with claimed_port(config.gateway) if claims_port else contextlib.nullcontext():
+        run_interruptible(functools.partial(main, spec), print_line, cluster.kill_services)

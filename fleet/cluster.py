@@ -2,7 +2,7 @@
 
 `tandem serve` starts a Ray (`fleet/ray_head.py`) or joins one, and creates the supervisor actor, which creates one
 actor for each service (`fleet/ray_hosts.py`). Each link of the chain driver, supervisor, hosts ends with the link
-before it.
+before it; in a joined cluster, hosts outlive their supervisor for a while, and the next one adopts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fleet.claims import GpuUse, check_accelerators, check_memory, check_room
 from fleet.host import HostDied
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, on_this_machine
+from fleet.ray_hosts import SupervisorActor, kill_hosts, on_this_machine
 from fleet.ray_machines import live_nodes
 from fleet.spec import FleetSpec
 from fleet.supervisor import FleetUpdate
@@ -154,11 +154,17 @@ class Cluster:
         except HostDied as death:
             raise WorkerUnavailable(f"the fleet's supervisor died: {death}") from death
 
+    def kill_services(self) -> None:
+        """Kill what would outlive the supervisor."""
+        if self._address and self._entered_ray:
+            kill_hosts()
+
     async def leave(self) -> None:
         """End the supervisor, and with it the rest of the fleet. Another fleet may start afterwards."""
         import ray
 
         ray.kill(self._supervisor)
+        self.kill_services()
         with contextlib.suppress(HostDied):
             await await_actor(self._supervisor.updates.remote())
 

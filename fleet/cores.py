@@ -56,6 +56,10 @@ class LocalRanks:
         taken[who] = taken[replaces] if replaces in taken else next(free)
         return taken[who]
 
+    def restore(self, machine: str, who: object, rank: int) -> None:
+        """A rank that a worker has already."""
+        self._taken.setdefault(machine, {})[who] = rank
+
     def leave(self, who: object) -> None:
         for taken in self._taken.values():
             taken.pop(who, None)

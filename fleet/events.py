@@ -95,6 +95,24 @@ class ServiceStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptedService:
+    """A service that an earlier supervisor has started, and that serves."""
+
+    member: Member
+    machine: MachineId
+    service_id: str
+    address: str
+    version: str = ""  # of its software
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAdopted:
+    """Before the first `Tick`: the services that need no start. No two have one slot."""
+
+    services: tuple[AdoptedService, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StartFailed:
     member: Member
     reason: str
@@ -193,7 +211,18 @@ MemberEvent = (
     | RoleSwitched
     | SwitchFailed
 )
-FleetEvent = MemberEvent | ScaleTo | SwitchRole | MachineLeaving | RollFleet | StopRoll | ChangeConfig | Shutdown | Tick
+FleetEvent = (
+    MemberEvent
+    | FleetAdopted
+    | ScaleTo
+    | SwitchRole
+    | MachineLeaving
+    | RollFleet
+    | StopRoll
+    | ChangeConfig
+    | Shutdown
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)

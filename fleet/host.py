@@ -9,7 +9,7 @@ from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
-from fleet.events import MachineId
+from fleet.events import MachineId, Member
 from fleet.service_host import StartFault
 
 
@@ -23,6 +23,16 @@ class LocalRank:
 
     rank: int  # among the workers of the machine; 0 for a router, which shares no cores
     num_workers: int  # wanted in the fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """What a host tells a new supervisor of the service that it serves."""
+
+    member: Member
+    endpoint: Endpoint
+    machine: MachineId
+    rank: int  # as of `LocalRank`
 
 
 class Host(Protocol):

@@ -19,6 +19,7 @@ before the end of the machine as a drain may take.
 Rule 8: a roll replaces one service at a time (fleet/roll.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
 Rule 10: a worker may switch its role (fleet/role_switch.py). A roll waits for the end of a switch.
+Rule 11: services of an earlier supervisor stay. A pool that has more of them than its config wants stays that large.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
+    FleetAdopted,
     FleetEvent,
     FleetFailed,
     FleetMessage,
@@ -93,6 +95,7 @@ class FleetMachine:
         self._slots = Slots()
         self._num_starts = 0
         self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
+        self._has_served = False  # before the start of this supervisor
         self._was_ready = self._has_failed = self._ending = self._stopped = False
         self._actions: list[FleetAction] = []
 
@@ -111,6 +114,8 @@ class FleetMachine:
         """Raises `InvalidRequest` for a size out of range, and for a roll, a change or a switch out of place: nothing
         changes."""
         match event:
+            case FleetAdopted():
+                self._adopt(event, now)
             case ScaleTo():
                 self._scale(event)
             case SwitchRole():
@@ -160,6 +165,19 @@ class FleetMachine:
 
     def _say(self, subject: object, what: str, reason: str = "", printed: bool = True) -> None:
         self._actions.append(FleetMessage(str(subject), what, reason, printed))
+
+    def _adopt(self, event: FleetAdopted, now: float) -> None:
+        """Rule 11."""
+        for service in event.services:
+            slot = self._slots.restore(service.member, now)
+            slot.enter(SlotState.SERVING, now, None)
+            slot.service_id, slot.address, slot.version = service.service_id, service.address, service.version
+            slot.machine, slot.revision = service.machine, self._revision
+            self._num_starts = max(self._num_starts, service.member.start)
+        for role, wanted in self._wanted.items():
+            self._wanted[role] = max(wanted, len(self._slots.staying(role)))
+        self._has_served = bool(event.services)
+        self._say("fleet", "goes on with the services of an earlier supervisor", f"{len(event.services)} serve")
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._newest_rules.config.max_workers
@@ -303,7 +321,8 @@ class FleetMachine:
         slot.failures += 1
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
         name, says = slot.member.name, f"{reason}; starting it again in {pause_s:g} s"
-        if not self._was_ready and hopeless and not self._has_failed and not self._ending:
+        is_first_start = not (self._was_ready or self._has_served)
+        if is_first_start and hopeless and not self._has_failed and not self._ending:
             self._has_failed = True
             self._actions.append(FleetFailed(f"{name}: {reason}"))
         elif not self._ending:

@@ -3,12 +3,21 @@
 The supervisor places every actor by the resource of its pool, and routers without a resource on its own machine. A call
 that waits inside an actor fails when its process dies; so a death is noticed without polling. Requests, tokens and
 blocks never pass through Ray.
+
+In a joined cluster a host is detached from its supervisor: it has a name, by which the next supervisor finds it. A
+thread of the host looks for its supervisor, and ends the process if none comes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import pickle
+import secrets
+import threading
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +28,7 @@ from core.traffic import RouterTraffic
 from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import MachineId, Member
-from fleet.host import HostDied, LocalRank
+from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
 from fleet.service_host import Placement, ServiceHost, StartFault
@@ -27,24 +36,62 @@ from fleet.spec import FleetSpec
 from fleet.supervisor import Supervisor
 from fleet.supervisor_control import SupervisorControl
 
+HOST_PREFIX = "host-"  # of the names of detached hosts
+LOOK_S = 30.0  # between two looks for the supervisor
+ANSWER_TIMEOUT_S = 10.0
+
 
 class HostActor(ServiceHost):
     """A `ServiceHost` inside a Ray actor, which looks up its own placement."""
 
-    def __init__(self, claims: Claims, claim: Claim) -> None:
-        """`claim`: of this member; Ray has placed it accordingly."""
+    def __init__(self, claims: Claims, claim: Claim, member: Member, kinship: str, supervisor: Any) -> None:
+        """`claim`: of this member; Ray has placed it accordingly. `kinship`: as in the spec. `supervisor` is the actor
+        handle of the caller."""
         super().__init__()
-        self._claims, self._claim = claims, claim
+        self._claims, self._claim, self._member, self._kinship = claims, claim, member, kinship
+        self._control = SupervisorControl(supervisor)
+        self._rank = 0
+        self._endpoint: Endpoint | None = None  # of a started service that neither drains nor changes its role
+        if kinship:
+            threading.Thread(target=self._end_without_supervisor, name="supervisor", daemon=True).start()
+
+    def _end_without_supervisor(self) -> None:
+        import ray
+
+        limit_s = self._claims.config.adoption_timeout_s
+        last_seen = time.monotonic()
+        while time.monotonic() < last_seen + limit_s:
+            time.sleep(min(LOOK_S, limit_s / 4))
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._control.supervisor.alive.remote(), timeout=ANSWER_TIMEOUT_S)
+                last_seen = time.monotonic()
+        os._exit(1)
+
+    async def adopt(self, kinship: str, supervisor: Any) -> Adoption | None:
+        """Follow this supervisor from now on. None if its fleet is another one, or if no service serves here."""
+        if kinship != self._kinship or self._endpoint is None:
+            return None
+        self._control.supervisor = supervisor
+        return Adoption(self._member, self._endpoint, await self.machine(), self._rank)
 
     async def machine(self) -> MachineId:
         return machine_here(self._claims.config)
 
-    async def start_placed(
-        self, factory: bytes, member: Member, address: str, local_rank: LocalRank, supervisor: Any
-    ) -> Endpoint | StartFault:
-        """`supervisor` is the actor handle of the caller."""
+    async def drain(self, timeout_s: float) -> None:
+        self._endpoint = None
+        await super().drain(timeout_s)
+
+    async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
+        endpoint, self._endpoint = self._endpoint, None
+        reason = await super().switch_role(role, timeout_s)
+        if not reason and endpoint is not None:
+            self._member, self._endpoint = replace(self._member, role=role), replace(endpoint, role=role)
+        return reason
+
+    async def start_placed(self, factory: bytes, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         import ray
 
+        member, self._rank = self._member, local_rank.rank
         config, node = self._claims.config, node_here()
         if self._claims.of(member.role, [node["Resources"]]).gpus > self._claim.gpus:
             return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
@@ -58,12 +105,15 @@ class HostActor(ServiceHost):
             host=host_of(node, config),
             address=address,
             num_threads=max(1, len(cores)),
-            control=SupervisorControl(supervisor) if is_router else None,
+            control=self._control if is_router else None,
             cores=cores,
             gpus=self._claim.gpus,
             slot=member.name,
         )
-        return await self.start(factory, placement)
+        started = await self.start(factory, placement)
+        if isinstance(started, Endpoint):
+            self._endpoint = started
+        return started
 
 
 class Router(HostActor):
@@ -88,31 +138,18 @@ ACTORS = {
 class RayHost:
     """A `fleet.supervisor.Host`: the handle of one `HostActor`."""
 
-    def __init__(self, member: Member, spec: FleetSpec) -> None:
-        import ray
-
-        claims = spec.claims
-        claim = claims.of(member.role, [node["Resources"] for node in live_nodes()])
-        options = claim.options()
-        if not claim.resource:
-            options["scheduling_strategy"] = on_this_machine()
-        if spec.interpreter is not None and member.role is not ServiceRole.ROUTER:
-            python, variables = spec.interpreter.python, dict(spec.interpreter.variables)
-            options["runtime_env"] = {"py_executable": python, "env_vars": variables}
-        self._member = member
-        self._spec = spec
-        self._actor: Any = ray.remote(ACTORS[member.role]).options(**options).remote(claims, claim)
+    def __init__(self, member: Member, spec: FleetSpec, actor: Any = None) -> None:
+        """Without an `actor`, create one."""
+        self._member, self._spec = member, spec
+        self._actor: Any = actor or _host_actor(member, spec)
 
     async def machine(self) -> MachineId:
         machine: MachineId = await self._finish(self._actor.machine.remote())
         return machine
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
-        import ray
-
         factory = pickle.dumps(self._spec.factory(self._member.role))
-        supervisor = ray.get_runtime_context().current_actor
-        call = self._actor.start_placed.remote(factory, self._member, address, local_rank, supervisor)
+        call = self._actor.start_placed.remote(factory, address, local_rank)
         result: Endpoint | StartFault = await self._finish(call)
         return result
 
@@ -155,12 +192,82 @@ class RayHost:
         ray.kill(self._actor)
 
 
+def _host_actor(member: Member, spec: FleetSpec) -> Any:
+    import ray
+
+    claims = spec.claims
+    claim = claims.of(member.role, [node["Resources"] for node in live_nodes()])
+    options = claim.options()
+    if not claim.resource:
+        options["scheduling_strategy"] = on_this_machine()
+    if spec.interpreter is not None and member.role is not ServiceRole.ROUTER:
+        python, variables = spec.interpreter.python, dict(spec.interpreter.variables)
+        options["runtime_env"] = {"py_executable": python, "env_vars": variables}
+    if spec.kinship:
+        options |= {"lifetime": "detached", "name": f"{HOST_PREFIX}{member.name}-{secrets.token_hex(4)}"}
+    actor = ray.remote(ACTORS[member.role]).options(**options)
+    return actor.remote(claims, claim, member, spec.kinship, this_supervisor())
+
+
+def _names_of_hosts() -> list[str]:
+    """Of the detached hosts of this Ray cluster, in this namespace."""
+    import ray
+
+    return [str(name) for name in ray.util.list_named_actors() if name.startswith(HOST_PREFIX)]
+
+
+def kill_hosts() -> None:
+    """Kill every detached host of this Ray cluster."""
+    import ray
+
+    for name in _names_of_hosts():
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(name))
+
+
+async def find_services(spec: FleetSpec) -> list[tuple[Host, Adoption]]:
+    """Adopt the services that an earlier supervisor has left; kill those that cannot be adopted. Call it in the
+    supervisor."""
+    answers = await asyncio.gather(*(_adopt(name, spec) for name in _names_of_hosts()))
+    found = {answer[1].member.slot: answer for answer in answers if answer is not None}
+    for answer in answers:
+        if answer is not None and found[answer[1].member.slot] is not answer:  # two starts of one slot
+            answer[0].kill()
+    return list(found.values())
+
+
+async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | None:
+    import ray
+
+    try:
+        actor = ray.get_actor(name)
+    except ValueError:  # it has ended meanwhile
+        return None
+    adoption: Adoption | None = None
+    with contextlib.suppress(HostDied, TimeoutError):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            adoption = await await_actor(actor.adopt.remote(spec.kinship, this_supervisor()))
+    if adoption is None:
+        ray.kill(actor)
+        return None
+    return RayHost(adoption.member, spec, actor), adoption
+
+
 class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        leaving = partial(leaving_machines, spec.config) if spec.config.address else None
-        super().__init__(spec, RayHost, machine_here(spec.config), leaving)
+        joined = bool(spec.config.address)
+        leaving = partial(leaving_machines, spec.config) if joined else None
+        found = partial(find_services, spec) if joined else None
+        super().__init__(spec, RayHost, machine_here(spec.config), leaving, found)
+
+
+def this_supervisor() -> Any:
+    """The handle of the actor that calls this."""
+    import ray
+
+    return ray.get_runtime_context().current_actor
 
 
 def on_this_machine() -> Any:

@@ -78,7 +78,10 @@ class Slots:
     def add(self, role: ServiceRole, now: float) -> Slot:
         """A slot with the lowest free number, due to start now."""
         number = next(n for n in range(len(self._slots) + 1) if SlotId(role, n) not in self._slots)
-        member = Member(SlotId(role, number), role, 0)
+        return self.restore(Member(SlotId(role, number), role, 0), now)
+
+    def restore(self, member: Member, now: float) -> Slot:
+        """A slot for this member, due to start now."""
         slot = self._slots[member.slot] = Slot(member, SlotState.WAITING, now, now)
         return slot
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.config import ClusterConfig, LiveConfig, PlannerConfig
 from core.lifecycle import ServiceRole
@@ -54,6 +54,12 @@ class FleetSpec:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     local_prefill: bool = True  # decode workers compute prompts beside prefill workers
     role_option: str = ""  # the option that keeps workers from changing their roles
+    # A later supervisor with the same `kinship` adopts services that outlive theirs; empty: they end with it.
+    kinship: str = ""
+
+    def followed_by(self, new: FleetSpec) -> FleetSpec:
+        """`new` in the same fleet."""
+        return replace(new, gpu_use=self.gpu_use, kinship=self.kinship)
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {

@@ -3,6 +3,8 @@
 The supervisor creates one host for each member, waits until the host dies, and posts the death to the machine. A `Host`
 is a process; fleet/cluster.py makes Ray actors of hosts.
 
+In a joined cluster, services outlive their supervisor, and the next one adopts them (`Host`s with an `Adoption`).
+
 The supervisor claims the port of the routers on its own machine, until it ends (runtime/shared_port.py). So all routers
 of this machine listen on one port, a restarted router gets this port again, and no second fleet can take it. On every
 other machine a router listens alone, on the same port number.
@@ -25,11 +27,13 @@ from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.cores import LocalRanks
 from fleet.events import (
+    AdoptedService,
     ChangeConfig,
     ConfigureService,
     Drained,
     DrainService,
     FleetAction,
+    FleetAdopted,
     FleetEvent,
     FleetFailed,
     FleetMessage,
@@ -55,7 +59,7 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.host import Host, HostDied, LocalRank
+from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.notes import NoteRing
 from fleet.planner.planner import PlanAction, Planner
@@ -71,6 +75,7 @@ MAX_UPDATES = 1000  # unread; then the oldest is dropped
 MACHINES_INTERVAL_S = 1.0
 PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S
 
+FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
 # The machines that leave, with the seconds until they end; None = without a time limit.
 LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
 FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
@@ -93,8 +98,10 @@ class Supervisor:
         create_host: Callable[[Member, FleetSpec], Host],
         here: MachineId,
         leaving_machines: LeavingMachines | None = None,
+        find_services: FoundServices | None = None,
     ) -> None:
-        """`leaving_machines` is None if no machine can leave without the supervisor."""
+        """`leaving_machines` is None if no machine can leave without the supervisor, `find_services` if no service can
+        outlive a supervisor."""
         self._spec = spec
         self._create_host = create_host
         self._here = here
@@ -114,24 +121,47 @@ class Supervisor:
         self._planner = Planner(spec.planner, local_prefill=spec.local_prefill, can_switch=not spec.role_option)
         self._planning: asyncio.Task[None] | None = None
         self._leaving_machines = leaving_machines
+        self._find_services = find_services
         self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
         self._driver = Driver(self._machine, self._perform, self._fail)
+        found = [] if self._find_services is None else await self._find_services()
         host, port = self._spec.router_host(self._here.host), self._spec.router_port
+        joins = any(service.member.role is ServiceRole.ROUTER and service.machine == self._here for _, service in found)
         try:
-            self._claim = PortClaim(host, port)
+            self._claim = PortClaim(host, port, joins=joins)
         except OSError as error:
             where = join_address(host, port)
             self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
             return
+        if found:
+            self._adopt(found)
         self._post(Tick())
         if self._leaving_machines is not None:
             self._spawn(self._watch_machines(self._leaving_machines))
         self._planning = self._spawn(
             run_planner(self._planner, self._router_hosts, self._planned_status, self._driver.now, self._do_planned)
         )
+
+    def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
+        for host, service in found:
+            member, endpoint = service.member, service.endpoint
+            self._hosts[member] = host
+            if member.role is ServiceRole.ROUTER:
+                self._routers[member] = endpoint
+            else:
+                self._local_ranks.restore(service.machine.name, member, service.rank)
+            self._spawn(self._live(member, host.set_config(self._spec.live)))
+        services = (
+            AdoptedService(one.member, one.machine, one.endpoint.service_id, one.endpoint.address, one.endpoint.version)
+            for _, one in found
+        )
+        self._post(FleetAdopted(tuple(services)))
+
+    async def alive(self) -> None:
+        """Answers while this supervisor lives."""
 
     async def shutdown(self) -> float:
         """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
@@ -202,7 +232,7 @@ class Supervisor:
         try:
             spec = self._specs[self._revision]
             if config:
-                spec = replace(await asyncio.to_thread(self._read_again, config), gpu_use=spec.gpu_use)
+                spec = spec.followed_by(await asyncio.to_thread(self._read_again, config))
             self._add_revision(RollFleet(spec.rules), spec)
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
@@ -238,7 +268,7 @@ class Supervisor:
             if self._revision != before:
                 raise InvalidRequest("config", "another config came meanwhile; try again")
             if changes:
-                self._add_revision(ChangeConfig(spec.rules, ", ".join(changes)), replace(spec, gpu_use=present.gpu_use))
+                self._add_revision(ChangeConfig(spec.rules, ", ".join(changes)), present.followed_by(spec))
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return ConfigChange(self._revision, changes)
@@ -287,7 +317,7 @@ class Supervisor:
     def _perform(self, action: FleetAction) -> None:
         match action:
             case StartService():
-                self._spawn(self._live(action))
+                self._spawn(self._start(action))
             case ConfigureService():
                 self._spawn(self._configure(action))
             case DrainService():
@@ -335,31 +365,39 @@ class Supervisor:
             for machine in new - {self._here}:
                 self._post(MachineLeaving(machine, found[machine]))
 
-    async def _live(self, start: StartService) -> None:
-        """Follow one member from its start to its death."""
+    async def _start(self, start: StartService) -> None:
         member = start.member
-        if not self._machine.has(member):
-            return  # killed in the turn of the loop in which it was to start
-        spec = self._specs[start.revision]
-        host = self._hosts[member] = self._create_host(member, spec)
+        if self._machine.has(member):  # else killed in the turn of the loop in which it was to start
+            spec = self._specs[start.revision]
+            host = self._hosts[member] = self._create_host(member, spec)
+            await self._live(member, self._begin(start, host, spec))
+
+    async def _begin(self, start: StartService, host: Host, spec: FleetSpec) -> None:
+        """Raises `HostDied`."""
+        member = start.member
         is_router = member.role is ServiceRole.ROUTER
+        machine = await host.machine()
+        self._post(ServicePlaced(member, machine))
+        if machine in self._leaving and machine != self._here:  # it was placed in the same moment
+            self._post(MachineLeaving(machine, self._leaving[machine]))
+        claim = self._claim if is_router and machine == self._here else None
+        number = 0 if is_router else self._local_ranks.take(machine.name, member, start.replaces)
+        local_rank = LocalRank(number, self._num_wanted_workers())
+        result = await host.start("" if claim is None else claim.address, local_rank)
+        if isinstance(result, StartFault):
+            self._kill(member)
+            self._post(StartFailed(member, result.reason, result.permanent))
+            raise HostDied(result.reason)
+        await host.set_config(spec.live)
+        if is_router:
+            self._routers[member] = result
+        self._post(ServiceStarted(member, result.service_id, result.address, result.version))
+
+    async def _live(self, member: Member, begin: Awaitable[None]) -> None:
+        """Follow one member from its start or its adoption to its death."""
+        host = self._hosts[member]
         try:
-            machine = await host.machine()
-            self._post(ServicePlaced(member, machine))
-            if machine in self._leaving and machine != self._here:  # it was placed in the same moment
-                self._post(MachineLeaving(machine, self._leaving[machine]))
-            claim = self._claim if is_router and machine == self._here else None
-            number = 0 if is_router else self._local_ranks.take(machine.name, member, start.replaces)
-            local_rank = LocalRank(number, self._num_wanted_workers())
-            result = await host.start("" if claim is None else claim.address, local_rank)
-            if isinstance(result, StartFault):
-                self._kill(member)
-                self._post(StartFailed(member, result.reason, result.permanent))
-                return
-            await host.set_config(spec.live)
-            if is_router:
-                self._routers[member] = result
-            self._post(ServiceStarted(member, result.service_id, result.address, result.version))
+            await begin
             await host.wait()
         except HostDied as death:
             self._hosts.pop(member, None)

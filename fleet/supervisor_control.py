@@ -18,14 +18,14 @@ CALL_TIMEOUT_S = 5.0
 ROLL_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SupervisorControl:
     """A `core.fleet_control.FleetControl`, once bound to the handle of the supervisor actor.
 
     Looking up the actor by name would block the loop, which carries every stream.
     """
 
-    supervisor: Any
+    supervisor: Any  # another one after an adoption
 
     async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
         wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes, auto))

@@ -12,6 +12,9 @@ router starts, and keeps the claim until the fleet ends:
 A second fleet on the port fails at the first step. SO_REUSEADDR is set for that step only, because connections of an
 earlier fleet may still be in TIME_WAIT. The kernel cannot keep out a program of the same user that listens with
 SO_REUSEPORT and claims nothing.
+
+Routers of this fleet may listen already: an earlier supervisor has started them. A claim that joins them sets
+SO_REUSEPORT and binds.
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class PortClaim:
-    """Claims `port` on every address of `host`; 0 = any free port. Raises `OSError` if the port is taken."""
+    """Claims `port` on every address of `host`; 0 = any free port. `joins` routers that listen there already.
 
-    def __init__(self, host: str, port: int) -> None:
+    Raises `OSError` if the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, *, joins: bool = False) -> None:
         self._host, self.port = host, port
         self._sockets: list[socket.socket] = []
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         missing: OSError | None = None
         for family, _, _, _, (name, _, *scope) in found:
             try:
-                claimed = _claim(family, (name, self.port, *scope))
+                claimed = _claim(family, (name, self.port, *scope), joins)
             except OSError as error:
                 if error.errno in _NO_SUCH_ADDRESS:
                     missing = error
@@ -59,9 +65,13 @@ class PortClaim:
             claimed.close()
 
 
-def _claim(family: int, address: tuple[Any, ...]) -> socket.socket:
+def _claim(family: int, address: tuple[Any, ...], joins: bool) -> socket.socket:
     claimed = socket.socket(family)
     try:
+        if joins:
+            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            claimed.bind(address)
+            return claimed
         if address[1] == 0:  # the kernel chooses a port that no program has; the shutdown below would free the port
             claimed.bind(address)
         else:

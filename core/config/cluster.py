@@ -31,11 +31,15 @@ class ClusterConfig:
     router_memory_mb: int = 0  # ... for each router
     max_workers: int = 256  # of each role, and of routers
     start_timeout_s: float = live(120.0)  # a start that takes longer on its machine has failed
+    adoption_timeout_s: float = 600.0  # services of a joined cluster outlive `tandem serve` so long; 0 = not at all
     restart_backoff_s: float = live(1.0)  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:
         require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
         require_finite_floats(self)
+        require(
+            self.adoption_timeout_s >= 0, f"adoption_timeout_s must be 0 (none) or more, is {self.adoption_timeout_s:g}"
+        )
         require_given(self, "prefill_resource", "decode_resource")
         for name in ("num_prefill", "num_decode"):
             value = getattr(self, name)

@@ -1,12 +1,16 @@
 """A driver that brings up a fleet of fake services and then waits: run as a process of its own, to be killed.
 
 Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join [resource of routers]]
+
+KINSHIP in the environment lets its services outlive it; ADOPTION_S says for how long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from core.config import ClusterConfig
@@ -17,9 +21,12 @@ from tests.integration.fake_services import fake_fleet
 
 async def main() -> None:
     journal, address, router_resource = [*sys.argv[1:], "", ""][:3]
-    config = ClusterConfig(address=address, router_resource=router_resource, max_workers=4)
+    adoption_s = float(os.environ.get("ADOPTION_S", "600"))
+    config = ClusterConfig(
+        address=address, router_resource=router_resource, max_workers=4, adoption_timeout_s=adoption_s
+    )
     cluster = connect(config)
-    await cluster.start(fake_fleet(Path(journal), config))
+    await cluster.start(replace(fake_fleet(Path(journal), config), kinship=os.environ.get("KINSHIP", "")))
     while True:
         for update in await cluster.updates():
             print("ready" if isinstance(update, FleetReady) else update, flush=True)

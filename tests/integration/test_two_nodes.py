@@ -61,11 +61,11 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ray
 
 
 @contextlib.asynccontextmanager
-async def driver(cluster: RayCluster, journal: Path, *arguments: str) -> AsyncIterator[None]:
+async def driver(cluster: RayCluster, journal: Path, *arguments: str, **variables: str) -> AsyncIterator[None]:
     """A fleet of fake services in this cluster, as soon as it is ready; ended by SIGKILL."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.integration.fleet_driver", str(journal), cluster.head, *arguments,
-        env=cluster.environment, stdout=PIPE, stderr=DEVNULL,
+        env=cluster.environment | variables, stdout=PIPE, stderr=DEVNULL,
     )  # fmt: skip
     try:
         await line_with(process, "ready")
@@ -88,6 +88,33 @@ async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_p
         assert len(services) == 3
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 10)
         assert left == [], "what a driver started ends with it, also on other machines"
+
+
+NAMES = {"router-0", "prefill-0", "decode-0"}
+
+
+@pytest.mark.timeout(240)
+async def test_services_outlive_their_driver_until_the_next_one_adopts_them(
+    tmp_path: Path, cluster: RayCluster
+) -> None:
+    path = tmp_path / "journal"
+    async with Journal.open(path) as journal:
+        async with driver(cluster, path, KINSHIP="one"):
+            first = {name: (await journal.start_of(name))["pid"] for name in NAMES}
+        async with driver(cluster, path, KINSHIP="one"):
+            await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+            assert {name: journal.started[name]["pid"] for name in NAMES} == first, "nothing has started again"
+            psutil.Process(first["decode-0"]).kill()  # type: ignore[arg-type]
+            again = await journal.wait_for(name="decode-0", event="started")
+            await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+        async with driver(cluster, path, KINSHIP="another", ADOPTION_S="4"):
+            second = {name: journal.started[name]["pid"] for name in NAMES}
+            assert not set(second.values()) & {*first.values(), again["pid"]}, "services of another config are ended"
+            services = [psutil.Process(pid) for pid in second.values()]  # type: ignore[arg-type]
+        _, left = await asyncio.to_thread(psutil.wait_procs, services, 1)
+        assert len(left) == 3, "they wait for a driver"
+        _, left = await asyncio.to_thread(psutil.wait_procs, services, 40)
+        assert not left, "nobody came"
 
 
 async def test_routers_with_a_resource_run_where_it_is_and_listen_there_alone(

@@ -13,8 +13,8 @@ from cli import status
 from cli.paths import path_lines
 from cli.pools import NO_DECODE, pool_lines, ready_line, traffic_lines
 from cli.status import Sample, fleet_table, holders_table, rates
-from core.config import ClusterConfig
 from core.errors import InvalidRequest
+from core.lifecycle import ServiceRole
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 
@@ -187,8 +187,9 @@ def test_a_pool_without_a_serving_worker_has_a_line_about_the_consequence() -> N
     ],
 )
 def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, ...], line: str) -> None:
-    config = ClusterConfig(**dict(zip(("num_prefill", "num_decode", "num_routers"), sizes, strict=False)))  # type: ignore[arg-type]
-    assert ready_line("m", ["h:1", "i:1"] if len(sizes) == 3 else ["h:1"], config) == line
+    roles = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
+    wanted = dict(zip(roles, (*sizes, 1)[:3], strict=True))
+    assert ready_line("m", ["h:1", "i:1"] if len(sizes) == 3 else ["h:1"], wanted) == line
 
 
 def test_a_rate_is_the_difference_of_two_samples_and_needs_both() -> None:

@@ -26,7 +26,7 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
     assert earlier == Claim("decode"), "no machine of the pool was there"
-    fault = await HostActor(claims, earlier).start_placed(b"", member, "", LocalRank(0, 1), None)
+    fault = await HostActor(claims, earlier, member, "", None).start_placed(b"", "", LocalRank(0, 1))
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
@@ -60,6 +60,7 @@ def test_an_actor_carries_the_role_of_its_service_in_its_name(
     monkeypatch.setattr("ray.remote", remote)
     monkeypatch.setattr(ray_hosts, "live_nodes", list)
     monkeypatch.setattr(ray_hosts, "on_this_machine", lambda: None)
+    monkeypatch.setattr(ray_hosts, "this_supervisor", lambda: None)
     service: Any = None  # is never started
     spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
     RayHost(Member(SlotId(role, 0), role, 1), spec)
