@@ -39,7 +39,7 @@ test-main: setup  ## The tests of `make test` but those of test-kernels
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(if $(CI),--durations=30)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/kernels $(if $(CI),--durations=30)
 
 vllm: setup  ## Install vLLM's CPU build, and the default model for it, under the user's cache (100 s, 4 GB)
 	$(BIN)/tandem pull

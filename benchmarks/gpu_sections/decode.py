@@ -19,6 +19,7 @@ from engine.runner import StepLimits
 CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)
 TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
 STEPS, WARM_UP_STEPS = 40, 8
+TINY_STEPS, TINY_WARM_UP_STEPS = 4, 2  # an interpreted step takes a third of a second
 LEAST_SHARES = (0.8, 0.7)  # of the floor: on the device, served
 CASE_S, FP8_S = 10.0, 30.0
 
@@ -56,7 +57,8 @@ def measure_case(
 ) -> None:
     """Goals are for plain weights. The floor of fp8 weights counts one byte for each weight, the head's too."""
     (batch, context, sampling), runner = case, driver.runner
-    needed = batch * runner.layout.num_blocks_for(context + WARM_UP_STEPS + STEPS + 2)
+    steps, warm_up_steps = (TINY_STEPS, TINY_WARM_UP_STEPS) if section.rehearse else (STEPS, WARM_UP_STEPS)
+    needed = batch * runner.layout.num_blocks_for(context + warm_up_steps + steps + 2)
     if needed > runner.num_blocks:
         section.note(f"{name}: needs {needed:,} KV blocks and does not fit")
         return
@@ -66,15 +68,15 @@ def measure_case(
     for number in range(batch):
         prompt = random_prompt(context + 1, runner.info.vocab_size, number)
         driver.add(request(f"{name} {number}", prompt, seed=number, **sampling), context)
-    driver.run(WARM_UP_STEPS)  # the first step also hashes the blocks of the prompts
-    driver.run(STEPS)
-    steps = [step for step in driver.times[1:] if step.num_chunks == batch]
+    driver.run(warm_up_steps)  # the first step also hashes the blocks of the prompts
+    driver.run(steps)
+    measured = [step for step in driver.times[1:] if step.num_chunks == batch]
     assert runner.sizes is not None
-    length = context + WARM_UP_STEPS + STEPS // 2
+    length = context + warm_up_steps + steps // 2
     work = StepWork(num_decodes=batch, decode_context=batch * length, prefill_tokens=0, attended_pairs=0)
     floor_ms = runner.sizes.memory_bytes(work) / bytes_per_s * 1e3
-    on_device = statistics.median(step.device_seconds for step in steps) * 1e3
-    served = statistics.median(step.seconds for step in steps) * 1e3
+    on_device = statistics.median(step.device_seconds for step in measured) * 1e3
+    served = statistics.median(step.seconds for step in measured) * 1e3
     shares = (None, None) if quantized else LEAST_SHARES
     section.add(Line(f"{name}: step on the device", on_device, "ms", floor=floor_ms, least_share=shares[0]))
     section.add(Line(f"{name}: served step", served, "ms", floor=floor_ms, least_share=shares[1]))
