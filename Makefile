@@ -27,7 +27,7 @@ tools:  ## Install Chromium, Prometheus, Compose and others for the tests that u
 check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES) tests
+	$(BIN)/mypy $(PACKAGES) tests benchmarks
 	$(BIN)/lint-imports
 
 test: setup  ## The tests but the slow ones of `make soak`, with warnings as errors

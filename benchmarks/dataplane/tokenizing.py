@@ -23,6 +23,7 @@ from benchmarks.report import Line, Report
 from core.config import RouterConfig
 from fleet.service_host import SWITCH_INTERVAL_S
 from model_files.catalogue import fetch
+from router.serving.output_formats import RequestGrammars
 from router.serving.validation import prepare
 from router.serving.validation_threads import ValidationThreads
 from tandem_client.stubs.inference_pb2 import GenerateRequest, TokenIds
@@ -59,21 +60,23 @@ def measure(report: Report, _: int) -> None:
 
 async def gaps_of_prompts(tokenizer: ModelTokenizer) -> dict[str, float]:
     """Kind of prompt -> seconds of the longest gap; "" = no prompt."""
-    pool, prompts = ValidationThreads(max_pending=1), prompts_of(tokenizer)
+    pool, prompts, grammars = ValidationThreads(max_pending=1), prompts_of(tokenizer), RequestGrammars(tokenizer)
     gaps: dict[str, list[float]] = {name: [] for name in ("", *prompts)}
     for _ in range(REPEATS):
         gaps[""].append(await longest_gap(partial(asyncio.sleep, IDLE_S)))
         for name, messages in prompts.items():
-            gaps[name].append(await longest_gap(partial(validate, pool, tokenizer, next(messages))))
+            gaps[name].append(await longest_gap(partial(validate, pool, tokenizer, grammars, next(messages))))
     pool.close()
     return {name: statistics.median(values) for name, values in gaps.items()}
 
 
-async def validate(pool: ValidationThreads, tokenizer: ModelTokenizer, message: bytes) -> None:
+async def validate(
+    pool: ValidationThreads, tokenizer: ModelTokenizer, grammars: RequestGrammars, message: bytes
+) -> None:
     request = GenerateRequest.FromString(message)  # on the loop, as gRPC does
 
     def prepared() -> None:
-        generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, None)
+        generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, None, grammars)
         assert generation.choices[0].num_prompt_tokens > NUM_TOKENS * 0.9
 
     await pool.run(60.0, len(message), prepared)

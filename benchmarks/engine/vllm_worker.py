@@ -35,7 +35,7 @@ class Worker:
         arguments = EngineArgs(
             model=model, max_model_len=8192, skip_tokenizer_init=True, disable_log_stats=True, **options
         )
-        self._step_tokens = options.get("max_num_batched_tokens")
+        self._step_tokens = int(options.get("max_num_batched_tokens", 0))
         self._engine = LLMEngine.from_engine_args(arguments)
         self._random = random.Random(0)
         self._running: list[str] = []

@@ -291,9 +291,9 @@ async def drain_many(report: Report, repeats: int) -> None:
                     again[way] += recomputed(begun)
                     failed[way] += failures(begun)
     what = f"drain: {DRAINED_STREAMS} streams of {DRAINED_TOKENS} tokens"
-    for way, seconds in ways.items():
+    for way, times in ways.items():
         goal = MOST_DRAIN_S if way == "moves" else None
-        report.add(Line(f"{what}, by {way}", statistics.median(seconds), "s", most=goal))
+        report.add(Line(f"{what}, by {way}", statistics.median(times), "s", most=goal))
         report.add(Line(f"{what}, by {way}: longest gap of a stream, p99", percentile(gaps[way], 0.99), "s"))
         report.add(
             Line(f"{what}, by {way}: computed again", again[way] / repeats, "tokens", most=0.0 if goal else None)

@@ -93,7 +93,7 @@ class Service:
 async def serve(side: Side, answers: TextIO) -> None:
     factory.build_runner = lambda *_, **__: build_sleeping_runner(side)
     if not side.moves_for_room:
-        decode_machine.num_short = lambda *_: 0
+        decode_machine.num_short = lambda *_: 0  # type: ignore[attr-defined]
     role, host = ServiceRole(side.role), ServiceHost()
     placement = Placement(ordinal=side.ordinal, host="", address="", num_threads=1, control=None)
     endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role], CONFIG)), placement)

@@ -260,7 +260,7 @@ def random_pool(spec: Spec) -> PoolMemory:
     """Private memory, which numpy has the kernel put into huge pages, filled with random bytes."""
     array = np.empty((spec.num_blocks, spec.layout.block_bytes), np.uint8)
     array[:] = np.random.default_rng(1).integers(0, 256, array.shape, np.uint8)
-    return PoolMemory(array.ctypes.data, spec.num_blocks, spec.layout, memoryview(array.reshape(-1)))
+    return PoolMemory(array.ctypes.data, spec.num_blocks, spec.layout, memoryview(array.reshape(-1)))  # type: ignore[arg-type]
 
 
 def iovec(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:

@@ -4,6 +4,7 @@
              turns. Prompts are new each time, so nothing comes from a cache
     kill     kill -9 of a decode worker under load, in a fleet of two, beside kill -9 of vLLM alone on both cores. The
              time runs from the kill until every stream has its next token; vLLM alone has to start again first
+    free     when the blocks of a prompt are free on its prefill worker: after the read, and after a cancel
 
 The goodput of whole fleets is in benchmarks/goodput, which the same target runs.
 """
@@ -28,6 +29,7 @@ from benchmarks.asking import Answer, ask, ask_worker, random_prompts
 from benchmarks.engine import programs
 from benchmarks.processes import ChildEnded, ChildProcess, serving
 from benchmarks.report import Line, Report
+from benchmarks.vllm.free_blocks import measure_free_blocks
 from cli.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from tandem_client import AsyncClient
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:18652"
 TIMEOUT_S = 600.0
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
-PARTS = ("worker", "kill")
+PARTS = ("worker", "kill", "free")
 
 
 # ---- the worker beside its engine
@@ -45,7 +47,7 @@ PARTS = ("worker", "kill")
 def measure_worker(report: Report, arguments: argparse.Namespace) -> None:
     python, core = python_of(VllmConfig()), min(os.sched_getaffinity(0))
     config = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
-    command = [python, "-m", "benchmarks.vllm.program", json.dumps(config), str(core)]
+    command: list[str | Path] = [python, "-m", "benchmarks.vllm.program", json.dumps(config), str(core)]
     program = ChildProcess("a vLLM worker", command, variables(python), ROOT)
     sizes = arguments.streams, arguments.prompt_tokens
     found: dict[str, list[tuple[float, float]]] = {"bare": [], "worker": []}
@@ -103,7 +105,7 @@ async def killed_streams(arguments: argparse.Namespace, pid: int) -> tuple[list[
         start = time.perf_counter()
         prompts = random_prompts(arguments.kill_streams, arguments.prompt_tokens)
         calls = [ask(client, prompt, arguments.tokens, TIMEOUT_S, start) for prompt in prompts]
-        *answers, killed_at = await asyncio.gather(*calls, kill_one())
+        answers, killed_at = await asyncio.gather(asyncio.gather(*calls), kill_one())
     return answers, killed_at
 
 
@@ -165,6 +167,8 @@ def main() -> None:
         measure_worker(report, arguments)
     if "kill" in arguments.parts:
         measure_kill(report, arguments)
+    if "free" in arguments.parts:
+        measure_free_blocks(report)
     report.write()
 
 
