@@ -2,8 +2,9 @@
 
 A fleet answers the same prompts with a JSON schema and without, in turns: one client, then 32 at a time, each with a
 schema of its own. Both write 64 tokens: the schemas ask for more text. TTFT runs from the client's send to the first
-token; TPOT = (last - first) / (n - 1). Then 20 schemas are asked for with many seeds at temperature 1, and every output
-that ends by itself is validated.
+token; TPOT = (last - first) / (n - 1). Then 20 schemas are asked for with many seeds at temperature 1, of this model
+and of one with random weights: every output that ends by itself is validated, and one that is cut must have followed
+its grammar to its last token.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ import jsonschema
 from benchmarks.asking import Answer
 from benchmarks.processes import serving
 from benchmarks.report import Line, Report
+from router.serving.output_formats import RequestGrammars
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
+from text.grammars import GrammarReader
+from text.tokenizer import load_tokenizer
 
 ADDRESS = "127.0.0.1:50653"
 TIMEOUT_S = 300.0
 NUM_OUTPUT = 64
+MAX_TOKENS = 160  # of the outputs that are validated
 PROMPT = "Some facts about a town, its people, its streets and its trade, as JSON."
 LEVELS = (1, 32)
+RANDOM_MODEL = "random:smollm2-135m"
 
 
 def long_schema(number: int) -> dict[str, Any]:
@@ -110,14 +116,18 @@ async def cost(report: Report, client: AsyncClient, repeats: int) -> None:
         report.add(Line(f"{at}: TTFT that a schema adds", ttft[0] - ttft[1], "ms", most=5.0))
 
 
-async def validity(report: Report, client: AsyncClient, num_seeds: int) -> None:
+async def validity(report: Report, client: AsyncClient, model: str, num_seeds: int) -> None:
     ends: Counter[str] = Counter()
+    tokenizer = load_tokenizer(model)
+    grammars, reader = RequestGrammars(tokenizer), GrammarReader(lambda: tokenizer)
 
     async def one(number: int, seed: int) -> None:
-        schema, text = short_schema(number), ""
-        async for response in client.generate(request_of(schema, seed, number, 160), TIMEOUT_S):
+        schema, text, token_ids = short_schema(number), "", list[int]()
+        request = request_of(schema, seed, number, MAX_TOKENS)
+        async for response in client.generate(request, TIMEOUT_S):
             if response.HasField("tokens"):
                 text += response.tokens.text
+                token_ids += response.tokens.token_ids
             elif response.finished.finish_reason == inference_pb2.FINISH_REASON_STOP:
                 try:
                     jsonschema.validate(json.loads(text), schema)
@@ -125,35 +135,40 @@ async def validity(report: Report, client: AsyncClient, num_seeds: int) -> None:
                 except (ValueError, jsonschema.ValidationError) as error:
                     ends["invalid"] += 1
                     report.say(f"schema {number}, seed {seed}: {text!r}: {error}")
-            else:
+            elif reader.num_accepted(grammars.grammar_of(request), token_ids) == len(token_ids):
                 ends["cut"] += 1
+            else:
+                ends["wrong prefix"] += 1
+                report.say(f"schema {number}, seed {seed}: {text!r} is no start of an output")
 
     for seed in range(num_seeds):
         await asyncio.gather(*(one(number, seed) for number in range(20)))
-    report.add(Line("outputs that ended by themselves and follow their schema", ends["valid"], "outputs"))
-    report.add(Line("outputs that ended by themselves and do not", ends["invalid"], "outputs", most=0))
-    report.add(Line("outputs that were cut at 160 tokens", ends["cut"], "outputs"))
+    report.add(Line(f"{model}: outputs that ended by themselves and follow their schema", ends["valid"], "outputs"))
+    report.add(Line(f"{model}: outputs that ended by themselves and do not", ends["invalid"], "outputs", most=0))
+    report.add(Line(f"{model}: outputs cut at {MAX_TOKENS} tokens that may go on", ends["cut"], "outputs"))
+    report.add(Line(f"{model}: outputs cut that are no start of one", ends["wrong prefix"], "outputs", most=0))
 
 
-async def measure(report: Report, arguments: argparse.Namespace) -> None:
+async def measure(report: Report, model: str, repeats: int, num_seeds: int) -> None:
     async with AsyncClient(ADDRESS) as client:
-        await cost(report, client, arguments.repeats)
-        await validity(report, client, arguments.seeds)
+        if repeats:
+            await cost(report, client, repeats)
+        await validity(report, client, model, num_seeds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--repeats", type=int, default=5, help="of each level")
+    parser.add_argument("--repeats", type=int, default=5, help="of each level; 0 = without the cost")
     parser.add_argument("--seeds", type=int, default=100, help="of each schema")
     arguments = parser.parse_args()
     report = Report("formats")
-    command: list[str | Path] = [
-        Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
-        "--port", ADDRESS.rpartition(":")[2],
-    ]  # fmt: skip
-    with serving(command):
-        asyncio.run(measure(report, arguments))
+    for model, repeats in ((arguments.model, arguments.repeats), (RANDOM_MODEL, 0)):
+        command: list[str | Path] = [
+            Path(sys.executable).with_name("tandem"), "serve", "--model", model, "--port", ADDRESS.rpartition(":")[2]
+        ]  # fmt: skip
+        with serving(command):
+            asyncio.run(measure(report, model, repeats, arguments.seeds))
     report.write()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -72,7 +73,8 @@ class ChoiceStream:
     last_token_at: float = 0.0  # when tokens came last; 0 = not yet
     _pause: asyncio.TimerHandle | None = None  # ends the least time between two chunks
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
-    _text: str = ""  # of token_ids[num_taken:], with stop strings
+    # With stop strings: token_ids[num_taken:] in runs that fit into a chunk, the number of tokens and the text of each
+    _runs: deque[tuple[int, str]] = field(default_factory=deque)
 
     def resume(self, answer: ResumedAnswer) -> None:
         """Begin behind the tokens that the client has."""
@@ -87,13 +89,19 @@ class ChoiceStream:
             return False
         if self._pause is None and not self.has_chunk:
             self.changed()  # once for all tokens of a chunk
-        num_used = len(delivered.token_ids)
-        if self.text.has_stop_strings:
-            text, num_used = self.text.push(delivered.token_ids)
-            self._text += text
+        num_used = self._search(delivered.token_ids) if self.text.has_stop_strings else len(delivered.token_ids)
         self.token_ids += delivered.token_ids[:num_used]
         self._logprobs += delivered.logprobs[:num_used]
         return bool(self.text.stop_match)
+
+    def _search(self, token_ids: Sequence[int]) -> int:
+        """Look for a stop string. Returns the number of the tokens that belong to the output."""
+        num_used = 0
+        while num_used < len(token_ids) and not self.text.stop_match:
+            text, num = self.text.push(token_ids[num_used : num_used + self._max_chunk_tokens])
+            self._runs.append((num, text))
+            num_used += num
+        return num_used
 
     def dispatched(self, promise: Promise | None) -> None:
         self.promise = promise
@@ -124,13 +132,17 @@ class ChoiceStream:
 
     def take_chunk(self) -> Chunk:
         """The tokens that are in no chunk yet, up to the limit of a chunk."""
-        first = self.num_taken
-        self.num_taken = min(len(self.token_ids), first + self._max_chunk_tokens)
-        token_ids = self.token_ids[first : self.num_taken]
+        first, most = self.num_taken, self._max_chunk_tokens
         if self.text.has_stop_strings:
-            text, self._text = self._text, ""
+            num_tokens, text = 0, ""
+            while self._runs and num_tokens + self._runs[0][0] <= most:
+                num_run, run_text = self._runs.popleft()
+                num_tokens, text = num_tokens + num_run, text + run_text
+            token_ids = self.token_ids[first : first + num_tokens]
         else:
+            token_ids = self.token_ids[first : first + most]
             text, _ = self.text.push(token_ids)
+        self.num_taken += len(token_ids)
         logprobs = self._take_logprobs(len(token_ids)) if self._logprobs else ()
         if self.calls is None:
             return Chunk(self.choice, first, token_ids, text, logprobs)

@@ -13,7 +13,7 @@ from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.requests.events import Deliver, Fail
-from router.serving.choice_stream import ChoiceStream
+from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.text_stream import TextStream
@@ -22,7 +22,7 @@ PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND",
 
 
 def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceStream:
-    request = Request("r", (1,), 1, SamplingParams(max_tokens=100))
+    request = Request("r", (1,), 1, SamplingParams(max_tokens=100_000))
     text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), stop_strings)
     return ChoiceStream(
         0, "model", "chat", request, "r", 0.0, text, cast(Any, None), (changed or asyncio.Event()).set,
@@ -63,6 +63,19 @@ def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> 
     assert (list(chunk.token_ids), chunk.text) == ([0, 5, 6], "a")
     assert stream.last_chunk() is None
     assert not stream.has_chunk
+
+
+def test_each_chunk_has_the_text_of_its_own_tokens_when_many_tokens_wait() -> None:
+    """A client may go on at another router behind any chunk, and gets the text behind its tokens there."""
+    stream = choice("END")
+    deliver(stream, 0, *[0] * (MAX_CHUNK_ITEMS + 2))
+    deliver(stream, MAX_CHUNK_ITEMS + 2, *[1] * MAX_CHUNK_ITEMS)
+    chunks = []
+    while stream.has_chunk:
+        chunks.append(take(stream))
+    assert [len(chunk.token_ids) for chunk in chunks] == [MAX_CHUNK_ITEMS, 2, MAX_CHUNK_ITEMS]
+    for chunk in chunks:
+        assert chunk.text == "".join("ab"[token_id] for token_id in chunk.token_ids)
 
 
 def test_each_log_probability_has_the_bytes_of_its_token() -> None:
