@@ -146,8 +146,8 @@ class FleetMachine:
         return actions
 
     def next_deadline(self) -> float | None:
-        deadlines = [time for slot in self._slots for time in (slot.deadline, slot.leave_at) if time is not None]
-        return min(deadlines, default=None)
+        next_due = self._slots.next_due()
+        return None if next_due == math.inf else next_due
 
     def check(self) -> None:
         self._slots.check()
@@ -191,10 +191,9 @@ class FleetMachine:
             sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
             self._say("fleet", "is scaled", sizes, printed=False)
         self._wanted |= changed
-        for order, name in enumerate(event.first_to_leave):
-            slot = next((slot for slot in self._slots if slot.member.name == name), None)
-            if slot is not None:
-                slot.leave_order = order
+        orders = {name: order for order, name in enumerate(event.first_to_leave)}
+        for slot in self._slots:
+            slot.leave_order = orders.get(slot.member.name)
 
     def _switch_role(self, event: SwitchRole, now: float) -> None:
         """Rule 10."""
@@ -272,7 +271,7 @@ class FleetMachine:
 
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
-        for slot in self._slots:
+        for slot in [slot for slot in self._slots if slot.due_at <= now]:
             if self._slots.newest(slot.member) is None:
                 continue  # a failure before it in this loop has removed it
             if slot.leave_at is not None and now >= slot.leave_at:
@@ -347,13 +346,12 @@ class FleetMachine:
             self._end(now)
             return
         added: list[Slot] = []
+        num_staying = self._slots.num_staying()
         for role, wanted in self._wanted.items():
-            staying = self._slots.staying(role)
-            for slot in staying[wanted:]:
-                self._leave(slot, "not wanted any more", now)
-            for slot in staying:
-                slot.leave_order = None
-            added += [self._slots.add(role, now) for _ in range(wanted - len(staying))]
+            if num_staying[role] > wanted:
+                for slot in self._slots.staying(role)[wanted:]:
+                    self._leave(slot, "not wanted any more", now)
+            added += [self._slots.add(role, now) for _ in range(wanted - num_staying[role])]
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):
             self._start(slot, now)
@@ -443,8 +441,9 @@ class FleetMachine:
 
     def _advance_roll(self, now: float) -> None:
         roll = self._roll
-        is_switching = any(slot.state is SlotState.SWITCHING for slot in self._slots)
-        if roll is None or self._ending or is_switching or not roll.step_ended(self._slots):
+        if roll is None or self._ending or not roll.step_ended(self._slots):
+            return
+        if any(slot.state is SlotState.SWITCHING for slot in self._slots):
             return
         slot = roll.next_slot(self._slots)
         if slot is None:
@@ -467,8 +466,8 @@ class FleetMachine:
             publication for router, publication in self._published.items() if published.get(router) != publication
         ]
         self._actions[:0] = changed
-        serving = [slot.state is SlotState.SERVING for slot in self._slots]
-        if not self._was_ready and not self._ending and all(serving):
+        is_starting = not self._was_ready and not self._ending
+        if is_starting and all(slot.state is SlotState.SERVING for slot in self._slots):
             self._was_ready = True
             self._actions.append(FleetReady())
         if self._ending and not self._slots and not self._stopped:

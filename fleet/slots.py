@@ -38,15 +38,30 @@ class Slot:
     leave_order: int | None = None  # while its pool shrinks: it leaves before those with a higher number, and without
     revision: int = 0  # of the config of the newest start, or of a later change that the service has taken
     configuring: int = 0  # revision on its way to the service since its start
+    _serving: Serving | None = None  # since it was last asked for in this state
 
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
-        self.leave_at = None
+        self.leave_at = self._serving = None
+
+    @property
+    def due_at(self) -> float:
+        """When `deadline` or `leave_at` comes; inf = never."""
+        first = math.inf if self.deadline is None else self.deadline
+        return first if self.leave_at is None else min(first, self.leave_at)
 
     @property
     def served_role(self) -> ServiceRole:
         """Of the live service. `member` already has the role after a switch."""
         return OTHER_ROLE[self.member.role] if self.state is SlotState.SWITCHING else self.member.role
+
+    @property
+    def serving(self) -> Serving:
+        """The live service, as the routers learn of it."""
+        if self._serving is None:
+            is_leaving = self.state is not SlotState.SERVING
+            self._serving = Serving(self.member, self.served_role, self.service_id, self.address, is_leaving)
+        return self._serving
 
     def check(self) -> None:
         name, state = self.member.name, self.state
@@ -55,6 +70,10 @@ class Slot:
         assert (state in LIVE) == bool(self.service_id and self.address), f"{name}: wrong name or address"
         assert state is SlotState.SERVING or self.leave_at is None, f"{name} does not serve and will leave"
         assert (state in PLACED) == (self.machine is not None), f"{name}: wrong machine"
+
+
+def _start(serving: Serving) -> int:
+    return serving.member.start
 
 
 def _kept_first(slot: Slot) -> tuple[int, bool, float, int]:
@@ -96,6 +115,18 @@ class Slots:
         slot = self._slots.get(member.slot)
         return slot if slot is not None and slot.member == member else None
 
+    def next_due(self) -> float:
+        """When the next slot is due; inf = never."""
+        return min([slot.due_at for slot in self._slots.values()], default=math.inf)
+
+    def num_staying(self) -> dict[ServiceRole, int]:
+        """The lengths of `staying`."""
+        numbers = dict.fromkeys(ServiceRole, 0)
+        for slot in self._slots.values():
+            if slot.state is not SlotState.DRAINING and slot.replaces is None:
+                numbers[slot.member.role] += 1
+        return numbers
+
     def staying(self, role: ServiceRole) -> list[Slot]:
         """Slots of a role that do not drain, those to keep first; the oldest first among equals. A slot and its
         replacement are one."""
@@ -115,16 +146,14 @@ class Slots:
 
     def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
         """The serving and the draining members of these roles, by their start."""
-        live = [
-            Serving(slot.member, slot.served_role, slot.service_id, slot.address, slot.state is not SlotState.SERVING)
-            for slot in self
-            if slot.member.role in roles and slot.state in LIVE
-        ]
-        return tuple(sorted(live, key=lambda serving: serving.member.start))
+        live = [slot.serving for slot in self._slots.values() if slot.state in LIVE and slot.member.role in roles]
+        live.sort(key=_start)
+        return tuple(live)
 
     def publications(self) -> dict[Member, PublishFleet]:
         """The lists that every live router must have."""
-        routers, workers = self.live(ServiceRole.ROUTER), self.live(ServiceRole.PREFILL, ServiceRole.DECODE)
+        routers = self.live(ServiceRole.ROUTER)
+        workers = self.live(ServiceRole.PREFILL, ServiceRole.DECODE) if routers else ()
         return {router.member: PublishFleet(router.member, workers, routers) for router in routers}
 
     def status(self, now: float) -> tuple[SlotStatus, ...]:
