@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner image clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner bench-operations image clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -99,6 +99,9 @@ bench-migrate: setup  ## Measure what streams feel of moves, drains and the deat
 
 bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (40 minutes)
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES))
+
+bench-operations: setup  ## Measure a roll, a switch of a role, a live change and the start from zero, under load (3 minutes)
+	$(BIN)/python -m benchmarks.operations
 
 bench-speculation: setup  ## Measure what guessed tokens gain: make bench-speculation QUESTIONS=question.jsonl (Spec-Bench's; 30 minutes)
 	$(BIN)/tandem pull
