@@ -96,12 +96,13 @@ class PrefixIndex:
 
     def check(self) -> None:
         """The two mappings hold the same pairs, and each worker has a bit of its own."""
-        from_workers = {(worker, h) for worker, held in self._held.items() for h in held}
-        from_hashes = {
-            (worker, h) for h, bits in self._holders.items() for bit, worker in self._worker_of.items() if bits & bit
-        }
-        assert from_workers == from_hashes
-        assert all(self._holders.values()), "a hash is listed that no worker holds"
         assert self._held.keys() == self._bit_of.keys()
+        holders = self._holders
+        for worker, held in self._held.items():
+            bit = self._bit_of[worker]
+            assert all([holders.get(h, 0) & bit for h in held]), f"{worker} holds a hash that is not listed for it"
+        num_listed = sum([bits.bit_count() for bits in holders.values()])
+        assert num_listed == sum(map(len, self._held.values())), "a hash is listed for a worker that does not hold it"
+        assert all(holders.values()), "a hash is listed that no worker holds"
         assert {bit: worker for worker, bit in self._bit_of.items()} == self._worker_of
         assert not set(self._free_bits) & self._worker_of.keys()
