@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
+from benchmarks.planner.fleet_events import event_seconds
 from benchmarks.planner.rivals import MARGIN, Fixed, Oracle, Thresholds, by_saturation, cheapest, one_by_one
 from benchmarks.report import Line, Report
 from core.config import PlannerConfig
@@ -96,7 +97,7 @@ def _add(report: Report, run: SizedRun, result: ElasticResult, beside: dict[str,
 
 
 def plan_time(report: Report) -> None:
-    """Of the search for the cheapest sizes among LARGE_FLEET of each role."""
+    """Of the search for the cheapest sizes among LARGE_FLEET of each role, and of an event of so large a fleet."""
     worker = WorkerModel(StepCost(0.006, 0.0, 5e-8, 2e-5, 5e-10), 0.05, 8192, 400_000)
     demand = Demand(3000.0, 12_000.0, 8000.0, 2.0, 343.0)
     seconds = []
@@ -107,6 +108,10 @@ def plan_time(report: Report) -> None:
         seconds.append(time.perf_counter() - began)
     where = f"plan for up to {LARGE_FLEET:,} + {LARGE_FLEET:,} workers (finds {found[0]} + {found[1]})"
     report.add(Line(where, sorted(seconds)[4] * 1e3, "ms", most=50.0))
+    events = sorted(event_seconds(LARGE_FLEET))
+    for name, share, most in (("p50", 0.50, None), ("p99", 0.99, 1.0)):
+        words = f"event of a fleet of {LARGE_FLEET:,} + {LARGE_FLEET:,} workers, {name}"
+        report.add(Line(words, events[int(share * len(events))] * 1e3, "ms", most=most))
 
 
 def main() -> None:
