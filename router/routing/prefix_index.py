@@ -100,7 +100,7 @@ class PrefixIndex:
         holders = self._holders
         for worker, held in self._held.items():
             bit = self._bit_of[worker]
-            assert all([holders.get(h, 0) & bit for h in held]), f"{worker} holds a hash that is not listed for it"
+            assert all(holders.get(h, 0) & bit for h in held), f"{worker} holds a hash that is not listed for it"
         num_listed = sum([bits.bit_count() for bits in holders.values()])
         assert num_listed == sum(map(len, self._held.values())), "a hash is listed for a worker that does not hold it"
         assert all(holders.values()), "a hash is listed that no worker holds"
