@@ -128,6 +128,8 @@ async def validity(report: Report, client: AsyncClient, model: str, num_seeds: i
             if response.HasField("tokens"):
                 text += response.tokens.text
                 token_ids += response.tokens.token_ids
+            elif not response.HasField("finished"):
+                continue
             elif response.finished.finish_reason == inference_pb2.FINISH_REASON_STOP:
                 try:
                     jsonschema.validate(json.loads(text), schema)
