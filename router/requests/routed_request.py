@@ -84,7 +84,7 @@ class RoutedRequest:
     not_before: float = 0.0  # earliest time of the next dispatch
     failed_workers: frozenset[str] = frozenset()  # the next attempt avoids them
     held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for its decode worker
-    preferred_worker: str = ""  # a decode worker that has the KV of the prompt
+    preferred_worker: str = ""  # that has the KV of the prompt, which its reports may not say yet
     last_error: str = ""
     first_token_at: float | None = None
     predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
@@ -186,6 +186,8 @@ class RoutedRequest:
             self.attempts -= 1
             self.attempts_without_token -= 1
         self.failed_workers |= failed_workers(error, worker_id, dispatch.candidate)
+        if dispatch.prefill is not None and dispatch.candidate.prefill_worker not in self.failed_workers:
+            self.preferred_worker = dispatch.candidate.prefill_worker or ""
         self.last_error = str(error)
         self.early_tokens.clear()
         has_computed = self.delivered or dispatch.prefill is not None or dispatch.decode is not None

@@ -234,12 +234,13 @@ class WorkerTable:
     ) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
 
-        `preferred` is a decode worker that has the KV of the prompt, which its reports may not say yet. It serves the
-        prompt alone if it has room and is not in `avoid`. With `goes_on`, the prompt ends with the start of its output,
-        and a decode worker that has the KV of all but the newest blocks serves it alone.
+        `preferred` is a worker that has the KV of the prompt, which its reports may not say yet. A decode worker serves
+        the prompt alone if it has room and is not in `avoid`; a prefill worker counts as having all in its cache. With
+        `goes_on`, the prompt ends with the start of its output, and a decode worker that has the KV of all but the
+        newest blocks serves it alone.
         """
         with self._decision_timer:
-            questions = self._questions(prompt, avoid, now)
+            questions = self._questions(prompt, avoid, now, preferred)
             holder = None
             if preferred not in avoid:
                 holder = _preferred(questions, preferred)
@@ -297,22 +298,30 @@ class WorkerTable:
         """True if the worker that computes the prompt, or a peer, has measured steps."""
         return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
 
-    def _questions(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[RoutingQuestion]:
+    def _questions(
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = ""
+    ) -> list[RoutingQuestion]:
         """One for each version of the hand-off protocol, because a policy may pair all workers of a question.
 
         Empty if no decode worker has room. Then no block of the prompt is hashed.
         """
         decode = self._with_room(ServiceRole.DECODE, avoid, now)
         if not decode or len(self._versions) == 1:
-            return [self._question(prompt, avoid, now, decode, self._versions[0])] if decode else []
+            return [self._question(prompt, avoid, now, preferred, decode, self._versions[0])] if decode else []
         return [
-            self._question(prompt, avoid, now, of_version, version)
+            self._question(prompt, avoid, now, preferred, of_version, version)
             for version in self._versions
             if (of_version := _of_version(decode, version))
         ]
 
     def _question(
-        self, prompt: PromptHashes, avoid: frozenset[str], now: float, decode: list[WorkerRecord], version: int
+        self,
+        prompt: PromptHashes,
+        avoid: frozenset[str],
+        now: float,
+        preferred: str,
+        decode: list[WorkerRecord],
+        version: int,
     ) -> RoutingQuestion:
         """`decode` workers have room and speak `version`."""
         prefill_alive = self.has_role(ServiceRole.PREFILL, avoid, version)
@@ -324,6 +333,8 @@ class WorkerTable:
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
+        if preferred:
+            matched[preferred] = prompt.num_tokens // block_size
         return RoutingQuestion(
             prompt.num_tokens,
             _options(prefill, matched, block_size),

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from core.config import RouterConfig
-from core.errors import TransferFailed
+from core.errors import TandemError, TransferFailed, WorkerDrains, WorkerUnavailable
+from core.lifecycle import ServiceRole
 from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
@@ -59,6 +60,30 @@ def test_a_request_that_pauses_ends_at_its_deadline_or_when_its_client_cancels()
         hasty.decode_fails(TransferFailed("again"), f"r#{attempt}")
     hasty.pass_time(0.3)
     assert "deadline" in str(hasty.only(events.Fail).error)
+
+
+@pytest.mark.parametrize("first", ["P1", "P2"])
+def test_a_prompt_that_a_worker_has_computed_goes_back_to_it(first: str) -> None:
+    """A decode worker that drains has not begun. No report says yet what the prefill worker has cached."""
+    second = "P2" if first == "P1" else "P1"
+    router = DrivenRouter(prefill=(second,), decode=("D1", "D2"))
+    router.report(second, num_calls=99)
+    router.join(first, ServiceRole.PREFILL)
+    router.arrive()
+    router.report(second)
+    assert [start.worker_id for start in router.of(events.StartPrefill)] == [first]
+    router.first_token(7)
+    router.decode_fails(WorkerDrains("the worker drains"))
+    assert [start.worker_id for start in router.of(events.StartPrefill)] == [first, first]
+
+
+@pytest.mark.parametrize("error", [TransferFailed("it failed"), WorkerUnavailable("it died")])
+def test_a_prompt_whose_worker_may_have_failed_goes_to_another_one(error: TandemError) -> None:
+    router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
+    router.arrive()
+    (started,) = router.of(events.StartPrefill)
+    router.post(events.PrefillReturned("r#1", error))
+    assert {start.worker_id for start in router.of(events.StartPrefill)} == {"P1", "P2"}, started
 
 
 @pytest.mark.parametrize(("attempts", "pause_s"), [(1, 0.0), (2, 0.05), (3, 0.1), (6, 0.8), (7, 1.0), (10_000, 1.0)])
