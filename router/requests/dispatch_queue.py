@@ -74,8 +74,9 @@ class DispatchQueue:
                 self._wait.note_empty()
             return None
         routed.hashes = routed.hashes or hashes_of(routed.resumed())
+        preferred = routed.preferred_worker, routed.request.num_prompt_tokens
         candidate = self._workers.choose(
-            routed.hashes, routed.failed_workers, now, routed.preferred_worker, goes_on=bool(routed.delivered)
+            routed.hashes, routed.failed_workers, now, preferred, goes_on=bool(routed.delivered)
         )
         if routed is self._blocked:
             self._room_at = now

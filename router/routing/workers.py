@@ -20,6 +20,7 @@ from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()
+NOBODY = ("", 0)
 START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
@@ -230,20 +231,26 @@ class WorkerTable:
         return self._longest_request
 
     def choose(
-        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = "", *, goes_on: bool = False
+        self,
+        prompt: PromptHashes,
+        avoid: frozenset[str],
+        now: float,
+        preferred: tuple[str, int] = NOBODY,
+        *,
+        goes_on: bool = False,
     ) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
 
-        `preferred` is a worker that has the KV of the prompt, which its reports may not say yet. A decode worker serves
-        the prompt alone if it has room and is not in `avoid`; a prefill worker counts as having all in its cache. With
-        `goes_on`, the prompt ends with the start of its output, and a decode worker that has the KV of all but the
-        newest blocks serves it alone.
+        `preferred` is a worker that has the KV of so many first tokens, which its reports may not say yet. A decode
+        worker serves the prompt alone if it has room and is not in `avoid`; a prefill worker counts as having them in
+        its cache. With `goes_on`, the prompt ends with the start of its output, and a decode worker that has the KV of
+        all but the newest blocks serves it alone.
         """
         with self._decision_timer:
             questions = self._questions(prompt, avoid, now, preferred)
             holder = None
-            if preferred not in avoid:
-                holder = _preferred(questions, preferred)
+            if preferred[0] not in avoid:
+                holder = _preferred(questions, preferred[0])
             if holder is None and goes_on:
                 holder = next(filter(None, (_holder(question, avoid) for question in questions)), None)
             if holder is not None:
@@ -299,7 +306,7 @@ class WorkerTable:
         return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
 
     def _questions(
-        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: str = ""
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: tuple[str, int] = NOBODY
     ) -> list[RoutingQuestion]:
         """One for each version of the hand-off protocol, because a policy may pair all workers of a question.
 
@@ -319,7 +326,7 @@ class WorkerTable:
         prompt: PromptHashes,
         avoid: frozenset[str],
         now: float,
-        preferred: str,
+        preferred: tuple[str, int],
         decode: list[WorkerRecord],
         version: int,
     ) -> RoutingQuestion:
@@ -333,8 +340,8 @@ class WorkerTable:
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
-        if preferred:
-            matched[preferred] = prompt.num_tokens // block_size
+        holder, num_tokens = preferred
+        matched[holder] = max(matched.get(holder, 0), num_tokens // block_size)
         return RoutingQuestion(
             prompt.num_tokens,
             _options(prefill, matched, block_size),
