@@ -18,8 +18,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cli.credentials import find_credentials
+from cli.credentials import client_of, find_credentials
 from tests.support.command import PATIENCE_S, Served, serving, start, tandem
+from tests.support.faults import prompt_of
+from tests.support.served_answers import Answer
 
 HTTP_PORT = 18_480  # of the gateway beside the fleet
 
@@ -121,11 +123,13 @@ async def test_scale_grows_a_pool_and_status_shows_it(served: Served) -> None:
 
 
 async def test_a_second_ctrl_c_ends_every_process_at_once() -> None:
-    async with serving() as fleet:
+    async with serving() as fleet, client_of(fleet.address, find_credentials(None, fleet.address)) as client:
+        answer = await Answer(client, prompt_of(1)).begun()  # so the drain lasts longer than the test takes to signal
         fleet.process.send_signal(signal.SIGINT)
         fleet.process.send_signal(signal.SIGTERM)
         code, left = await fleet.ended()
         assert (code, left) == (130, [])
+        answer.reading.cancel()
 
 
 async def test_without_a_router_the_error_names_the_command_that_starts_one() -> None:
