@@ -30,12 +30,13 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     """Run every check. Fetches a model of the catalogue that is not cached. Raises `TandemError`."""
     check_transport(config.transfer)
     check_device(config.engine)
-    joins = bool(config.cluster.address)  # where an earlier `tandem serve` may have left routers on the ports
-    check_telemetry(config.telemetry, 0 if joins else config.cluster.num_routers)
-    if not joins:
+    # In a joined cluster, an earlier `tandem serve` may have left routers on the ports.
+    has_ports = not config.cluster.address
+    if has_ports:
         check_port(config.router)
-    if config.gateway.port and not joins:
-        check_gateway(config.gateway)
+    check_telemetry(config.telemetry, config.cluster.num_routers if has_ports else 0)
+    if config.gateway.port:
+        check_gateway(config.gateway, listens=has_ports)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
     if config.engine.name == "vllm":
@@ -109,9 +110,10 @@ def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
         JsonLinesExporter(Path(config.trace_file))
 
 
-def check_gateway(config: GatewayConfig) -> None:
+def check_gateway(config: GatewayConfig, *, listens: bool = True) -> None:
     """Raises `ConfigError` if the gateway could not listen, or could not use its certificate."""
-    _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--http", "--http-host")
+    if listens:
+        _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--http", "--http-host")
     if config.tls_cert:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
