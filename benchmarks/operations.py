@@ -1,4 +1,4 @@
-"""What operators do while requests are served: `make bench-operations`.
+"""Operators change a fleet that serves requests: `make bench-operations`.
 
     roll      `tandem roll` of two workers of each role and two routers, under load
     switch    a worker takes the other role: idle, and a decode worker with 16 streams

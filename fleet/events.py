@@ -95,21 +95,11 @@ class ServiceStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedService:
-    """A service that an earlier supervisor has started, and that serves."""
-
-    member: Member
-    machine: MachineId
-    service_id: str
-    address: str
-    version: str = ""  # of its software
-
-
-@dataclass(frozen=True, slots=True)
 class FleetAdopted:
-    """Before the first `Tick`: the services that need no start. No two have one slot."""
+    """Before the first `Tick`: the services that an earlier supervisor has started, each with its machine. No two have
+    one slot."""
 
-    services: tuple[AdoptedService, ...]
+    services: tuple[tuple[MachineId, ServiceStarted], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class LocalRank:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What a host tells a new supervisor of the service that it serves."""
+    """The answer of a host to a new supervisor: its service, and the place where it serves."""
 
     member: Member
     endpoint: Endpoint

@@ -168,12 +168,11 @@ class FleetMachine:
 
     def _adopt(self, event: FleetAdopted, now: float) -> None:
         """Rule 11."""
-        for service in event.services:
-            slot = self._slots.restore(service.member, now)
-            slot.enter(SlotState.SERVING, now, None)
-            slot.service_id, slot.address, slot.version = service.service_id, service.address, service.version
-            slot.machine, slot.revision = service.machine, self._revision
-            self._num_starts = max(self._num_starts, service.member.start)
+        for machine, started in event.services:
+            slot = self._slots.restore(started.member, now)
+            slot.serve(started, now)
+            slot.machine, slot.revision = machine, self._revision
+            self._num_starts = max(self._num_starts, started.member.start)
         for role, wanted in self._wanted.items():
             self._wanted[role] = max(wanted, len(self._slots.staying(role)))
         self._has_served = bool(event.services)
@@ -246,8 +245,7 @@ class FleetMachine:
                     replaced.leave_at = None  # there is room for both
                 self._say(name, f"starts on {event.machine}", printed=False)
             case ServiceStarted() if slot.state is SlotState.STARTING:
-                slot.enter(SlotState.SERVING, now, None)
-                slot.service_id, slot.address, slot.version = event.service_id, event.address, event.version
+                slot.serve(event, now)
                 self._say(name, "serves", printed=self._was_ready and not self._ending)
                 replaced, slot.replaces = self._slots.replaced_by(slot), None
                 if replaced is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
-from fleet.events import MachineId, Member, PublishFleet, Serving, SlotId
+from fleet.events import MachineId, Member, PublishFleet, ServiceStarted, Serving, SlotId
 
 ROLES = tuple(ServiceRole)
 OTHER_ROLE = {ServiceRole.PREFILL: ServiceRole.DECODE, ServiceRole.DECODE: ServiceRole.PREFILL}
@@ -43,6 +43,10 @@ class Slot:
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
         self.leave_at = self._serving = None
+
+    def serve(self, started: ServiceStarted, now: float) -> None:
+        self.enter(SlotState.SERVING, now, None)
+        self.service_id, self.address, self.version = started.service_id, started.address, started.version
 
     @property
     def due_at(self) -> float:

@@ -27,7 +27,6 @@ from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.cores import LocalRanks
 from fleet.events import (
-    AdoptedService,
     ChangeConfig,
     ConfigureService,
     Drained,
@@ -154,11 +153,7 @@ class Supervisor:
             else:
                 self._local_ranks.restore(service.machine.name, member, service.rank)
             self._spawn(self._live(member, host.set_config(self._spec.live)))
-        services = (
-            AdoptedService(one.member, one.machine, one.endpoint.service_id, one.endpoint.address, one.endpoint.version)
-            for _, one in found
-        )
-        self._post(FleetAdopted(tuple(services)))
+        self._post(FleetAdopted(tuple((one.machine, _started(one.member, one.endpoint)) for _, one in found)))
 
     async def alive(self) -> None:
         """Answers while this supervisor lives."""
@@ -391,7 +386,7 @@ class Supervisor:
         await host.set_config(spec.live)
         if is_router:
             self._routers[member] = result
-        self._post(ServiceStarted(member, result.service_id, result.address, result.version))
+        self._post(_started(member, result))
 
     async def _live(self, member: Member, begin: Awaitable[None]) -> None:
         """Follow one member from its start or its adoption to its death."""
@@ -472,3 +467,7 @@ class Supervisor:
             self._unpublished.pop(router, None)
             if not self._unpublished:
                 self._all_published.set()
+
+
+def _started(member: Member, endpoint: Endpoint) -> ServiceStarted:
+    return ServiceStarted(member, endpoint.service_id, endpoint.address, endpoint.version)

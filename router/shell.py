@@ -34,7 +34,7 @@ from runtime.prometheus.metrics_page import Metrics
 from runtime.rpc.security import Credentials
 from runtime.tracing.telemetry import Telemetry
 
-MAX_REPORTS_PER_S = 1000  # of all workers together: a fifth of a core
+MAX_REPORTS_PER_S = 1000  # of all workers together: less than a third of a core
 
 logger = logging.getLogger(__name__)
 

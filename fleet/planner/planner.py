@@ -217,14 +217,14 @@ class Planner:
         of the rate, as any sizes can follow. The present ones stay if they can follow that, too."""
         prefills, decodes = self._ranges(present)
         for outlook in _eased(wanted):
+            if outlook.holds(present) and sum(present) <= self._most:
+                return present
             busier = self._busier(outlook)
             holding = [
                 self._raised(sizes, present, busier)
                 for sizes in outlook.frontier(prefills, decodes)
                 if sum(sizes) <= self._most
             ]
-            if outlook.holds(present) and sum(present) <= self._most:
-                return present
             if holding:
                 return min(holding, key=lambda sizes: (self._price(sizes), _num_changes(present, sizes)))
         return present

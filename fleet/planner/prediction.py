@@ -120,10 +120,8 @@ class FleetModel:
 
     def capacity(self, num_prefill: int, num_decode: int, demand: Demand) -> float:
         """The highest rate that these workers can follow, in requests/s."""
-        low, high = (
-            0.0,
-            (num_prefill + num_decode) / min(model.prompt_s(demand)[0] for model in (self.prefill, self.decode)),
-        )
+        prompt_s = min(model.prompt_s(demand)[0] for model in (self.prefill, self.decode))
+        low, high = 0.0, (num_prefill + num_decode) / prompt_s
         for _ in range(HALVINGS):
             middle = (low + high) / 2.0
             if self.follows(num_prefill, num_decode, replace(demand, rate=middle)):

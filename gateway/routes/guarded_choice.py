@@ -24,7 +24,7 @@ class GuardedChoice:
         self._output = self._open()
 
     async def push(self, chunk: Chunk) -> TokenChunk:
-        """What goes to the client now."""
+        """Returns the text and the deltas that the client gets now."""
         passed = TokenChunk(choice=chunk.choice, logprobs=chunk.logprobs)
         for part in parts_of(chunk):
             if isinstance(part, str):
@@ -34,7 +34,7 @@ class GuardedChoice:
         return passed
 
     async def finish(self, choice: int) -> TokenChunk:
-        """What is still held back."""
+        """Returns the text and the arguments that the guardrail still holds back."""
         passed = TokenChunk(choice=choice)
         await self._end_part(passed)
         return passed

@@ -341,7 +341,8 @@ class WorkerTable:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
         holder, num_tokens = preferred
-        matched[holder] = max(matched.get(holder, 0), num_tokens // block_size)
+        if holder:
+            matched[holder] = max(matched.get(holder, 0), num_tokens // block_size)
         return RoutingQuestion(
             prompt.num_tokens,
             _options(prefill, matched, block_size),

@@ -162,7 +162,8 @@ class ChoiceStream:
         return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
 
     def last_chunk(self) -> Chunk | None:
-        """What was held back as the possible start of a stop string or of a call; None if there is nothing."""
+        """The text and the deltas that waited as the possible start of a stop string or of a call; None if there are
+        none."""
         text = self.text.flush()
         text, tool_calls = (text, ()) if self.calls is None else self.calls.finish(text)
         return Chunk(self.choice, len(self.token_ids), (), text, (), tool_calls) if text or tool_calls else None

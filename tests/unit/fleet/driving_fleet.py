@@ -7,7 +7,6 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.claims import Claims
 from fleet.events import (
-    AdoptedService,
     FleetAction,
     FleetAdopted,
     FleetMessage,
@@ -29,14 +28,14 @@ P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 class Fleet:
     """A machine, its clock, its newest actions and the members that it has started."""
 
-    def __init__(self, *adopted: AdoptedService, **options: object) -> None:
+    def __init__(self, *adopted: tuple[MachineId, ServiceStarted], **options: object) -> None:
         config = ClusterConfig(max_workers=4, start_timeout_s=50.0, restart_backoff_s=1.0, **options)  # type: ignore[arg-type]
         self.rules = FleetRules(Claims(config), drain_timeout_s=30.0, router_drain_timeout_s=10.0)
         self.machine = FleetMachine(self.rules)
         self.now = 100.0
         self.members: dict[str, Member] = {}
         if adopted:
-            self.members |= {service.member.name: service.member for service in adopted}
+            self.members |= {started.member.name: started.member for _, started in adopted}
             self.send(FleetAdopted(adopted))
         self.send(Tick())
 

@@ -11,13 +11,13 @@ from core.config import LiveConfig, RouterConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.events import (
-    AdoptedService,
     FleetAdopted,
     FleetFailed,
     FleetReady,
     MachineId,
     Member,
     PublishFleet,
+    ServiceStarted,
     SlotId,
     StartFailed,
     StartService,
@@ -29,9 +29,12 @@ from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site
 
 
-def adopted(pool: ServiceRole, number: int, start: int, role: ServiceRole | None = None) -> AdoptedService:
+def adopted(
+    pool: ServiceRole, number: int, start: int, role: ServiceRole | None = None
+) -> tuple[MachineId, ServiceStarted]:
     member = Member(SlotId(pool, number), role or pool, start)
-    return AdoptedService(member, MachineId("m-0", "m-0.local"), f"{member.name}-{start:x}", f"host:{start}", "1.2")
+    started = ServiceStarted(member, f"{member.name}-{start:x}", f"host:{start}", "1.2")
+    return MachineId("m-0", "m-0.local"), started
 
 
 SERVICES = adopted(R, 0, 3), adopted(P, 0, 1), adopted(D, 0, 7)
@@ -61,10 +64,10 @@ def test_adoption_publishes_the_lists_and_says_how_many_serve() -> None:
 
 def test_what_is_missing_starts_under_a_new_number() -> None:
     fleet = Fleet(*SERVICES[:2])
-    fleet.send(StartFailed(SERVICES[0].member, "of another life", permanent=True))  # a serving slot ignores it
+    fleet.send(StartFailed(SERVICES[0][1].member, "of another life", permanent=True))  # a serving slot ignores it
     assert fleet.state_of("router-0")[0] == "serving"
     fleet = Fleet(*SERVICES[:2])
-    assert fleet.members["decode-0"].start > SERVICES[0].member.start
+    assert fleet.members["decode-0"].start > SERVICES[0][1].member.start
 
 
 def test_a_pool_that_was_scaled_keeps_its_size_and_a_switched_worker_its_role() -> None:
