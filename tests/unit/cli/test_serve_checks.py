@@ -150,3 +150,16 @@ def test_a_device_with_an_index_is_refused_because_ray_chooses_it() -> None:
         check_device(config)
     for device in ("auto", "cpu", "cuda"):
         check_device(EngineConfig(device=device))
+
+
+def test_in_a_joined_cluster_ports_are_left_alone_and_certificates_are_read() -> None:
+    """An earlier fleet may listen on the ports."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster, router = ClusterConfig(address="127.0.0.1:1"), RouterConfig(port=port)
+        check_before_start(TandemConfig(cluster=cluster, router=router, gateway=GatewayConfig(port=port)), Console())
+        wrong = GatewayConfig(port=port, tls_cert="/nowhere/cert", tls_key="/nowhere/key")
+        with pytest.raises(ConfigError, match=r"\[gateway\] tls_cert"):
+            check_before_start(TandemConfig(cluster=cluster, router=router, gateway=wrong), Console())
