@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,7 @@ class FakeRunner:
         num_blocks: int,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
+        step_s: float = 0.0,
     ) -> None:
         self.info = info
         self.layout = layout
@@ -59,6 +61,7 @@ class FakeRunner:
         self.takes_grammars = grammars is not None
         self.proposes = drafter is not None
         self._proposer = Proposer(drafter, grammars)
+        self._step_s = step_s
         self._steps = StepQueue(self._prepare, self._compute)
 
     @classmethod
@@ -81,7 +84,7 @@ class FakeRunner:
         num_blocks = min((config.host_kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
-        return cls(info, layout, num_blocks, grammars, drafter)
+        return cls(info, layout, num_blocks, grammars, drafter, shape.step_s)
 
     def _use_memory(self, memory: np.ndarray) -> None:
         """Keep the pool in these bytes. # uint8 [num_blocks * block_bytes]"""
@@ -125,6 +128,8 @@ class FakeRunner:
 
     def _compute(self, step: StepPlan, promised: PromisedTokens) -> Computed:
         assert not self._closed, "the runner is closed"
+        if self._step_s:
+            time.sleep(self._step_s)
         chunks = step.chunks
         logits = []
         for chunk in chunks:

@@ -74,9 +74,11 @@ class FakeConfig:
     head_dim: int
     context_length: int
     max_blocks: int  # a larger pool would only take longer to allocate
+    step_s: float = 0.0  # what each step takes beside its computing, so that streams last on every machine
 
 
 FAKE_CONFIGS = {
     "tiny": FakeConfig(num_layers=2, num_kv_heads=2, head_dim=4, context_length=8192, max_blocks=4096),
+    "slow": FakeConfig(num_layers=2, num_kv_heads=2, head_dim=4, context_length=8192, max_blocks=4096, step_s=0.002),
     "wide": FakeConfig(num_layers=8, num_kv_heads=4, head_dim=64, context_length=32_768, max_blocks=4096),
 }

@@ -14,7 +14,7 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.command import PATIENCE_S, Served, serving
 from tests.support.deployment import make_request
 
-NUM_OUTPUT = 1500  # a second, even for the fake; without a raylet, Ray's processes last for about ten
+NUM_OUTPUT = 1500  # 3 s at least; without a raylet, Ray's processes last for about ten
 CONFIG = """
 [router]
 drain_timeout_s = 60.0

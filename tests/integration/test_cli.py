@@ -62,7 +62,7 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
 async def test_the_gateway_serves_beside_the_fleet(served: Served) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{HTTP_PORT}", timeout=PATIENCE_S) as client:
         assert (await client.get("/ready")).json()["ready"]
-        ask = {"model": "fake:tiny", "prompt": "Hello there", "max_tokens": 8, "seed": 7}
+        ask = {"model": "fake:slow", "prompt": "Hello there", "max_tokens": 8, "seed": 7}
         answer = (await client.post("/v1/completions", json=ask)).json()
     _, out, _ = await tandem(
         "generate", "Hello there", "--raw", "--router", served.address, "--max-tokens", "8", "--seed", "7"

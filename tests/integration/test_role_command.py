@@ -24,7 +24,7 @@ from tests.support.served_answers import Answer
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_STREAMS = 16
-NUM_OUTPUT = 2000  # some seconds; one decode worker has room for all streams
+NUM_OUTPUT = 2000  # 4 s at least; one decode worker has room for all streams
 MAX_IDLE_S, MAX_WITH_STREAMS_S = 3.0, 10.0  # for a busy machine; ADR 0053 has the times
 CONFIG = """
 [engine]

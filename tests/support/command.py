@@ -62,8 +62,11 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(*arguments: str) -> AsyncIterator[Served]:
-    """`tandem serve`, as soon as it serves. Its processes end with this context, also when the test fails."""
-    process = await start("serve", "--model", "fake:tiny", "--port", "0", *arguments)
+    """`tandem serve` with a fake model of 2 ms a step, as soon as it serves.
+
+    Its processes end with this context, also when the test fails.
+    """
+    process = await start("serve", "--model", "fake:slow", "--port", "0", *arguments)
     try:
         yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))
     finally:

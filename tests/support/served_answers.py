@@ -10,7 +10,7 @@ from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest, Samplin
 from tests.support.command import PATIENCE_S
 from tests.support.faults import Prompt, expected, prompt_of
 
-NUM_OUTPUT = 4000  # some seconds, even for the fake runner
+NUM_OUTPUT = 2000  # 4 s at least, at 2 ms a step
 
 
 class Answer:
