@@ -19,6 +19,7 @@ The code uses numpy only, so the fake runner shares it. With C kernels, `engine/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -33,8 +34,14 @@ NO_MASKS = Masks()
 _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), -np.inf
 ).astype(np.float32)  # [256, 8]
-# (logits after bias and penalties, parameters, `draw_key`) -> token
-Draw = Callable[[np.ndarray, SamplingParams, int], int]
+
+
+class Draw(Protocol):
+    """As `draw_token`."""
+
+    def __call__(
+        self, adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed: bytes | None = None
+    ) -> int: ...
 
 
 class Sampler:
@@ -190,21 +197,26 @@ def choose_at(
 
     `allowed` is a mask of `core.output_grammar.Masks`; None = every token. # float32 [vocab], left unchanged
     """
-    if allowed is not None:
-        ceilings = np.take(_CEILINGS, np.frombuffer(allowed, np.uint8), axis=0).reshape(-1)
-        adjusted = np.minimum(adjusted, ceilings[: len(adjusted)])
     if barred:
         late = adjusted.copy()
         late[barred] = -np.inf
-        if allowed is None or late.max() > -np.inf:
+        if allowed is None or masked(late, allowed).max() > -np.inf:
             adjusted = late
     if sampling.greedy:
-        return int(adjusted.argmax())
-    return (draw or draw_token)(adjusted, sampling, draw_key(sampling.seed, position))
+        return int((adjusted if allowed is None else masked(adjusted, allowed)).argmax())
+    return (draw or draw_token)(adjusted, sampling, draw_key(sampling.seed, position), allowed)
 
 
-def draw_token(adjusted: np.ndarray, sampling: SamplingParams, key: int) -> int:
-    """The token of the filtered distribution that `key` draws. # float32 [vocab]"""
+def masked(logits: np.ndarray, allowed: bytes) -> np.ndarray:
+    """-inf for the tokens that the mask does not allow. # float32 [vocab], a new array"""
+    ceilings = np.take(_CEILINGS, np.frombuffer(allowed, np.uint8), axis=0).reshape(-1)
+    return np.minimum(logits, ceilings[: len(logits)])
+
+
+def draw_token(adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed: bytes | None = None) -> int:
+    """The token of the filtered distribution of the allowed tokens that `key` draws. # float32 [vocab]"""
+    if allowed is not None:
+        adjusted = masked(adjusted, allowed)
     token_ids, probabilities = filtered_distribution(adjusted, sampling)
     with np.errstate(divide="ignore"):  # a token without probability
         scores = np.log(probabilities) - np.log(exponentials(key, token_ids))

@@ -151,6 +151,8 @@ class GrammarReader:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(behind, *where)
         return [
             tuple(mask.tobytes() for mask in takewhile(np.any, masks[first : first + len(guesses) + 1]))
+            if guesses
+            else (masks[first].tobytes(),)
             for _, first, guesses in places
         ]
 

@@ -15,12 +15,13 @@ class NativeDraw:
         self._kernels = kernels
         self._weights = np.empty(0, np.float32)
 
-    def __call__(self, adjusted: np.ndarray, sampling: SamplingParams, key: int) -> int:
+    def __call__(self, adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed: bytes | None = None) -> int:
         adjusted = np.ascontiguousarray(adjusted, np.float32)
         if len(self._weights) < len(adjusted):
             self._weights = np.empty(len(adjusted), np.float32)
         token_id: int = self._kernels.draw_token(
             adjusted.ctypes.data,
+            allowed,
             len(adjusted),
             sampling.temperature,
             sampling.top_k,

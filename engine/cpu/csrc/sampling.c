@@ -20,7 +20,8 @@ struct share {
 
 struct row {
     const float *logits;
-    float *weights; /* [vocab] */
+    const uint8_t *allowed; /* a bit for each token, the lowest first; NULL allows all */
+    float *weights;         /* [vocab] */
     int64_t vocab;
     uint32_t key[2];
     /* The weight of the top_k-th token is above `many` and at most `few`. The shares are of the tokens above these. */
@@ -33,6 +34,19 @@ INLINE vfloat loaded(const float *from, int64_t count, float otherwise) {
     vfloat values = splat(otherwise);
     for (int64_t lane = 0; lane < count; lane++) values[lane] = from[lane];
     return values;
+}
+
+/* The logits from `id` on; -INFINITY behind the last one, and for tokens that are not allowed. */
+INLINE vfloat allowed_logits(const struct row *row, int64_t id) {
+    const int64_t count = row->vocab - id < LANES ? row->vocab - id : LANES;
+    const vfloat logits = loaded(row->logits + id, count, -INFINITY);
+    if (!row->allowed) return logits;
+    uint16_t bits = row->allowed[id / 8];
+    if (count > 8) bits |= row->allowed[id / 8 + 1] << 8;
+    vint bit_of_lane;
+    for (int lane = 0; lane < LANES; lane++) bit_of_lane[lane] = 1 << lane;
+    const vint flags = (bit_of_lane & (int32_t)bits) != 0;
+    return (vfloat)(((vint)logits & flags) | ((vint)splat(-INFINITY) & ~flags));
 }
 
 INLINE int any_lane(vint flags) {
@@ -61,14 +75,13 @@ static double exponential_variate(uint32_t bits) {
 static double weigh(struct row *row, float temperature) {
     vfloat tops = splat(-INFINITY);
     for (int64_t id = 0; id < row->vocab; id += LANES)
-        tops = larger(tops, loaded(row->logits + id, row->vocab - id, -INFINITY));
+        tops = larger(tops, allowed_logits(row, id));
     const float highest = largest_lane(tops);
     double mass = 0.0;
     for (int64_t from = 0; from < row->vocab; from += BATCH * LANES) {
         vfloat sums = {0};
         for (int64_t id = from; id < from + BATCH * LANES && id < row->vocab; id += LANES) {
-            const vfloat logits = loaded(row->logits + id, row->vocab - id, -INFINITY);
-            const vfloat weights = exponential((logits - highest) / temperature);
+            const vfloat weights = exponential((allowed_logits(row, id) - highest) / temperature);
             const int64_t count = row->vocab - id < LANES ? row->vocab - id : LANES;
             memcpy(row->weights + id, &weights, count * sizeof(float));
             sums += weights;
@@ -176,10 +189,12 @@ static int is_within(struct row *row, double mass, int64_t top_k, double top_p) 
     }
 }
 
-/* logits: [vocab]; temperature > 0; top_k = 0 keeps all tokens; weights: float [vocab] scratch. */
-EXPORT int64_t tandem_draw_token(const float *logits, int64_t vocab, float temperature, int64_t top_k, double top_p,
-                                 double min_p, uint64_t key, float *weights) {
-    struct row row = {logits, weights, vocab, {(uint32_t)key, (uint32_t)(key >> 32)}, 1.0f, 0.0f, {0, 0.0}, {vocab, 0.0}};
+/* logits: [vocab]; allowed: [(vocab + 7) / 8] or NULL; temperature > 0; top_k = 0 keeps all tokens; weights: float
+   [vocab] scratch. */
+EXPORT int64_t tandem_draw_token(const float *logits, const uint8_t *allowed, int64_t vocab, float temperature,
+                                 int64_t top_k, double top_p, double min_p, uint64_t key, float *weights) {
+    struct row row = {logits, allowed, weights, vocab, {(uint32_t)key, (uint32_t)(key >> 32)},
+                      1.0f, 0.0f, {0, 0.0}, {vocab, 0.0}};
     row.above_many.mass = weigh(&row, temperature);
     if (top_k >= vocab) top_k = 0;
     if (top_k > 0) {

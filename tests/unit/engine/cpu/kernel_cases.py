@@ -27,7 +27,7 @@ from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
 from engine.ops import TorchOps
 from engine.rotary import RotaryTable
-from engine.sampling import exponentials, filtered_distribution
+from engine.sampling import exponentials, filtered_distribution, masked
 from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
 # bfloat16 has 8 bits: two roundings of a value near 4 differ by at most 1/64. Torch also rounds between its steps.
@@ -190,13 +190,19 @@ def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
         top_p=draw.choice([1.0, 1.0, 0.95, 0.5, 0.001]),
         min_p=draw.choice([0.0, 0.0, 0.1, 1.0]),
     )
-    token_ids, probabilities = filtered_distribution(logits, sampling)
+    flags = np.random.default_rng(seed).random(vocab) < draw.choice([0.02, 0.5, 0.98])
+    flags[draw.randrange(vocab)] = True  # a mask allows a token
+    allowed = draw.choice([None, np.packbits(flags, bitorder="little").tobytes()])
+    if allowed is not None and np.isneginf(masked(logits, allowed)).all():
+        allowed = None
+    among = logits if allowed is None else masked(logits, allowed)
+    token_ids, probabilities = filtered_distribution(among, sampling)
     native, found = NativeDraw(kernels), []
     for key in (draw.getrandbits(64) for _ in range(8)):
         with np.errstate(divide="ignore"):
             scores = dict(zip(token_ids, np.log(probabilities) - np.log(exponentials(key, token_ids)), strict=True))
-        below = max(scores.values()) - scores.get(native(logits, sampling, key), float("-inf"))
-        found.append((f"draw, seed {seed}: {vocab} tokens, {sampling}, key {key}", float(below)))
+        below = max(scores.values()) - scores.get(native(logits, sampling, key, allowed), float("-inf"))
+        found.append((f"draw, seed {seed}: {vocab} tokens, {sampling}, key {key}, {allowed!r}", float(below)))
     return found
 
 
