@@ -29,7 +29,7 @@ STAGE_CAUSES = {
     (Stage.TOKENIZE, Stage.FINISHED): "router: refused on arrival: the queue is full, or the prompt is too long",
     (Stage.QUEUE, Stage.PREFILL): "router: workers with room are chosen; worker: the first chunk is in a step",
     (Stage.QUEUE, Stage.TRANSFER): "decode worker: there is room for the prompt; WANT goes out",
-    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, past its deadline, or no decode worker for `worker_wait_s`",
+    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, past its deadline, or no decode worker for too long",
     (Stage.PREFILL, Stage.DECODE): "router: the first token has arrived; worker: the first token is sampled",
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
     (Stage.PREFILL, Stage.FINISHED): "router: cancelled, past its deadline, or an error that no retry can cure",

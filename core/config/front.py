@@ -30,7 +30,7 @@ class RouterConfig:
     policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
     report_stale_s: float = live(3.0)  # after this long without a report, a worker counts as saturated
     worker_lost_s: float = live(10.0)  # ... and after this long as lost
-    worker_wait_s: float = live(20.0)  # a queued request fails once no decode worker has served for this long
+    worker_wait_s: float = live(20.0)  # queued requests fail after so long without decode worker, or 1.5 planned starts
     max_message_bytes: int = 4 * 1024 * 1024  # largest gRPC message, received or sent
     max_prompt_chars: int = live(1_000_000)  # a longer prompt is refused before it is tokenized
     drain_timeout_s: float = live(10.0)  # time limit for open requests after Ctrl-C
