@@ -173,6 +173,15 @@ def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement
     )
 
 
+def _is_on_gpu(engine: EngineConfig) -> bool:
+    """Whether a worker's model runs on a GPU. A fake model does not, and its worker never imports torch."""
+    if engine.model.startswith("fake:"):
+        return False
+    from engine.backend import choose_device
+
+    return choose_device(engine.device).type == "cuda"
+
+
 def _worker_parts(
     role: ServiceRole,
     config: TandemConfig,
@@ -183,7 +192,6 @@ def _worker_parts(
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from decode_worker.machine import DecodeMachine
-        from engine.backend import choose_device
         from engine.factory import build_runner
         from engine.runner import StepLimits
         from prefill_worker.machine import PrefillMachine
@@ -196,7 +204,7 @@ def _worker_parts(
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         grammars = GrammarReader(functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir))
         with pinned(cores):  # loading must not use the other workers' cores
-            step = config.scheduler.on_device(choose_device(engine.device).type == "cuda")
+            step = config.scheduler.on_device(_is_on_gpu(engine))
             limits = StepLimits(step.max_running, step.max_batched_tokens)
             runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0, grammars=grammars)
         executor, costs = StepExecutor(runner, cores), StepCostFit()

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import uvloop
 from rich.console import Console
 
+from cli.http_port import claimed_port, gateway_line
 from cli.remote_router import RemoteRouter, remote_routers
-from core.config import GatewayConfig, TandemConfig
-from core.errors import ConfigError
-from core.service import join_address
+from core.config import TandemConfig
 from gateway.fleets import Fleets
 from gateway.router_calls import RouterCalls
 from gateway.server import HttpServer
 from runtime.rpc.security import load_credentials
-from runtime.shared_port import PortClaim
 from tandem_client import Credentials as ClientCredentials
 
 
@@ -39,24 +36,6 @@ def _channel_credentials(config: TandemConfig) -> ClientCredentials:
     """Certificates, but no token: the gateway must not lend its rights to HTTP clients."""
     own = load_credentials(config.security)
     return ClientCredentials(cert=own.cert, key=own.key, ca=own.ca, server_name=own.server_name)
-
-
-@contextlib.contextmanager
-def claimed_port(config: GatewayConfig) -> Iterator[GatewayConfig]:
-    """Keep other programs off the HTTP port, which several servers of one fleet share. Raises `ConfigError`."""
-    try:
-        claim = PortClaim(config.host, config.port)
-    except OSError as error:
-        where = f"{join_address(config.host, config.port)} ({error.strerror})"
-        raise ConfigError(f"cannot listen on {where}; choose another port with --http") from error
-    with contextlib.closing(claim):
-        yield replace(config, port=claim.port)
-
-
-def gateway_line(config: GatewayConfig) -> str:
-    scheme = "https" if config.tls_cert else "http"
-    url = f"{scheme}://{join_address(config.host, config.port)}"
-    return f"OpenAI API at {url}/v1, dashboard at {url}/dashboard"
 
 
 def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cli import compose, vllm
+from cli import compose
 from cli.config_file import Flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
-from cli.gateway import claimed_port, gateway_line
+from cli.http_port import claimed_port, gateway_line
 from cli.live_config import amended
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
@@ -55,6 +55,8 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemCo
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
     if config.engine.name == "vllm":
+        from cli import vllm
+
         python = python_of(config.vllm)
         interpreter, torch = Interpreter(str(python), variables(python)), torch_version(python)
         build_prefill, build_decode = vllm.build_prefill_worker, vllm.build_decode_worker

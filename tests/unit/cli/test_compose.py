@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -97,7 +99,7 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
 
     monkeypatch.setattr("engine.factory.build_runner", build_runner)
     monkeypatch.setattr("engine.backend.choose_device", lambda wanted: torch.device(wanted.replace("auto", "cpu")))
-    config = replace(tiny_config(), scheduler=scheduler)
+    config = replace(tiny_config("random:llama-tiny"), scheduler=scheduler)
     build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), None)
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
@@ -138,3 +140,20 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
     parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None)
     with pytest.raises(ConfigError, match="expandable_segments"):
         parts(lambda _: None, lambda _: None)
+
+
+def test_tandem_serve_and_a_worker_of_a_fake_model_import_no_module_that_takes_long_and_is_not_used() -> None:
+    """A supervisor imports `cli.serve` too. Each of these modules takes half a second to three seconds of CPU."""
+    program = """
+import os, sys
+import cli.serve
+from core.lifecycle import ServiceRole
+from tests.support.deployment import place, tiny_config
+
+cli.compose._worker_parts(ServiceRole.DECODE, tiny_config(), place(0), None)(print, print)
+print([name for name in ("torch", "transformers", "gateway.server", "vllm_worker.machine") if name in sys.modules])
+sys.stdout.flush()
+os._exit(0)  # without the threads of the worker
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split("\n")[-2] == "[]"
