@@ -62,6 +62,7 @@ class _Claims:
 
 
 _FREE, _CACHED = _Claims(0, 0, 0, Column.FREE), _Claims(0, 0, 0, Column.CACHED)
+_INCOMING = _Claims(0, 0, 1, Column.INCOMING)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +114,10 @@ class BlockPool:
     def num_leases(self, block: int) -> int:
         """The number of peers that may read this block now."""
         return self._claims[block].num_leases
+
+    def leases(self) -> dict[int, int]:
+        """The number of peers that may read each block, for blocks with at least one."""
+        return {block: claims.num_leases for block, claims in enumerate(self._claims) if claims.num_leases}
 
     def match_prefix(self, blocks: Sequence[FullBlock], cache_salt: str) -> list[PrefixBlock]:
         """The longest cached prefix of `blocks`. Call `share` on its blocks before any other change to the pool."""
@@ -285,23 +290,33 @@ class BlockPool:
 
     def check(self) -> None:
         """Every block is in exactly one column, and every index agrees."""
-        counts = dict.fromkeys(Column, 0)
+        counts = dict.fromkeys(self._counts, 0)
+        sound = {id(_FREE), id(_CACHED)}  # claims in the right column; blocks share them, so each is looked at once
+        free, num_entries = set(), 0
         for block, (claims, entry) in enumerate(zip(self._claims, self._entries, strict=True)):
-            if claims.num_incoming:
-                assert (claims.num_incoming, claims.num_holds, claims.num_leases, entry) == (1, 0, 0, None)
-            unclaimed = _FREE if entry is None else _CACHED
-            assert claims is unclaimed or claims == _changed(block, claims, 0, 0, 0) != _FREE, f"block {block}"
             counts[claims.column] += 1
-            assert (block in self._cached) == (claims is _CACHED), f"block {block}"
-            if entry is not None:
+            if entry is None:
+                if claims is _FREE:
+                    free.add(block)
+                    continue
+                assert claims is not _CACHED, f"block {block}"
+            else:
+                num_entries += 1
+                assert claims is not _FREE, f"block {block}"
+                assert not claims.num_incoming, f"block {block}"
+                assert (block in self._cached) == (claims is _CACHED), f"block {block}"
                 assert entry.block == block, f"block {block}"
                 assert self._by_hash[entry.sequence_hash] is entry, f"block {block}"
+            if id(claims) not in sound:
+                assert claims == _changed(block, claims, 0, 0, 0) != _FREE, f"block {block}"
+                assert not claims.num_incoming or claims == _INCOMING, f"block {block}"
+                sound.add(id(claims))
         assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
-        free = {*self._free, *self._freed}
-        assert len(self._free) + len(self._freed) == counts[Column.FREE] == len(free)
-        assert all(self._claims[block] is _FREE for block in free)
+        assert len(self._free) + len(self._freed) == len(free)
+        assert free == {*self._free, *self._freed}
         assert self._free == sorted(self._free, reverse=True)
-        assert len(self._by_hash) == sum(entry is not None for entry in self._entries)
+        assert len(self._cached) == counts[Column.CACHED]
+        assert len(self._by_hash) == num_entries
 
 
 def _in_cache(parent: PrefixBlock | str | None) -> bool:

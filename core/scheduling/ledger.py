@@ -53,7 +53,8 @@ def count_once(claims: Iterable[Claim], pool: BlockPool, now: float) -> list[Blo
     counted: set[int] = set()
     holders = []
     for claim in sorted(claims, key=lambda claim: claim.since):
-        mine = {block for block in claim.blocks if pool.column_of(block) is claim.column} - counted
+        column = claim.column
+        mine = {block for block in claim.blocks if pool.column_of(block) is column} - counted
         counted |= mine
         holders.append(BlockHolder(claim, len(mine), now - claim.since))
     return holders

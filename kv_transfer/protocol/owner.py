@@ -344,8 +344,8 @@ class Owner:
                 assert offer.leased.keys() <= offer.wanted
                 announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
                 assert {piece // offer.plan.source_parts: block for piece, block in announced} == offer.leased
-        for block in range(self.pool.num_blocks):
-            assert self.pool.num_leases(block) == leases[block], f"block {block}"
+        in_pool = self.pool.leases()
+        assert in_pool == leases, f"blocks and leases in the pool or in the offers: {in_pool.items() ^ leases.items()}"
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers

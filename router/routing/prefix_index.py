@@ -100,8 +100,9 @@ class PrefixIndex:
         holders = self._holders
         for worker, held in self._held.items():
             bit = self._bit_of[worker]
-            assert all(holders.get(h, 0) & bit for h in held), f"{worker} holds a hash that is not listed for it"
-        num_listed = sum([bits.bit_count() for bits in holders.values()])
+            unlisted = [h for h in held if not holders.get(h, 0) & bit]
+            assert not unlisted, f"{worker} holds hashes that are not listed for it"
+        num_listed = sum(map(int.bit_count, holders.values()))
         assert num_listed == sum(map(len, self._held.values())), "a hash is listed for a worker that does not hold it"
         assert all(holders.values()), "a hash is listed that no worker holds"
         assert {bit: worker for worker, bit in self._bit_of.items()} == self._worker_of
