@@ -10,6 +10,7 @@ from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.planner import Planner
+from simulator.cost_model import layout_8b
 from simulator.elastic import ElasticReplay
 from simulator.replay_config import ReplayConfig
 from simulator.workloads import Synthetic, Workload, by_curve, synthetic
@@ -21,7 +22,15 @@ REQUESTS = synthetic(Synthetic(num_requests=400, prompt_tokens=20_000, output_to
 def config(num_prefill: int, num_decode: int) -> ReplayConfig:
     router = RouterConfig(max_in_flight_per_worker=1024, slo_ttft_ms=3000.0)
     sizes = {"num_prefill": num_prefill, "num_decode": num_decode}
-    return ReplayConfig(**sizes, check_every_s=10.0, slo_ttft_s=3.0, slo_tpot_s=0.1, router=router)  # type: ignore[arg-type]
+    layout = layout_8b(256)  # few blocks, because work with blocks takes most of the time of these tests
+    return ReplayConfig(
+        **sizes,  # type: ignore[arg-type]
+        layout=layout,
+        check_every_s=10.0,
+        slo_ttft_s=3.0,
+        slo_tpot_s=0.1,
+        router=router,
+    )
 
 
 def constant(rate: float, duration_s: float) -> Workload:
