@@ -17,10 +17,13 @@ from simulator.memory import EOS_TOKEN_IDS, token_behind
 from simulator.worker_shell import WorkerShell
 from simulator.worker_spec import WorkerSpec
 from simulator.world import World
-from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, Prompt
+from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, HandshakeEnded, Prompt
 from vllm_worker.fake_engine import FakeCluster, FakeCore
+from vllm_worker.handshakes import ShakeHands
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
 from vllm_worker.view import VllmView
+
+HANDSHAKE_S = 0.1
 
 
 class VllmShell(WorkerShell):
@@ -44,13 +47,14 @@ class VllmShell(WorkerShell):
         num_tokens = spec.num_blocks * spec.layout.block_size
         info = EngineInfo(spec.num_blocks, spec.layout, EOS_TOKEN_IDS, num_tokens, steps.max_batched_tokens)
         self.engine = FakeCore(self._cluster, self.name, info, token_behind)
-        self.address = AgentAddress(self.name, incarnation, b"vllm", 0, spec.num_blocks, spec.layout, lease_s=1.0)
+        metadata = self.engine.info.address
+        self.address = AgentAddress(self.name, incarnation, metadata, 0, spec.num_blocks, spec.layout, lease_s=1.0)
         limits = Limits(spec.worker.step_timeout_s, steps.max_waiting, steps.max_running)
         self.machine = VllmMachine(info, limits)
         self.view = VllmView(self.machine.worker_load)
 
     def join(self, *_: Any) -> None:
-        """The engines connect by themselves."""
+        """The engines have no network."""
 
     def _perform(self, action: Any) -> None:
         match action:
@@ -58,6 +62,8 @@ class VllmShell(WorkerShell):
                 self._submit(prompt)
             case Abort(request_id):
                 self.engine.abort(request_id)
+            case ShakeHands(peer, address):
+                self._world.after(HANDSHAKE_S, partial(self._shake_hands, peer, address))
             case Fail():
                 self._world.after(0.0, self._fail)
             case _:
@@ -75,6 +81,11 @@ class VllmShell(WorkerShell):
         self.engine.loses_loads = fails and not is_gone
         self.engine.submit(prompt)
         self._plan_step()
+
+    def _shake_hands(self, peer: str, address: bytes) -> None:
+        if self.alive:
+            self.engine.meet(address.decode())
+            self.post(HandshakeEnded(peer))
 
     # ---- steps
 

@@ -1,5 +1,5 @@
-"""vLLM's AsyncLLM as an `Engine`. Three files import vllm: this one, and those that vLLM loads by name, draws.py and
-connector.py.
+"""vLLM's AsyncLLM as an `Engine`. Four files import vllm: this one, and those that vLLM loads by name, draws.py,
+connector.py and nixl_handshake.py.
 
 Tested with vLLM 0.32. Its KV connector moves the blocks (`kv_producer` on a prefill worker, `kv_consumer` on a decode
 worker); the parameters that it gives for the other side travel as JSON with a version. What arrives is checked, because
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,18 @@ from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.step import SampledToken
-from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
-from vllm_worker.handoff import decode_handoff, encode_handoff
+from vllm_worker.engine import (
+    BlocksChanged,
+    EngineDied,
+    EngineInfo,
+    EngineOutput,
+    EngineReport,
+    EngineStep,
+    HandshakeEnded,
+    Prompt,
+)
+from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
+from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
 from vllm_worker.sampling import sampling_arguments
@@ -63,6 +74,7 @@ class AsyncEngine:
     def __init__(self, arguments: EngineArguments) -> None:
         self._arguments = arguments
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._handshake: asyncio.Task[None] | None = None
         self._events: asyncio.Task[None] | None = None
         self._llm: Any = None
         self._guardian: Guardian | None = None
@@ -98,6 +110,7 @@ class AsyncEngine:
             eos_token_ids=arguments.info.eos_token_ids,
             context_length=config.model_config.max_model_len,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+            address=_address(config, arguments) if arguments.offers else b"",
         )
 
     async def _warm_up(self) -> None:
@@ -176,6 +189,24 @@ class AsyncEngine:
             error=error,
         )
 
+    # ---- handshakes
+
+    def shake_hands(self, peer: str, address: bytes) -> None:
+        self._handshake = asyncio.create_task(self._shake_hands(peer, address), name=f"handshake with {peer}")
+
+    async def _shake_hands(self, peer: str, address: bytes) -> None:
+        """Never fails: whatever goes wrong, the first hand-off from the peer shakes hands."""
+        started_at = time.monotonic()
+        try:
+            error = await shake_hands(self._llm, EngineAddress.decode(address))
+        except Exception as failure:  # noqa: BLE001  logged, and no request is at stake
+            error = f"{type(failure).__name__}: {failure}"
+        if error:
+            logger.warning("the first hand-off from %s will shake hands with it: %s", peer, error)
+        else:
+            logger.info("shook hands with %s in %.3f s", peer, time.monotonic() - started_at)
+        self._report(HandshakeEnded(peer, error))
+
     # ---- steps and blocks
 
     def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
@@ -219,7 +250,7 @@ class AsyncEngine:
             self._report(EngineDied(f"its block events ended: {error}"))
 
     async def close(self) -> None:
-        tasks = [task for task in (*self._tasks.values(), self._events) if task is not None]
+        tasks = [task for task in (*self._tasks.values(), self._handshake, self._events) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -255,6 +286,7 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         "--kv-transfer-config", json.dumps(connector),
         "--kv-events-config", json.dumps(block_events),
         "--logits-processors", DRAWS,
+        "--worker-extension-cls", EXTENSION,
         "--no-async-scheduling",
         "--skip-tokenizer-init",
         "--enable-logging-iteration-details",
@@ -309,6 +341,22 @@ def _layout(config: Any, info: ModelInfo) -> KVLayout:
         head_dim=model.get_head_size(),
         quantization="none" if model.quantization is None else str(model.quantization),
     )
+
+
+def _address(config: Any, arguments: EngineArguments) -> bytes:
+    """The engines of a data-parallel worker have an id each, so the address of one is of no use."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return b""
+    dcp_size = parallel.decode_context_parallel_size
+    return EngineAddress(
+        config.kv_transfer_config.engine_id,
+        arguments.host,
+        arguments.side_port,
+        tp_size=max(parallel.tensor_parallel_size, dcp_size),
+        dcp_size=dcp_size,
+        pp_size=parallel.pipeline_parallel_size,
+    ).encode()
 
 
 # ---- vLLM's reports

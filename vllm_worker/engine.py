@@ -26,6 +26,7 @@ class EngineInfo:
     eos_token_ids: frozenset[int]
     context_length: int
     max_step_tokens: int
+    address: bytes = b""  # where engines that read from it shake hands with it; empty: at the first hand-off
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,20 @@ class BlocksChanged(NamedTuple):
     events: tuple[BlockEvent, ...]
 
 
+class HandshakeEnded(NamedTuple):
+    """The end of `Engine.shake_hands`."""
+
+    peer: str
+    error: str = ""
+
+
 class EngineDied(NamedTuple):
     """The engine has ended, and every request with it."""
 
     detail: str
 
 
-EngineReport = EngineOutput | EngineStep | BlocksChanged | EngineDied
+EngineReport = EngineOutput | EngineStep | BlocksChanged | HandshakeEnded | EngineDied
 
 
 class Engine(Protocol):
@@ -92,6 +100,13 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request early; no report of it follows."""
+        ...
+
+    def shake_hands(self, peer: str, address: bytes) -> None:
+        """Connect to the engine of a peer before the first hand-off from it, and report `HandshakeEnded`.
+
+        One at a time. Without it, or if it fails, the first hand-off connects.
+        """
         ...
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -23,7 +23,16 @@ from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored
 from core.step import SampledToken
-from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
+from vllm_worker.engine import (
+    BlocksChanged,
+    EngineDied,
+    EngineInfo,
+    EngineOutput,
+    EngineReport,
+    EngineStep,
+    HandshakeEnded,
+    Prompt,
+)
 
 VOCAB_SIZE = 256
 INFO = EngineInfo(
@@ -45,10 +54,12 @@ def next_token(request: Request, token_ids: list[int]) -> int:
 
 @dataclass(slots=True)
 class FakeCluster:
-    """The KV that engines keep for each other: hand-off -> name of the owner, and tokens."""
+    """The KV that engines keep for each other: hand-off -> name of the owner, and tokens; and who has met whom."""
 
     kept: dict[bytes, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    met: set[tuple[str, str]] = field(default_factory=set)  # (reader, owner)
     num_handoffs: int = 0
+    num_late_handshakes: int = 0  # at the first hand-off of a pair
 
     def keep(self, owner: str, token_ids: list[int]) -> bytes:
         self.num_handoffs += 1
@@ -60,6 +71,7 @@ class FakeCluster:
         """The owner has ended."""
         for handoff in [handoff for handoff, (name, _) in self.kept.items() if name == owner]:
             del self.kept[handoff]
+        self.met = {pair for pair in self.met if owner not in pair}
 
 
 @dataclass(slots=True)
@@ -76,7 +88,7 @@ class FakeCore:
     def __init__(
         self, cluster: FakeCluster, name: str = "", info: EngineInfo = INFO, next_token: NextToken = next_token
     ) -> None:
-        self.name, self.info = name, info
+        self.name, self.info = name, replace(info, address=name.encode())
         self._cluster, self._next_token = cluster, next_token
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why its KV could not be loaded
@@ -100,12 +112,20 @@ class FakeCore:
             if kept is None or self.loses_loads:
                 self._lost[prompt.request_id] = "the KV could not be loaded"
                 return
-            token_ids = kept[1]
+            owner, token_ids = kept
+            if not self.meet(owner):
+                self._cluster.num_late_handshakes += 1
         hashes = self._hashes(request, request.token_ids)
         num_hit = next((place for place, one in enumerate(hashes) if one not in self._cached), len(hashes))
         num_cached = num_hit * self.info.layout.block_size
         num_uncomputed = 0 if prompt.handoff else len(token_ids) - num_cached
         self._sequences[prompt.request_id] = _Sequence(prompt, list(token_ids), num_cached, num_uncomputed)
+
+    def meet(self, owner: str) -> bool:
+        """Returns whether they have met before."""
+        pair, known = (self.name, owner), len(self._cluster.met)
+        self._cluster.met.add(pair)
+        return len(self._cluster.met) == known
 
     def abort(self, request_id: str) -> None:
         self.num_aborted += 1
@@ -176,7 +196,10 @@ class FakeCore:
 
 
 class FakeEngine(FakeCore):
-    """An `Engine`, with a step each `step_s`. `refuses_start`, `die`, `hangs` and `loses_loads` are the faults."""
+    """An `Engine`, with a step each `step_s`.
+
+    `refuses_start`, `die`, `hangs`, `loses_loads` and `refuses_handshakes` are the faults.
+    """
 
     def __init__(
         self,
@@ -191,7 +214,7 @@ class FakeEngine(FakeCore):
         self._stepping: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
         self._report: Callable[[EngineReport], None]
-        self.refuses_start = self.hangs = False
+        self.refuses_start = self.hangs = self.refuses_handshakes = False
 
     async def start(self, report: Callable[[EngineReport], None]) -> EngineInfo:
         if self.refuses_start:
@@ -203,6 +226,13 @@ class FakeEngine(FakeCore):
     def submit(self, prompt: Prompt) -> None:
         super().submit(prompt)
         self._work.set()
+
+    def shake_hands(self, peer: str, address: bytes) -> None:
+        refused = self.refuses_handshakes or not address
+        if not refused:
+            self.meet(address.decode())
+        error = "the fake peer does not answer" if refused else ""
+        asyncio.get_running_loop().call_soon(self._report, HandshakeEnded(peer, error))
 
     async def close(self) -> None:
         self.clear()

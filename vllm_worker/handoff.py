@@ -1,4 +1,7 @@
-"""The hand-off from one vLLM to another: the parameters of vLLM's KV connector, as bytes with a version.
+"""What passes from one vLLM to another: the parameters of vLLM's KV connector, as bytes with a version.
+
+    a hand-off    of one prompt: where its KV is
+    an address    of an engine: the part that is the same in each of its hand-offs, for a handshake before the first one
 
 Wrong parameters end the engine that reads them, with all its requests. So the reader checks each field that the pull
 connector of vLLM 0.32 reads.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -16,15 +20,13 @@ VERSION = 1
 MAX_BLOCKS = 1 << 20
 
 # field -> the type that the connector expects
-_FIELDS: dict[str, type | tuple[type, ...]] = {
+_ADDRESS_FIELDS: dict[str, type] = {"remote_engine_id": str, "remote_host": str, "remote_port": int, "tp_size": int}
+_SIZE_FIELDS: dict[str, type] = {"dcp_size": int, "pp_size": int}
+_PROMPT_FIELDS: dict[str, type] = {
     "do_remote_prefill": bool,
     "do_remote_decode": bool,
-    "remote_engine_id": str,
     "remote_request_id": str,
-    "remote_host": str,
-    "remote_port": int,
     "remote_block_ids": list,
-    "tp_size": int,
 }
 
 
@@ -34,8 +36,37 @@ def encode_handoff(parameters: Mapping[str, Any]) -> bytes:
 
 def decode_handoff(handoff: bytes) -> dict[str, Any]:
     """Raises `InvalidRequest`."""
+    parameters = _decode(handoff, _ADDRESS_FIELDS | _PROMPT_FIELDS)
+    if not parameters["do_remote_prefill"] or parameters["do_remote_decode"]:
+        raise InvalidRequest("handoff", "must ask for a remote prefill")
+    _check_blocks(parameters["remote_block_ids"])
+    return parameters
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Where an engine shakes hands with those that read from it. The fields have the names of vLLM."""
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+    dcp_size: int = 1
+    pp_size: int = 1
+
+    def encode(self) -> bytes:
+        return encode_handoff(asdict(self))
+
+    @classmethod
+    def decode(cls, content: bytes) -> EngineAddress:
+        """Raises `InvalidRequest`."""
+        parameters = _decode(content, _ADDRESS_FIELDS | _SIZE_FIELDS)
+        return cls(**{field.name: parameters[field.name] for field in fields(cls)})
+
+
+def _decode(encoded: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
     try:
-        content = json.loads(handoff)
+        content = json.loads(encoded)
     except ValueError as error:
         raise InvalidRequest("handoff", "must be JSON") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
@@ -44,15 +75,12 @@ def decode_handoff(handoff: bytes) -> dict[str, Any]:
     parameters = content.get("vllm")
     if not isinstance(parameters, dict):
         raise InvalidRequest("handoff", "has no parameters of vLLM")
-    for name, kind in _FIELDS.items():
+    for name, kind in kinds.items():
         value = parameters.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InvalidRequest("handoff", f"{name} has the wrong type")
-    if not parameters["do_remote_prefill"] or parameters["do_remote_decode"]:
-        raise InvalidRequest("handoff", "must ask for a remote prefill")
     if not 0 < parameters["remote_port"] < 65536 or parameters["tp_size"] < 1:
         raise InvalidRequest("handoff", "remote_port or tp_size is out of range")
-    _check_blocks(parameters["remote_block_ids"])
     return parameters
 
 

@@ -46,7 +46,17 @@ from decode_worker.events import (
     ResumeArrived,
 )
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
-from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
+from vllm_worker.engine import (
+    BlocksChanged,
+    EngineDied,
+    EngineInfo,
+    EngineOutput,
+    EngineReport,
+    EngineStep,
+    HandshakeEnded,
+    Prompt,
+)
+from vllm_worker.handshakes import Handshakes, ShakeHands
 from vllm_worker.load import EngineLoad
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
@@ -92,7 +102,7 @@ VllmEvent = (
     | PeerLeft
     | Tick
 )
-VllmAction = Submit | Abort | Fail | PrefillDone | PrefillFailed | EmitTokens | DecodeDone | DecodeFailed
+VllmAction = Submit | Abort | ShakeHands | Fail | PrefillDone | PrefillFailed | EmitTokens | DecodeDone | DecodeFailed
 
 
 @dataclass(slots=True)
@@ -131,6 +141,7 @@ class VllmMachine:
     load: EngineLoad = field(init=False)
     draining: bool = False
     open_calls: OpenCalls = field(default_factory=OpenCalls)
+    handshakes: Handshakes = field(default_factory=Handshakes)
     _calls: dict[str, _Call] = field(default_factory=dict)  # by request id
     _waiting: dict[TransferId, str] = field(default_factory=dict)  # hand-offs that calls wait for -> request id
     _early: OrderedDict[TransferId, tuple[bytes, float]] = field(default_factory=OrderedDict)  # with their time
@@ -149,8 +160,14 @@ class VllmMachine:
                 self._reported_at = now
                 self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
-            case BlocksChanged() | PeerJoined() | PeerLeft():
-                pass  # the shell reports the blocks, and the engines connect by themselves
+            case BlocksChanged():
+                pass  # the shell reports the blocks
+            case PeerJoined(peer, is_owner):
+                return [*self.handshakes.join(peer)] if is_owner and not self.draining else []
+            case PeerLeft(name):
+                self.handshakes.leave(name)
+            case HandshakeEnded():
+                return [*self.handshakes.end(event)]
             case EngineDied(detail):
                 return self._on_died(detail)
             case PrefillArrived(request):
@@ -170,6 +187,7 @@ class VllmMachine:
                 self.limits = Limits(worker.step_timeout_s, scheduler.max_waiting, limits.max_running, slo_itl_s)
             case DrainRequested():
                 self.draining = True
+                self.handshakes.stop()
             case Tick():
                 return self._on_tick(now)
             case _:
@@ -366,6 +384,7 @@ class VllmMachine:
         assert not self._waiting.keys() & self._early.keys()
         assert len(self._early) <= MAX_EARLY_HANDOFFS
         self.load.check(self._calls.keys())
+        self.handshakes.check()
 
 
 def _finish_reason_after(request: Request, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:

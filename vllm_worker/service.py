@@ -1,8 +1,8 @@
 """The shell of a vLLM worker: the gRPC services of its role, its machine, and its engine.
 
-gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort--> Engine
-                                              ^                                     |
-                                              +---- outputs, steps, block events ---+
+gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort, ShakeHands--> Engine
+                                              ^                                                 |
+                                              +----- outputs, steps, block events, handshakes --+
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_a
 from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
+from vllm_worker.handshakes import ShakeHands
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged, DrainRequested
@@ -71,7 +72,7 @@ class VllmService:
         self._address = AgentAddress(
             name=self._worker_id,
             incarnation=incarnation,
-            metadata=b"vllm",
+            metadata=info.address,
             pool_base=0,
             num_blocks=info.num_blocks,
             layout=info.layout,
@@ -142,6 +143,8 @@ class VllmService:
                 self._engine.submit(prompt)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case ShakeHands(peer, address):
+                self._engine.shake_hands(peer, address)
             case Fail(detail):
                 self._loop.call_soon(self._on_fatal, TandemError(detail))
             case _:

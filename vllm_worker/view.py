@@ -14,7 +14,7 @@ from worker.view import ChangeTracker
 class VllmView:
     """`load` reads the load of the machine, which starts after its engine."""
 
-    paths: tuple[PathStatus, ...] = ()  # engines connect by themselves
+    paths: tuple[PathStatus, ...] = ()  # vLLM measures none
 
     def __init__(self, load: Callable[[], WorkerLoad]) -> None:
         self._load = load

@@ -27,6 +27,7 @@ from tests.support.deployment import make_request
 from tests.support.gateway import serving_gateway
 from tests.support.vllm_workers import FakeFleet, deploy_fakes, expected
 from tests.support.waiting import until
+from vllm_worker.fake_engine import FakeEngine
 
 PROMPT = list(range(1, 41))
 
@@ -42,6 +43,37 @@ async def test_two_pools_give_the_tokens_of_one_engine(num_tokens: int, seed: in
         assert fleet.cluster.num_handoffs == 1
         assert not fleet.cluster.kept  # it was read
         await fleet.settle()
+
+
+async def test_a_first_hand_off_finds_its_handshake_done() -> None:
+    async with deploy_fakes(num_prefill=2, num_decode=2) as fleet:
+        await fleet.have_met()
+        for place in range(8):
+            await fleet.generate([*PROMPT, place])
+        assert fleet.cluster.num_handoffs == 8
+        assert fleet.cluster.num_late_handshakes == 0
+        old = fleet.engines["prefill-0"]
+        old.die()
+        del fleet.endpoints["prefill-0"]
+        new = FakeEngine(fleet.cluster, name="prefill-2", info=old.info, next_token=old._next_token)
+        await fleet.add(ServiceRole.PREFILL, 2, new, WorkerConfig())
+        await fleet.have_met()
+        await _answers(fleet, 8, 8)
+        assert fleet.cluster.num_late_handshakes == 0
+
+
+async def test_a_handshake_appears_in_no_figure_and_fails_for_itself_alone() -> None:
+    async with deploy_fakes() as fleet:
+        await fleet.have_met()
+        for service in fleet.services.values():
+            load = service._machine.worker_load()
+            assert (load.num_calls, load.num_prefilled_tokens, load.num_sampled_tokens) == (0, 0, 0)
+            assert not service._view.cached_blocks
+        engine = FakeEngine(fleet.cluster, name="decode-1")
+        engine.refuses_handshakes = True
+        await fleet.add(ServiceRole.DECODE, 1, engine, WorkerConfig())
+        assert await _answers(fleet, 8, 8) == _expected(8, 8)
+        assert fleet.cluster.num_late_handshakes == 1  # of decode-1
 
 
 async def test_a_prompt_without_a_prefill_worker_runs_on_the_decode_worker() -> None:

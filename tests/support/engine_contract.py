@@ -21,7 +21,16 @@ from core.block_hash import root_hash, sequence_hashes
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockStored
-from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, EngineReport, EngineStep, Prompt
+from vllm_worker.engine import (
+    BlocksChanged,
+    EngineDied,
+    EngineInfo,
+    EngineOutput,
+    EngineReport,
+    EngineStep,
+    HandshakeEnded,
+    Prompt,
+)
 
 TIMEOUT_S = 60.0
 MAX_TOKENS = 12
@@ -37,6 +46,8 @@ class Submits(Protocol):
     def submit(self, prompt: Prompt) -> None: ...
 
     def abort(self, request_id: str) -> None: ...
+
+    def shake_hands(self, peer: str, address: bytes) -> None: ...
 
 
 class WatchedEngine:
@@ -81,6 +92,18 @@ class WatchedEngine:
         last = await self.ended(request_id)
         assert not last.error, last.error
         return self.tokens(request_id)
+
+    async def shake_hands(self, peer: str, address: bytes) -> str:
+        """The error, once the handshake has ended."""
+        known = len(self.reports)
+
+        def ended() -> list[HandshakeEnded]:
+            return [one for one in self.reports[known:] if isinstance(one, HandshakeEnded)]
+
+        self.engine.shake_hands(peer, address)
+        await self.until(ended)
+        assert [one.peer for one in ended()] == [peer]
+        return ended()[0].error
 
     async def offer(self, request: Request) -> tuple[int, bytes]:
         """The first token, and the hand-off."""
@@ -215,6 +238,21 @@ class EngineContract:
         assert failed.error
         assert not failed.invalid  # the request is fine: it is computed again
         assert (await reader.ended(other)).finish_reason is FinishReason.LENGTH
+
+    async def test_a_reader_shakes_hands_without_a_step_and_then_reads(self, pair: EnginePair) -> None:
+        owner, reader = pair.owner, pair.reader
+        for _ in range(2):  # the second handshake finds the first one
+            assert not await reader.shake_hands("owner", owner.info.address)
+        assert {type(one) for one in (*owner.reports, *reader.reports)} == {HandshakeEnded}
+        _, handoff = await owner.offer(request := a_request(850, 20))
+        assert len(await reader.complete(request, handoff=handoff)) == MAX_TOKENS
+
+    async def test_a_handshake_that_fails_costs_no_request(self, pair: EnginePair) -> None:
+        owner, reader = pair.owner, pair.reader
+        running = reader.submit(a_request(851, 20))
+        assert await reader.shake_hands("nobody", b"")
+        assert (await reader.ended(running)).finish_reason is FinishReason.LENGTH
+        assert not await reader.shake_hands("owner", owner.info.address)
 
     async def test_the_death_of_an_engine_ends_all_its_requests(self, pair: EnginePair) -> None:
         """Runs last."""

@@ -1,7 +1,7 @@
 """Drives an engine in another process over a Unix socket: pickled messages, each behind its length.
 
-A caller's `Prompt` is submitted, and a request id is aborted. The engine's `EngineInfo` comes first, then its reports.
-One connection at a time has the reports.
+A caller's `Prompt` is submitted, a request id is aborted, a peer with its address is shaken hands with. The engine's
+`EngineInfo` comes first, then its reports. One connection at a time has the reports.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class EngineServer:
         async for message in received(reader):
             if isinstance(message, Prompt):
                 self._engine.submit(message)
+            elif isinstance(message, tuple):
+                self._engine.shake_hands(*message)
             else:
                 self._engine.abort(message)
         writer.close()
@@ -73,6 +75,9 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         send(self._writer, request_id)
+
+    def shake_hands(self, peer: str, address: bytes) -> None:
+        send(self._writer, (peer, address))
 
     async def reports(self) -> AsyncIterator[EngineReport]:
         async for report in self._messages:

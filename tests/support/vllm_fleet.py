@@ -56,6 +56,11 @@ class VllmProcess:
     name: str
     process: subprocess.Popen[str]
     endpoint: Endpoint
+    log: Path
+
+    def num_handshakes(self) -> int:
+        """Those that its engine has begun as a reader, and whose owner answered."""
+        return self.log.read_text().count("NIXL compatibility check passed")
 
     def engine(self) -> psutil.Process:
         """The process that schedules, whose child computes."""
@@ -91,13 +96,19 @@ def started_workers(
             if engines_alone:
                 options["socket"] = str(log_dir / f"{role}-{ordinal}.sock")
             command = [str(python), "-m", "tests.support.vllm_process", json.dumps(options)]
-            log = stack.enter_context((log_dir / f"{role}-{ordinal}.log").open("w"))
+            log = stack.enter_context(_log(log_dir, f"{role}-{ordinal}").open("w"))
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
             stack.callback(_end, process)
             processes.append((f"{role}-{ordinal}", process))
-        yield {name: VllmProcess(name, process, _endpoint_of(process)) for name, process in processes}
+        yield {
+            name: VllmProcess(name, process, _endpoint_of(process), _log(log_dir, name)) for name, process in processes
+        }
+
+
+def _log(log_dir: Path, name: str) -> Path:
+    return log_dir / f"{name}.log"
 
 
 def _endpoint_of(process: subprocess.Popen[str]) -> Endpoint:

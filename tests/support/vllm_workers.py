@@ -86,6 +86,19 @@ class FakeFleet:
         known = [endpoint.service_id for endpoint in self.endpoints.values()]
         await until(lambda: all(shell.view.worker(name) is not None for name in known), "the router knows the workers")
 
+    async def have_met(self) -> None:
+        """The engine of each decode worker has shaken hands with those of all prefill workers."""
+        readers, owners = (
+            [name for name, endpoint in self.endpoints.items() if endpoint.role is role]
+            for role in (ServiceRole.DECODE, ServiceRole.PREFILL)
+        )
+        pairs = {(reader, owner) for reader in readers for owner in owners}
+        await until(lambda: pairs <= self.cluster.met, "the engines have met")
+
+    async def stop(self) -> None:
+        for service in self.services.values():
+            await service.stop()
+
     async def settle(self) -> None:
         """No engine has a request, and no machine a call."""
         await until(lambda: not any(engine.num_open for engine in self.engines.values()), "an engine has a request")
@@ -116,9 +129,9 @@ async def deploy_fakes(
         endpoint = await router_service.start()
         client = await stack.enter_async_context(AsyncClient(endpoint.address))
         fleet = FakeFleet(FakeCluster(), router_service, client, endpoint.address)
+        stack.push_async_callback(fleet.stop)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):
                 engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}", info, tokens)
                 await fleet.add(role, ordinal, engine, worker or WorkerConfig())
-                stack.push_async_callback(fleet.services[f"{role.value}-{ordinal}"].stop)
         yield fleet

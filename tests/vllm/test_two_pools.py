@@ -63,6 +63,21 @@ async def answers(client: AsyncClient, prompts: list[list[int]], max_tokens: int
     return [answer.token_ids for answer in await asyncio.gather(*calls)]
 
 
+async def test_a_pair_shakes_hands_before_its_first_hand_off(workers: Workers) -> None:
+    """Runs first, with a pair that has not met."""
+    owner, reader = workers["prefill-0"], workers["decode-0"]
+    assert reader.num_handshakes() == 0
+    async with routed([owner, reader], local_prefill="never") as (client, router):
+        await until(lambda: reader.num_handshakes() == 1, "they have shaken hands", 30.0)
+        for worker in (owner, reader):  # which appears in no figure
+            record = router._shell.view.worker(worker.endpoint.service_id)  # type: ignore[union-attr]
+            assert record is not None
+            assert (record.load.num_calls, record.load.num_sampled_tokens, record.load.ledger[Column.HELD]) == (0, 0, 0)
+        answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
+        assert answer.path == "disaggregated"
+        assert reader.num_handshakes() == 1
+
+
 async def test_forty_prompts_have_the_tokens_of_one_engine(workers: Workers) -> None:
     async with routed([workers["decode-0"]]) as (client, _):
         alone = await answers(client, PROMPTS)

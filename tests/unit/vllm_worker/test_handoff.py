@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest
-from vllm_worker.handoff import decode_handoff, encode_handoff
+from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 
 GOOD: dict[str, Any] = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine", "remote_request_id": "a",
@@ -48,3 +48,15 @@ def test_a_wrong_parameter_is_refused(wrong: dict[str, Any]) -> None:
 def test_other_bytes_and_other_versions_are_refused(handoff: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode_handoff(handoff)
+
+
+def test_an_address_survives_the_wire_and_is_a_part_of_each_hand_off() -> None:
+    address = EngineAddress("engine", "10.0.0.1", 5600, tp_size=2, pp_size=2)
+    assert EngineAddress.decode(address.encode()) == address
+    assert EngineAddress.decode(encode_handoff(GOOD | {"dcp_size": 1, "pp_size": 1})).remote_engine_id == "engine"
+
+
+@pytest.mark.parametrize("address", [b"", b"vllm", encode_handoff(GOOD), encode_handoff(GOOD | {"dcp_size": "1"})])
+def test_other_bytes_are_no_address(address: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        EngineAddress.decode(address)

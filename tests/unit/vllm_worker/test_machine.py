@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,13 +22,15 @@ from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.machine import Tick
+from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens, HandoffArrived
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
-from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep
+from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
+from vllm_worker.handshakes import MAX_PEERS, ShakeHands
 from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Fail, Limits, Submit, VllmMachine
 from worker.core import ConfigChanged, DrainRequested
 
@@ -276,6 +280,67 @@ def test_the_time_of_a_step_is_learned_from_the_reports_while_the_engine_has_wor
     worker.check()
 
 
+def joined(name: str, *, is_owner: bool = True) -> PeerJoined:
+    return PeerJoined(replace(AGENT, name=name, metadata=f"{name}'s".encode()), is_owner)
+
+
+def test_an_engine_shakes_hands_with_one_owner_at_a_time_and_once_with_each() -> None:
+    worker = machine()
+    assert worker.handle(joined("P"), 0.0) == [ShakeHands("P", b"P's")]
+    for _ in range(2):  # of two routers
+        assert worker.handle(joined("Q"), 0.0) == []
+        assert worker.handle(joined("P"), 0.0) == []
+    assert worker.handle(HandshakeEnded("P"), 1.0) == [ShakeHands("Q", b"Q's")]
+    assert worker.handle(HandshakeEnded("Q"), 2.0) == []
+    assert worker.handle(joined("P"), 3.0) == []
+    assert worker.idle  # a handshake is no call
+    assert worker.next_deadline() is None
+    worker.check()
+
+
+def test_a_reader_and_an_owner_without_an_address_need_no_handshake() -> None:
+    worker = machine()
+    assert worker.handle(joined("D", is_owner=False), 0.0) == []
+    assert worker.handle(PeerJoined(AGENT, is_owner=True), 0.0) == []
+
+
+def test_a_failed_handshake_is_repeated_at_the_next_announcement_only() -> None:
+    worker = machine()
+    worker.handle(joined("P"), 0.0)
+    assert worker.handle(HandshakeEnded("P", "no answer"), 1.0) == []
+    assert worker.handle(joined("P"), 2.0) == [ShakeHands("P", b"P's")]
+
+
+def test_an_owner_that_has_left_and_a_drain_end_the_wait_for_a_handshake() -> None:
+    worker = machine()
+    for name in "PQR":
+        worker.handle(joined(name), 0.0)
+    worker.handle(PeerLeft("P"), 0.0)  # during its handshake
+    worker.handle(PeerLeft("Q"), 0.0)
+    assert worker.handle(HandshakeEnded("P", "no answer"), 1.0) == [ShakeHands("R", b"R's")]
+    worker.handle(joined("S"), 1.0)
+    worker.handle(DrainRequested(), 1.0)
+    assert worker.handle(HandshakeEnded("R"), 2.0) == []
+    assert worker.handle(joined("T"), 2.0) == []
+    worker.check()
+
+
+def test_the_number_of_remembered_owners_is_bounded() -> None:
+    worker = machine()
+    for number in range(2 * MAX_PEERS + 2):
+        worker.handle(joined(f"P{number}"), 0.0)
+        worker.check()
+    num_met = 0
+    current = "P0"
+    while actions := worker.handle(HandshakeEnded(current), 1.0):
+        (shake,) = actions
+        assert isinstance(shake, ShakeHands)
+        current, num_met = shake.peer, num_met + 1
+        worker.check()
+    assert num_met == MAX_PEERS
+    assert current == f"P{2 * MAX_PEERS + 1}"  # the newest ones
+
+
 ENDS = (PrefillDone, PrefillFailed, DecodeDone, DecodeFailed)
 NAMES = st.sampled_from(["a", "b", "c"])
 TICKETS = st.integers(0, 2)
@@ -298,6 +363,10 @@ def events(draw: st.DrawFn) -> object:
                 output(name, finish_reason=FinishReason.LENGTH),
                 output(name, error="lost"),
                 EngineStep(1, 1, 0.5, 1, 8),
+                joined(name),
+                PeerLeft(name),
+                HandshakeEnded(name),
+                HandshakeEnded(name, "no answer"),
                 Tick(),
             ]
         )
