@@ -40,12 +40,15 @@ async def _greeted(host: str, port: int) -> None:
 
     Without an answer, vLLM's one thread for handshakes would be busy for 5 s.
     """
-    async with asyncio.timeout(GREETING_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
-            await reader.readexactly(1)
-        finally:
-            writer.close()
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                await reader.readexactly(1)
+            finally:
+                writer.close()
+    except TimeoutError as error:
+        raise TimeoutError(f"{host}:{port} did not greet within {GREETING_TIMEOUT_S:g} s") from error
 
 
 class WorkerExtension:

@@ -98,7 +98,7 @@ async def test_a_peer_that_is_dead_or_stopped_reaches_no_thread_of_vllm(monkeypa
 
     async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
         stopped = address_of(server)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="did not greet"):
             await shake_hands(llm, stopped)
         silent.set()
     with pytest.raises(OSError, match="Connect"):
