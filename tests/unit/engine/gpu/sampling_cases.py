@@ -110,13 +110,14 @@ def _within_rounding(case: Case, row: int) -> list[int]:
     """The tokens with a score within rounding of the best, for values of top_p one part in a million beside too."""
     chunk, tokens = case.chunks[row], list[int]()
 
-    def draw(logits: np.ndarray, params: SamplingParams, key: int) -> int:
+    def draw(adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed: bytes | None = None) -> int:
+        assert allowed is None
         for share in (1 - 1e-6, 1.0, 1 + 1e-6):
-            sampling = replace(params, top_p=min(1.0, params.top_p * share))
-            token_ids, probabilities = filtered_distribution(logits, sampling)
+            filters = replace(sampling, top_p=min(1.0, sampling.top_p * share))
+            token_ids, probabilities = filtered_distribution(adjusted, filters)
             with np.errstate(divide="ignore"):
                 scores = np.log(probabilities) - np.log(exponentials(key, token_ids))
-            rounding = 1e-5 + 1e-6 * float(np.abs(logits[np.isfinite(logits)]).max()) / params.temperature
+            rounding = 1e-5 + 1e-6 * float(np.abs(adjusted[np.isfinite(adjusted)]).max()) / sampling.temperature
             tokens.extend(token_ids[scores >= scores.max() - rounding].tolist())
         return tokens[0]
 
