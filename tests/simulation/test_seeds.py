@@ -1,4 +1,4 @@
-"""One hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it.
+"""Three hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it.
 
 `make soak` runs five thousand more, `make explore` fresh ones."""
 
@@ -15,7 +15,7 @@ from simulator.__main__ import main
 from simulator.scenario import make_scenario
 from simulator.simulation import Result, run_seed
 
-NUM_SEEDS = 100
+NUM_SEEDS = 300
 HARSH_SEEDS = (*range(11), 76)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
 VLLM_SEEDS = range(30)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10
