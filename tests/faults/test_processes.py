@@ -4,6 +4,7 @@ transfer."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -25,17 +26,32 @@ NUM_OUTPUT = 40
 LEASE_MARGIN_S = 0.2  # a stopped worker is stopped for this much longer than its lease lasts
 
 
+class Fleets(contextlib.AsyncExitStack):
+    """One fleet for each transport, started for its first test. pytest would start one again and again: it groups tests
+    by each of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: dict[str, Fleet] = {}
+
+    async def over(self, transport: str) -> Fleet:
+        real_transport(transport)
+        if transport not in self._running:
+            starting = Fleet.start(fault_config(transport), {"prefill": 2, "decode": 2}, STEP_S)
+            self._running[transport] = await self.enter_async_context(starting)
+        return self._running[transport]
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def running(transport: str) -> AsyncIterator[Fleet]:
-    real_transport(transport)
-    config = fault_config(transport)
-    async with Fleet.start(config, {"prefill": 2, "decode": 2}, STEP_S) as fleet:
-        yield fleet
+async def fleets() -> AsyncIterator[Fleets]:
+    async with Fleets() as fleets:
+        yield fleets
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
+async def fleet(fleets: Fleets, transport: str) -> AsyncIterator[Fleet]:
     """Everyone is there and idle; afterwards, too."""
+    running = await fleets.over(transport)
     await running.heal()
     await running.settle()
     yield running
@@ -66,7 +82,6 @@ async def only_busy(fleet: Fleet, role: str, but: ServiceProcess | None = None) 
 each_death = pytest.mark.parametrize(
     ("transport", "moment"),
     [("nixl", "before"), ("nixl", "during"), ("nixl", "after"), ("ucxx", "during"), ("ucxx", "after")],
-    scope="module",
 )
 
 
@@ -153,7 +168,6 @@ async def test_a_killed_decode_worker(fleet: Fleet, moment: str) -> None:
         ("nixl", "decode", "after"),
         ("ucxx", "decode", "during"),
     ],
-    scope="module",
 )
 async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: str, moment: str) -> None:
     scene = await Scene.at(fleet, moment, seed=300 + len(role) + len(moment))
@@ -174,7 +188,7 @@ async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: st
     await fleet.publish()  # and the router has it back
 
 
-@pytest.mark.parametrize("transport", ["nixl"], scope="module")
+@pytest.mark.parametrize("transport", ["nixl"])
 async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> None:
     """Each attempt loses its worker; the decode worker then prefills alone."""
     scene = await Scene.at(fleet, "during", seed=400)
@@ -185,7 +199,7 @@ async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> 
     await scene.ends_well(attempts=3)
 
 
-@pytest.mark.parametrize("transport", ["nixl", "ucxx"], scope="module")
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
 async def test_workers_that_restart_under_their_names_hand_off_to_those_that_knew_the_old_ones(fleet: Fleet) -> None:
     before = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
     for name in before:
