@@ -57,6 +57,7 @@ LONG_FILES = (
     "tests/faults/test_soak.py",
     "tests/faults/test_several_routers.py",
     "tests/integration/test_two_nodes.py",
+    "tests/integration/test_autoscaler.py",
     "tests/faults/test_slow_router.py",
     "tests/integration/test_dashboard_page.py",
 )

@@ -2,7 +2,8 @@
 
 Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join [resource of routers]]
 
-KINSHIP in the environment lets its services outlive it; ADOPTION_S says for how long.
+KINSHIP in the environment lets its services outlive it; ADOPTION_S says for how long. A line of the standard input,
+such as "decode 0", resizes a pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from core.config import ClusterConfig
-from fleet.cluster import connect
+from core.lifecycle import ServiceRole
+from fleet.cluster import Cluster, connect
 from fleet.events import FleetReady
 from tests.integration.fake_services import fake_fleet
 
@@ -27,9 +29,19 @@ async def main() -> None:
     )
     cluster = connect(config)
     await cluster.start(replace(fake_fleet(Path(journal), config), kinship=os.environ.get("KINSHIP", "")))
+    await asyncio.gather(print_updates(cluster), resize_pools(cluster))
+
+
+async def print_updates(cluster: Cluster) -> None:
     while True:
         for update in await cluster.updates():
             print("ready" if isinstance(update, FleetReady) else update, flush=True)
+
+
+async def resize_pools(cluster: Cluster) -> None:
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        role, size = line.split()
+        await cluster.control.scale({ServiceRole(role): int(size)})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -329,7 +329,12 @@ async def test_joining_what_is_not_there_says_so_at_once(address: str, message: 
 async def test_kill_nine_of_the_driver_leaves_no_process(tmp_path: Path) -> None:
     async with Journal.open(tmp_path / "journal") as journal:
         driver = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.integration.fleet_driver", str(tmp_path / "journal"), stdout=PIPE
+            sys.executable,
+            "-m",
+            "tests.integration.fleet_driver",
+            str(tmp_path / "journal"),
+            stdin=DEVNULL,
+            stdout=PIPE,
         )
         assert driver.stdout is not None
         line = await asyncio.wait_for(driver.stdout.readline(), PATIENCE_S)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import secrets
 import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,36 +13,18 @@ import pytest
 import pytest_asyncio
 
 from tests.integration.fake_services import Journal
-from tests.support.command import line_with, running
 from tests.support.ports import kept_port
+from tests.support.ray_cluster import RayCluster, driver, machine, ray_environment
 from tests.support.units import Unit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROOT = Path(__file__).parents[2]
 HEAD_IP, PREFILL_IP, DECODE_IP, OTHER_DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.1.4"
-
-
-def machine(unit: Unit, environment: dict[str, str], ip: str, **machine: str) -> AbstractAsyncContextManager[str]:
-    """Run the command of a unit until its machine has joined."""
-    command = unit.command(RAY_OPTIONS=f"--node-ip-address {ip}", **machine)
-    return running(*command, wanted="will now block", environment=unit.environment | environment, cwd=ROOT)
-
-
-@dataclass(frozen=True, slots=True)
-class RayCluster:
-    """A Ray cluster of three machines."""
-
-    head: str  # host:port
-    environment: dict[str, str]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayCluster]:
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path}
+    environment = ray_environment(tmp_path_factory.mktemp("ray"))
     with kept_port(HEAD_IP) as port:
         head = f"{HEAD_IP}:{port}"
         # One after the other: on one real machine two starts at the same time fight for socket names.
@@ -58,21 +34,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ray
             machine(Unit.read("tandem-worker@.service", "decode"), environment, DECODE_IP, HEAD=head, PLACES="2"),
         ):
             yield RayCluster(head, environment)
-
-
-@contextlib.asynccontextmanager
-async def driver(cluster: RayCluster, journal: Path, *arguments: str, **variables: str) -> AsyncIterator[None]:
-    """A fleet of fake services in this cluster, as soon as it is ready; ended by SIGKILL."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.integration.fleet_driver", str(journal), cluster.head, *arguments,
-        env=cluster.environment | variables, stdout=PIPE, stderr=DEVNULL,
-    )  # fmt: skip
-    try:
-        await line_with(process, "ready")
-        yield
-    finally:
-        process.send_signal(signal.SIGKILL)
-        await process.communicate()
 
 
 @pytest.mark.timeout(240)

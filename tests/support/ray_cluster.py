@@ -1,0 +1,70 @@
+"""Machines of a Ray cluster on loopback addresses, from the systemd units, and a fleet of fake services in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.lifecycle import ServiceRole
+from tests.support.command import line_with, running
+from tests.support.units import Unit
+
+ROOT = Path(__file__).parents[2]
+
+
+def ray_environment(folder: Path) -> dict[str, str]:
+    """Variables of the programs of one Ray cluster: its token, in this folder, and `ray` on the path."""
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path}
+
+
+def machine(
+    unit: Unit, environment: dict[str, str], ip: str, options: str = "", **variables: str
+) -> AbstractAsyncContextManager[str]:
+    """Run the command of a unit until its machine has joined; `options` are of `ray start`, without blanks in each."""
+    command = unit.command(RAY_OPTIONS=f"--node-ip-address {ip} {options}", **variables)
+    return running(*command, wanted="will now block", environment=unit.environment | environment, cwd=ROOT)
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    head: str  # host:port
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """A process of `tests.integration.fleet_driver`."""
+
+    process: asyncio.subprocess.Process
+
+    async def scale(self, role: ServiceRole, size: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{role.value} {size}\n".encode())
+        await self.process.stdin.drain()
+
+
+@contextlib.asynccontextmanager
+async def driver(cluster: RayCluster, journal: Path, *arguments: str, **variables: str) -> AsyncIterator[Driver]:
+    """A fleet of fake services in this cluster, as soon as it is ready; ended by SIGKILL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.integration.fleet_driver", str(journal), cluster.head, *arguments,
+        env=cluster.environment | variables, stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+    )  # fmt: skip
+    try:
+        await line_with(process, "ready")
+        yield Driver(process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.communicate()
