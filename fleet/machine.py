@@ -269,7 +269,7 @@ class FleetMachine:
 
     def _expire(self, now: float) -> None:
         """Act on every slot whose deadline has come."""
-        for slot in [slot for slot in self._slots if slot.due_at <= now]:
+        for slot in self._slots.due(now):
             if self._slots.newest(slot.member) is None:
                 continue  # a failure before it in this loop has removed it
             if slot.leave_at is not None and now >= slot.leave_at:
@@ -363,7 +363,7 @@ class FleetMachine:
             is_router = slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING
             if is_router or slot.state in NOT_SERVING:
                 self._leave(slot, reason, now)
-        if not self._slots.live(ServiceRole.ROUTER):
+        if all(serving.role is not ServiceRole.ROUTER for serving in self._slots.live()):
             for slot in self._slots:
                 if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
@@ -38,11 +40,12 @@ class Slot:
     leave_order: int | None = None  # while its pool shrinks: it leaves before those with a higher number, and without
     revision: int = 0  # of the config of the newest start, or of a later change that the service has taken
     configuring: int = 0  # revision on its way to the service since its start
-    _serving: Serving | None = None  # since it was last asked for in this state
+    changed: list[Slot] = field(default_factory=list, repr=False, compare=False)  # gets this slot at each new state
 
     def enter(self, state: SlotState, now: float, deadline: float | None, reason: str = "") -> None:
         self.state, self.since, self.deadline, self.reason = state, now, deadline, reason
-        self.leave_at = self._serving = None
+        self.leave_at = None
+        self.changed.append(self)
 
     def serve(self, started: ServiceStarted, now: float) -> None:
         self.enter(SlotState.SERVING, now, None)
@@ -62,10 +65,8 @@ class Slot:
     @property
     def serving(self) -> Serving:
         """The live service, as the routers learn of it."""
-        if self._serving is None:
-            is_leaving = self.state is not SlotState.SERVING
-            self._serving = Serving(self.member, self.served_role, self.service_id, self.address, is_leaving)
-        return self._serving
+        is_leaving = self.state is not SlotState.SERVING
+        return Serving(self.member, self.served_role, self.service_id, self.address, is_leaving)
 
     def check(self) -> None:
         name, state = self.member.name, self.state
@@ -76,8 +77,7 @@ class Slot:
         assert (state in PLACED) == (self.machine is not None), f"{name}: wrong machine"
 
 
-def _start(serving: Serving) -> int:
-    return serving.member.start
+_start_of = attrgetter("member.start")  # of a Serving
 
 
 def _kept_first(slot: Slot) -> tuple[int, bool, float, int]:
@@ -90,6 +90,9 @@ class Slots:
 
     def __init__(self) -> None:
         self._slots: dict[SlotId, Slot] = {}
+        self._changed: list[Slot] = []  # not in `_live` yet as they are
+        self._live: list[Serving] = []  # by their start
+        self._listed: dict[SlotId, Serving] = {}  # in `_live`
 
     def __iter__(self) -> Iterator[Slot]:
         """A copy, so that slots may be added and removed meanwhile."""
@@ -105,11 +108,12 @@ class Slots:
 
     def restore(self, member: Member, now: float) -> Slot:
         """A slot for this member, due to start now."""
-        slot = self._slots[member.slot] = Slot(member, SlotState.WAITING, now, now)
+        slot = self._slots[member.slot] = Slot(member, SlotState.WAITING, now, now, changed=self._changed)
         return slot
 
     def remove(self, slot: Slot) -> None:
         del self._slots[slot.member.slot]
+        self._changed.append(slot)
 
     def get(self, slot_id: SlotId) -> Slot | None:
         return self._slots.get(slot_id)
@@ -121,15 +125,20 @@ class Slots:
 
     def next_due(self) -> float:
         """When the next slot is due; inf = never."""
-        return min([slot.due_at for slot in self._slots.values()], default=math.inf)
+        slots = self._slots.values()
+        deadlines = [slot.deadline for slot in slots if slot.deadline is not None]
+        leaves = [slot.leave_at for slot in slots if slot.leave_at is not None]
+        return min(min(deadlines, default=math.inf), min(leaves, default=math.inf))
+
+    def due(self, now: float) -> list[Slot]:
+        """The slots whose deadline, or time to leave, has come."""
+        return [slot for slot in self._slots.values() if slot.due_at <= now] if self.next_due() <= now else []
 
     def num_staying(self) -> dict[ServiceRole, int]:
         """The lengths of `staying`."""
-        numbers = dict.fromkeys(ServiceRole, 0)
-        for slot in self._slots.values():
-            if slot.state is not SlotState.DRAINING and slot.replaces is None:
-                numbers[slot.member.role] += 1
-        return numbers
+        draining = SlotState.DRAINING
+        roles = [s.member.role for s in self._slots.values() if s.state is not draining and s.replaces is None]
+        return {role: roles.count(role) for role in ROLES}
 
     def staying(self, role: ServiceRole) -> list[Slot]:
         """Slots of a role that do not drain, those to keep first; the oldest first among equals. A slot and its
@@ -139,7 +148,12 @@ class Slots:
 
     def lacking(self, revision: int) -> list[Slot]:
         """The serving slots that neither have this revision of the config, nor will have it soon."""
-        return [s for s in self if s.state is SlotState.SERVING and revision not in (s.revision, s.configuring)]
+        serving = SlotState.SERVING
+        return [
+            slot
+            for slot in self._slots.values()
+            if slot.revision != revision and slot.state is serving and slot.configuring != revision
+        ]
 
     def replaced_by(self, slot: Slot) -> Slot | None:
         """The serving slot that this one replaces."""
@@ -148,16 +162,24 @@ class Slots:
     def replacement_of(self, slot: Slot) -> Slot | None:
         return next((other for other in self._slots.values() if other.replaces == slot.member.slot), None)
 
-    def live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
-        """The serving and the draining members of these roles, by their start."""
-        live = [slot.serving for slot in self._slots.values() if slot.state in LIVE and slot.member.role in roles]
-        live.sort(key=_start)
-        return tuple(live)
+    def live(self) -> list[Serving]:
+        """The serving and the draining members, by their start. Do not change the list."""
+        for slot in self._changed:
+            slot_id = slot.member.slot
+            listed = self._listed.pop(slot_id, None)
+            if listed is not None:
+                del self._live[bisect_left(self._live, listed.member.start, key=_start_of)]
+            if slot.state in LIVE and self._slots.get(slot_id) is slot:
+                self._listed[slot_id] = slot.serving
+                insort(self._live, self._listed[slot_id], key=_start_of)
+        self._changed.clear()
+        return self._live
 
     def publications(self) -> dict[Member, PublishFleet]:
         """The lists that every live router must have."""
-        routers = self.live(ServiceRole.ROUTER)
-        workers = self.live(ServiceRole.PREFILL, ServiceRole.DECODE) if routers else ()
+        live, router = self.live(), ServiceRole.ROUTER
+        routers = tuple([serving for serving in live if serving.member.role is router])
+        workers = tuple([serving for serving in live if serving.member.role is not router])
         return {router.member: PublishFleet(router.member, workers, routers) for router in routers}
 
     def status(self, now: float) -> tuple[SlotStatus, ...]:
@@ -186,6 +208,8 @@ class Slots:
             assert replaced is None or replaced.state is SlotState.SERVING, f"{slot.member.name} replaces no service"
             assert replaced is None or slot.state not in LIVE, f"{slot.member.name} serves beside what it replaces"
             assert slot.leave_at is None or self.replacement_of(slot), f"{slot.member.name} is not replaced"
+        live = sorted((slot.serving for slot in self._slots.values() if slot.state in LIVE), key=_start_of)
+        assert self.live() == live, "the list of live services is old"
         replaced_ids = [slot.replaces for slot in self if slot.replaces]
         assert len(set(replaced_ids)) == len(replaced_ids), "a slot has two replacements"
         starts = [slot.member.start for slot in self if slot.member.start]
