@@ -3,7 +3,7 @@
 Routers, workers, the fleet and the planner are the production machines (`simulator/elastic.py`), the times of steps
 those of a model three times as large as Llama-3.1-8B on an H100. The requests are those of Mooncake's conversation
 trace, by a Poisson process whose rate follows a curve. Worker-hours count from the decision to start a worker until it
-has left.
+has left. `--coarse` runs only the part with coarse workers (benchmarks/planner/coarse.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
+from benchmarks.planner.coarse import compare_coarse, large_fleet
 from benchmarks.planner.fleet_events import event_seconds
 from benchmarks.planner.rivals import MARGIN, Fixed, Oracle, Thresholds, by_saturation, cheapest, one_by_one
 from benchmarks.report import Line, Report
@@ -25,7 +26,8 @@ from core.cost.step_cost import StepCost
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
-from simulator.elastic import ElasticReplay, ElasticResult, Sizing
+from simulator.elastic import ElasticReplay, ElasticResult
+from simulator.elastic_fleet import Sizing
 from simulator.processes import CountEnded, run_all
 from simulator.replay import START_S
 
@@ -122,12 +124,17 @@ def main() -> None:
     parser.add_argument("--sizings", nargs="+", choices=SIZINGS, default=SIZINGS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--coarse", action="store_true", help="only the part with coarse workers (10 minutes)")
     options = parser.parse_args()
     if not options.traces.is_dir():
         sys.exit(f"no traces in {options.traces}: they are those of `make bench-policies`")
     report = Report("planner")
     plan_time(report)
-    compare(report, options)
+    for seed in (options.seed, options.seed + 1):
+        compare_coarse(report, options.traces, seed)
+    large_fleet(report, options.traces, options.seed)
+    if not options.coarse:
+        compare(report, options)
     report.write()
 
 
