@@ -349,7 +349,7 @@ class FleetMachine:
             if num_staying[role] > wanted:
                 for slot in self._slots.staying(role)[wanted:]:
                     self._leave(slot, "not wanted any more", now)
-            added += [self._slots.add(role, now) for _ in range(wanted - num_staying[role])]
+            added += self._slots.add_all(role, max(0, wanted - num_staying[role]), now)
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
         for slot in sorted(added, key=lambda slot: slot.member.ordinal):
             self._start(slot, now)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from core.fleet_control import SlotState, SlotStatus
@@ -103,8 +104,15 @@ class Slots:
 
     def add(self, role: ServiceRole, now: float) -> Slot:
         """A slot with the lowest free number, due to start now."""
-        number = next(n for n in range(len(self._slots) + 1) if SlotId(role, n) not in self._slots)
-        return self.restore(Member(SlotId(role, number), role, 0), now)
+        return self.add_all(role, 1, now)[0]
+
+    def add_all(self, role: ServiceRole, count: int, now: float) -> list[Slot]:
+        """So many slots, each as `add` makes it."""
+        if not count:
+            return []
+        taken = {slot_id.number for slot_id in self._slots if slot_id.pool is role}
+        numbers = islice((number for number in range(len(taken) + count) if number not in taken), count)
+        return [self.restore(Member(SlotId(role, number), role, 0), now) for number in list(numbers)]
 
     def restore(self, member: Member, now: float) -> Slot:
         """A slot for this member, due to start now."""
@@ -160,7 +168,8 @@ class Slots:
         return self._slots[slot.replaces] if slot.replaces is not None else None
 
     def replacement_of(self, slot: Slot) -> Slot | None:
-        return next((other for other in self._slots.values() if other.replaces == slot.member.slot), None)
+        slots = [other for other in self._slots.values() if other.replaces is not None]
+        return next((other for other in slots if other.replaces == slot.member.slot), None)
 
     def live(self) -> list[Serving]:
         """The serving and the draining members, by their start. Do not change the list."""

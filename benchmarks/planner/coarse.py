@@ -91,7 +91,7 @@ def compare_coarse(report: Report, traces: Path, seed: int) -> None:
 
 
 def large_fleet(report: Report, traces: Path, seed: int) -> None:
-    curve, first = hump(250.0, 480.0, 300.0), LARGE * 3 // 5
+    curve, first = hump(300.0, 540.0, 300.0), LARGE * 3 // 5
     timed = TimedPlanner(planner_of(LARGE))
     fleet = coarse_fleet(curve, first, LARGE, timed, traces, seed)
     event_s = timed_events(fleet)
