@@ -73,7 +73,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
 async def test_a_decode_worker_that_waits_brings_a_machine_which_goes_when_it_has_drained(
     version: str, tmp_path: Path
 ) -> None:
