@@ -160,6 +160,9 @@ class Supervisor:
 
     async def shutdown(self) -> float:
         """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
+        if self._driver is None:  # Ctrl-C came before `start`
+            self._report(FleetStopped())
+            return 0.0
         if self._planning is not None:
             self._planning.cancel()
         self._post(Shutdown())

@@ -18,7 +18,7 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
 from fleet import supervisor
-from fleet.events import FleetAction, FleetEvent, FleetFailed, FleetMessage, MachineId, Member, ScaleTo
+from fleet.events import FleetAction, FleetEvent, FleetFailed, FleetMessage, FleetStopped, MachineId, Member, ScaleTo
 from fleet.host import HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.planner import shell
@@ -190,6 +190,12 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     claim = site.supervisor._claim
     assert claim is not None
     claim.close()
+
+
+async def test_a_fleet_that_is_stopped_before_its_start_has_stopped() -> None:
+    supervisor = Site(SPEC).supervisor
+    assert await supervisor.shutdown() == 0.0
+    assert await supervisor.updates() == [FleetStopped()]
 
 
 async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
