@@ -9,6 +9,7 @@ import pytest
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import cluster_pb2
 from tests.support.deployment import deploy, make_request, tiny_config
+from tests.support.steps import slow_down
 
 
 async def test_the_ring_lists_requests_newest_first_and_gives_their_spans() -> None:
@@ -84,10 +85,13 @@ async def test_an_unknown_request_and_a_bad_limit_are_refused() -> None:
 
 async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> None:
     async with deploy(tiny_config(), num_decode=2) as deployment, AsyncClient(deployment.router_address) as client:
-        request = make_request(text="hello over there", max_tokens=400)
+        for worker in deployment.decode:
+            slow_down(worker, 0.005)
+        request = make_request(text="hello over there", max_tokens=100)
+        request.logprobs = 1  # those of the first token come with the answer of the prefill worker
         finished, stopped = None, ""
         async for response in deployment.inference.Generate(request, timeout=60):
-            if not stopped:
+            if not stopped and response.HasField("tokens"):
                 fleet = await client.fleet()
                 stopped = next(w.worker_id for w in fleet.workers if "decode" in w.worker_id and w.num_dispatched)
                 worker = next(w for w in deployment.decode if deployment.endpoints[id(w)].service_id == stopped)
