@@ -139,8 +139,8 @@ async def test_the_client_says_that_the_request_may_be_sent_again(scene: Scene) 
         assert failed.value.code is grpc.StatusCode.UNAVAILABLE
         assert failed.value.retryable
         assert "in the middle of the answer" in str(failed.value)
-        assert tokens == expected(prompt, 100)[: len(tokens)]
+        assert tokens == expected(prompt, 400)[: len(tokens)]
         await scene.deployment.settle()
         await scene.fleet.heal()
         again = [token async for answer in client.generate(request, 20.0) for token in answer.tokens.token_ids]
-        assert again == expected(prompt, 100)
+        assert again == expected(prompt, 400)
