@@ -243,7 +243,9 @@ class EngineContract:
         owner, reader = pair.owner, pair.reader
         for _ in range(2):  # the second handshake finds the first one
             assert not await reader.shake_hands("owner", owner.info.address)
-        assert {type(one) for one in (*owner.reports, *reader.reports)} == {HandshakeEnded}
+        reports = [*owner.reports, *reader.reports]  # the last steps of the test before may come late
+        assert not any(isinstance(one, EngineOutput) for one in reports)
+        assert sum(one.prompt_tokens for one in reports if isinstance(one, EngineStep)) == 0
         _, handoff = await owner.offer(request := a_request(850, 20))
         assert len(await reader.complete(request, handoff=handoff)) == MAX_TOKENS
 
