@@ -175,7 +175,7 @@ def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement
 
 def _is_on_gpu(engine: EngineConfig) -> bool:
     """Whether a worker's model runs on a GPU. A fake model does not, and its worker never imports torch."""
-    if engine.model.startswith("fake:"):
+    if engine.is_fake:
         return False
     from engine.backend import choose_device
 
@@ -208,7 +208,7 @@ def _worker_parts(
             limits = StepLimits(step.max_running, step.max_batched_tokens)
             runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0, grammars=grammars)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
-        if not engine.model.startswith("fake:"):
+        if not engine.is_fake:
             max_tokens = min(step.max_batched_tokens, runner.info.context_length - 1)
             warm_up(executor, costs, runner.layout.block_size, runner.num_blocks, max_tokens)
         # The identity includes an incarnation, so peers treat a restarted worker as a new worker.

@@ -101,7 +101,7 @@ def _amended(
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:
     """Whether workers ask Ray for GPUs. `torch`: their version of it here, which says nothing for a joined cluster."""
-    if config.device == "cpu" or config.model.startswith("fake:"):
+    if config.device == "cpu" or config.is_fake:
         return GpuUse.NEVER
     if config.device == "auto":
         return GpuUse.NEVER if torch.endswith("+cpu") and not joined else GpuUse.IF_PRESENT

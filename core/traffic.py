@@ -23,6 +23,23 @@ class RequestTotals(NamedTuple):
     output_tokens: int = 0
     first_token_s: float = 0.0  # from the arrival
 
+    @classmethod
+    def of_finished(
+        cls, prompt_tokens: int, cached_tokens: int, output_tokens: int, first_token_s: float, is_within: bool
+    ) -> RequestTotals:
+        """Of the end of one request."""
+        uncached = max(1, prompt_tokens - cached_tokens)
+        return cls(
+            num_ended=1,
+            num_within=is_within,
+            num_finished=1,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached,
+            uncached_squared=float(uncached) ** 2,
+            output_tokens=output_tokens,
+            first_token_s=first_token_s,
+        )
+
     def since(self, before: RequestTotals) -> RequestTotals:
         return RequestTotals._make(map(operator.sub, self, before))
 

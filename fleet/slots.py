@@ -111,8 +111,8 @@ class Slots:
         if not count:
             return []
         taken = {slot_id.number for slot_id in self._slots if slot_id.pool is role}
-        numbers = islice((number for number in range(len(taken) + count) if number not in taken), count)
-        return [self.restore(Member(SlotId(role, number), role, 0), now) for number in list(numbers)]
+        free = (number for number in range(len(taken) + count) if number not in taken)
+        return [self.restore(Member(SlotId(role, number), role, 0), now) for number in islice(free, count)]
 
     def restore(self, member: Member, now: float) -> Slot:
         """A slot for this member, due to start now."""

@@ -6,7 +6,7 @@ id of a larger vocabulary is `<id>`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_files.model_config import ModelConfig, RopeScaling
 
@@ -77,8 +77,9 @@ class FakeConfig:
     step_s: float = 0.0  # what each step takes beside its computing, so that streams last on every machine
 
 
+_FAKE_TINY = FakeConfig(num_layers=2, num_kv_heads=2, head_dim=4, context_length=8192, max_blocks=4096)
 FAKE_CONFIGS = {
-    "tiny": FakeConfig(num_layers=2, num_kv_heads=2, head_dim=4, context_length=8192, max_blocks=4096),
-    "slow": FakeConfig(num_layers=2, num_kv_heads=2, head_dim=4, context_length=8192, max_blocks=4096, step_s=0.002),
+    "tiny": _FAKE_TINY,
+    "slow": replace(_FAKE_TINY, step_s=0.002),
     "wide": FakeConfig(num_layers=8, num_kv_heads=4, head_dim=64, context_length=32_768, max_blocks=4096),
 }

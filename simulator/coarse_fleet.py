@@ -121,19 +121,10 @@ class CoarseFleet:
         request.ended_at = self.world.now
         self.ended.append(request)
         traced, first_s = request.traced, request.first_token_at - request.arrived_at
-        uncached = traced.num_tokens - request.cached_tokens
-        within = first_s <= self._slo.ttft_s and _tpot_s(request) <= self._slo.tpot_s
+        is_within = first_s <= self._slo.ttft_s and _tpot_s(request) <= self._slo.tpot_s
         self._totals = self._totals.plus(
-            RequestTotals(
-                0,
-                1,
-                int(within),
-                1,
-                traced.num_tokens,
-                uncached,
-                float(uncached) ** 2,
-                traced.num_output_tokens,
-                first_s,
+            RequestTotals.of_finished(
+                traced.num_tokens, request.cached_tokens, traced.num_output_tokens, first_s, is_within
             )
         )
 

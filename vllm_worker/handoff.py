@@ -1,4 +1,4 @@
-"""What passes from one vLLM to another: the parameters of vLLM's KV connector, as bytes with a version.
+"""The messages that one vLLM sends to another: parameters of vLLM's KV connector, as bytes with a version.
 
     a hand-off    of one prompt: where its KV is
     an address    of an engine: the part that is the same in each of its hand-offs, for a handshake before the first one

@@ -18,6 +18,7 @@ from benchmarks.report import Line, Report
 from core.config import ClusterConfig, PlannerConfig
 from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
+from core.scheduling.step_budget import LIMIT_SHARE
 from core.traffic import RouterTraffic
 from fleet.events import FleetAction, FleetEvent, FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.planner import Planner
@@ -29,7 +30,6 @@ from simulator.elastic_fleet import Sizing
 START_S = 30.0
 SMALL, LARGE = 16, 500  # workers of each role, at most
 AGREEMENT = 0.1
-STEP_SHARE = 0.9  # of the wanted time between tokens, in a step
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def planner_of(most: int) -> Planner:
 def coarse_fleet(curve: Curve, first: int, most: int, sizing: Sizing, traces: Path, seed: int) -> CoarseFleet:
     config = replay_config(first, first, seed)
     pools = {ServiceRole.PREFILL: config.prefill_pool_tokens, ServiceRole.DECODE: config.decode_pool_tokens}
-    spec = CoarseSpec(COST, STEP_SHARE * SLO_TPOT_S, config.scheduler.max_batched_tokens, pools)
+    spec = CoarseSpec(COST, LIMIT_SHARE * SLO_TPOT_S, config.scheduler.max_batched_tokens, pools)
     cluster = ClusterConfig(num_prefill=first, num_decode=first, max_workers=most, start_timeout_s=1e6)
     trace = curve.workload(traces, seed).requests
     return CoarseFleet(list(trace), spec, Slo(SLO_TTFT_S, SLO_TPOT_S), cluster, sizing, START_S, seed)

@@ -18,6 +18,7 @@ from statistics import fmean
 from benchmarks.planner.cases import COST, MAX_WORKERS, SLO_TPOT_S, SLO_TTFT_S
 from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
+from core.scheduling.step_budget import LIMIT_SHARE
 from core.traffic import RouterTraffic, WorkerTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.outlook import Outlook, Sizes
@@ -29,7 +30,6 @@ FULL_KV, FULL_QUEUE = 0.8, 5.0
 SPARE_KV, SPARE_QUEUE = 0.1, 3.0
 SLOT_S = 30.0  # of the oracle's schedule
 MARGIN = 1.4  # so that the sizes at the highest rates are those that hold them in the simulation
-LIMIT_SHARE = 0.9  # of the wanted time between tokens, in a step
 # Of the conversation trace, with the caches of a small fleet.
 LENGTHS = Demand(rate=1.0, prompt_tokens=12_035.0, uncached_tokens=10_500.0, variation=2.0, output_tokens=343.0)
 

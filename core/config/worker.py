@@ -106,6 +106,11 @@ class EngineConfig:
         require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
 
     @property
+    def is_fake(self) -> bool:
+        """Whether the fake runner takes the place of a model: it needs neither a GPU nor torch."""
+        return self.model.startswith("fake:")
+
+    @property
     def host_kv_memory_mb(self) -> int:
         """The size of a KV pool in the memory of the host."""
         return self.kv_memory_mb or HOST_KV_MEMORY_MB

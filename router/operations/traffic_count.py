@@ -29,16 +29,9 @@ class TrafficCount:
 
 
 def _finished(outcome: Outcome, slo_ttft_s: float) -> RequestTotals:
-    uncached = max(1, outcome.num_prompt_tokens - outcome.cached_tokens)
-    return RequestTotals(
-        num_ended=1,
-        num_within=outcome.first_token_s <= slo_ttft_s and outcome.within_itl,
-        num_finished=1,
-        prompt_tokens=outcome.num_prompt_tokens,
-        uncached_tokens=uncached,
-        uncached_squared=float(uncached) ** 2,
-        output_tokens=outcome.num_output_tokens,
-        first_token_s=outcome.first_token_s,
+    is_within = outcome.first_token_s <= slo_ttft_s and outcome.within_itl
+    return RequestTotals.of_finished(
+        outcome.num_prompt_tokens, outcome.cached_tokens, outcome.num_output_tokens, outcome.first_token_s, is_within
     )
 
 

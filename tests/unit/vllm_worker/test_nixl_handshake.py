@@ -1,4 +1,4 @@
-"""A handshake before the first hand-off: what goes wrong is told at once, and leaves vLLM's thread alone."""
+"""`shake_hands` reports every error, and gives vLLM's thread for handshakes no peer that does not greet."""
 
 from __future__ import annotations
 
