@@ -273,14 +273,15 @@ CallContext = grpc.aio.ServicerContext[Any, Any] | LocalContext
 async def abort(context: CallContext, error: TandemError) -> NoReturn:
     """End the call with the status, field and retry hint of `error`.
 
-    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
+    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends. So it
+    does if the call is over already, by its deadline or its client, and the handler has not been told yet.
     """
     if isinstance(context, LocalContext):
         raise error
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort(STATUS_OF[error.code], str(error), trailers_of(error))
-    except TimeoutError:
+    except (TimeoutError, grpc.aio.InternalError):
         # Every use of an aborted call raises the call's own AbortError, and gRPC wants no other exception.
         await context.send_initial_metadata(())
     raise AssertionError("an aborted call always raises")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
 import pytest
 
-from core.errors import ConfigError
-from runtime.rpc.grpc_server import GrpcServer
+from core.errors import ConfigError, DeadlineExceeded
+from runtime.rpc.grpc_server import GrpcServer, abort
 from runtime.rpc.security import OPEN, ServerRules
 from tests.support.limits import no_more_descriptors
 
@@ -25,3 +31,36 @@ async def test_the_error_without_file_descriptors_says_so() -> None:
     server = server_at("127.0.0.1")
     with no_more_descriptors(), pytest.raises(ConfigError, match=r"cannot listen on .*: no file descriptor is left"):
         await server.start()
+
+
+async def test_an_abort_of_a_call_that_is_over_ends_its_handler_as_any_other_abort() -> None:
+    raised: list[type[BaseException]] = []
+
+    async def late(_: Any, context: Any) -> None:
+        time.sleep(0.2)  # noqa: ASYNC251  no other task learns of the client's deadline
+        try:
+            await abort(context, DeadlineExceeded("too late"))
+        except BaseException as error:
+            raised.append(type(error))
+            raise
+
+    def call(address: str) -> grpc.StatusCode:
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as failed:
+            channel.unary_unary("/a.Service/late", None, None)(b"", timeout=0.05)
+        return failed.value.code()  # type: ignore[attr-defined, no-any-return]
+
+    def register(_: Any, server: grpc.aio.Server) -> None:
+        handlers = {"late": grpc.unary_unary_rpc_method_handler(late)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", handlers),))
+
+    server = server_at("127.0.0.1")
+    server.add(register, None, "a.Service")
+    address = await server.start()
+    try:
+        assert await asyncio.to_thread(call, address) is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(5.0):
+            while not raised:
+                await asyncio.sleep(0.01)
+    finally:
+        await server.stop(0.0)
+    assert raised == [grpc.aio.AbortError]
