@@ -18,6 +18,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.support")  # a helper's failed assertion shows its values, as a test's does
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
 settings.register_profile(
     "explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True

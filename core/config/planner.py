@@ -18,7 +18,7 @@ class PlannerConfig:
     max_workers: int = live(0)  # both pools together; 0 = no further limit
     prefill_price: float = live(1.0)  # of a prefill worker, in any unit: the cheapest pools win
     decode_price: float = live(1.0)  # of a decode worker
-    start_s: float = live(60.0)  # a worker takes so long to start, until the planner has measured it
+    start_s: float = live(60.0)  # a start takes so long, until the planner has measured one; requests wait for it
     idle_s: float = live(600.0)  # without a request for so long, pools with a minimum of 0 become empty
 
     def __post_init__(self) -> None:

@@ -88,9 +88,10 @@ class Planner:
 
     @property
     def start_s(self) -> float:
-        """Of a worker that it brings when requests wait; 0 if it brings none."""
+        """Of a worker that it brings when requests wait; 0 if it brings none. A start may take longer than those before
+        it, on a busy machine or a new one: the expected time holds until one takes longer."""
         brings = self.config.enabled and not self.config.min_decode and D not in self._pinned
-        return self.starts.longest(self.config.start_s) if brings else 0.0
+        return max(self.config.start_s, self.starts.longest(self.config.start_s)) if brings else 0.0
 
     def status(self, now: float) -> PlanStatus:
         totals = self.log.totals(ATTAINMENT_S, now)

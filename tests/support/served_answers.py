@@ -51,7 +51,7 @@ class Answer:
     async def right(self) -> Answer:
         """Wait for the end: every token, at the first attempt."""
         await self.reading
-        assert self.error is None
+        assert self.error is None, self.error
         assert self.token_ids == expected(self._prompt, self._num_output)
         assert self.finished.attempts == 1
         return self

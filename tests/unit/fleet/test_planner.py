@@ -293,11 +293,26 @@ def test_the_measured_start_time_decides_how_far_ahead_it_looks() -> None:
     town = Town(2, 2)
     town.planner.pin([P, D])
     town.rate = 4.0
+    start_one(town, 150)
+    assert town.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
+
+
+def start_one(town: Town, start_s: int) -> None:
     town.states, town.states_since = {"prefill-1": SlotState.PLACING}, town.now
-    town.run(150)
+    town.run(start_s)
     town.states, town.states_since = {}, town.now
     town.run(1)
-    assert town.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
+
+
+def test_requests_that_wait_for_a_worker_allow_the_expected_start_after_a_quick_one_and_more_after_a_slow_one() -> None:
+    town = Town(2, 2, min_decode=0)
+    assert town.planner.start_s == START_S
+    start_one(town, 2)
+    assert (town.planner.starts.longest(START_S), town.planner.start_s) == (pytest.approx(2.0, abs=1.0), START_S)
+    start_one(town, 50)
+    assert town.planner.start_s == pytest.approx(50.0, abs=1.0)
+    town.planner.pin([D])
+    assert town.planner.start_s == 0.0, "the pool of an operator stays empty"
 
 
 def test_those_leave_first_that_empty_a_machine_then_those_with_little_to_move() -> None:
