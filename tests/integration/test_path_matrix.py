@@ -136,20 +136,21 @@ async def test_local_prefill_while_sequences_are_preempted(
 
 @pytest.mark.parametrize(
     ("draw", "num_delivered"),
-    [("penalties", n) for n in (1, 2, 15, 31, 32, 33, 45)] + [("format, sampled", n) for n in (1, 2, 17, 30)]
-    + [("min tokens", 20), ("greedy", 7)],
+    [("penalties", n) for n in (1, 2, 15, 31, 32, 33)] + [("format, sampled", n) for n in (1, 2, 17, 30)]
+    + [("min tokens", 8), ("greedy", 7)],
 )  # fmt: skip
 async def test_a_stream_whose_worker_dies(
     model: str, oracle: Oracle, engine: CoLocatedEngine, draw: str, num_delivered: int
 ) -> None:
-    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands."""
+    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands. At least
+    three steps of up to seven tokens are left to it when the first worker is told to stop."""
     prompt = prompt_of(80, 7)
     tokens = read(oracle, engine, prompt, draw)
     config = tiny_config(model, report_stale_s=2.0, worker_lost_s=3.0)
     config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=4.0))
     async with deploy(config, num_decode=2) as deployment:
         for worker in deployment.decode:
-            slow_down(worker, 0.05)
+            slow_down(worker, 0.1)
         answer = Answer()
         async for response in deployment.inference.Generate(ask(prompt, draw, logprobs=2), timeout=60):
             if response.HasField("finished"):
