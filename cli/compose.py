@@ -56,14 +56,13 @@ def http_host(config: TandemConfig, machine: str) -> str:
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
     """A `core.service.RouterControl`. Each router of a machine has a metrics port of its own."""
     from router.service import RouterParts, RouterPlace, RouterService
-    from text.tokenizer import load_tokenizer
 
     router, telemetry = replace(config.router, host=router_host(config, placement.host)), config.telemetry
     if placement.address:
         router = replace(router, port=int(placement.address.rpartition(":")[2]))
     if telemetry.metrics_port:
         telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
-    load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
+    load = functools.partial(_load_tokenizer, config, cache_dir)
     place = RouterPlace(placement.ordinal, bool(placement.address), placement.control)
     front = None
     if config.gateway.port:
@@ -72,6 +71,18 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
         front = functools.partial(http_front, config, http_host(config, placement.host))
     parts = RouterParts(load, load_policy(router), front)
     return RouterService(router, parts, telemetry, place, config.security, config.api_keys)
+
+
+def _load_tokenizer(config: TandemConfig, cache_dir: Path | None) -> Any:
+    """A `ModelTokenizer`, which also knows the adapters of the workers."""
+    from text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.engine.model, config.engine.max_context, cache_dir)
+    adapters = tuple(config.vllm.adapter_directories)
+    if tokenizer.info.name in adapters:
+        raise ConfigError(f"[vllm] adapters: {tokenizer.info.name} is the name of the model")
+    tokenizer.info = replace(tokenizer.info, adapters=adapters)
+    return tokenizer
 
 
 def load_policy(config: RouterConfig) -> Policy:

@@ -44,6 +44,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",
         side_port=_free_port(),
         args=(*_step_sizes(config), *vllm.args),
+        adapters=vllm.adapter_directories,
     )
     return VllmService(
         role,

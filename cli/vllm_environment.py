@@ -19,6 +19,7 @@ from cli.findings import Finding, Health, judge
 from core.config import EngineConfig, TandemConfig, VllmConfig
 from core.errors import ConfigError
 from model_files.catalogue import CATALOGUE, default_cache_dir
+from vllm_worker.adapters import adapter_arguments
 
 VLLM_VERSION = "0.32.0"
 # What a worker needs beside vLLM, in the versions of Tandem's own environment.
@@ -98,6 +99,7 @@ def check_machine(config: TandemConfig) -> None:
     model = config.engine.model
     if not (Path(model) / "config.json").is_file():
         raise ConfigError(f"[engine] model: vLLM needs {MODEL_FORMAT}, {model!r} is none")
+    adapter_arguments(config.vllm.adapter_directories, on_gpu=False)
     for finding in environment(config.vllm):
         if finding.health is Health.FAIL:
             raise ConfigError(f"[vllm] python: {finding.subject}: {finding.text}; {finding.fix}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.errors import ModelNotFound
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -13,3 +15,13 @@ class ModelInfo:
     context_length: int  # in tokens, prompt and output together
     eos_token_ids: frozenset[int]
     bos_token_id: int | None = None
+    adapters: tuple[str, ...] = ()  # names that requests may give in place of `name`
+
+    def adapter_of(self, model: str) -> str:
+        """The adapter that a request for `model` gets; empty = none. Raises `ModelNotFound`."""
+        if model in self.adapters:
+            return model
+        if model not in ("", self.name):
+            also = f", with the adapters {', '.join(self.adapters)}" if self.adapters else ""
+            raise ModelNotFound(f"model {model[:128]!r} is not served here; the served model is {self.name!r}{also}")
+        return ""

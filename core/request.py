@@ -140,6 +140,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0  # lower goes first
     cache_salt: str = ""
+    adapter: str = ""  # name of a LoRA adapter; empty = the model alone
     tenant: str = ""  # prompts of different tenants get equal shares of a prefill worker
     age_s: float = 0.0  # of a call: time since the request arrived at its router, which other clocks cannot tell
     _packed: bytes | None = field(init=False, default=None, repr=False, compare=False)  # token_ids, once packed

@@ -31,11 +31,12 @@ Connect = Callable[[str], RouterCalls]  # to host:port
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model, and a router of the fleet that serves it."""
+    """A model or an adapter of one, and a router of the fleet that serves it."""
 
     name: str  # the `model` of every answer
     router: RouterCalls
-    info: GetModelResponse  # info.name is the name for the router
+    info: GetModelResponse
+    routed_name: str  # for the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ListedModel:
     name: str
     model: str  # the model of this name; empty if a rule decides
     info: GetModelResponse | None  # None as long as the fleet has never answered, and for a rule
+    parent: str = ""  # the model that an adapter adapts
 
 
 def fleets_of(request: Request) -> Fleets:
@@ -177,31 +179,37 @@ class Fleets:
         return [listed.name for listed in self.listed()]
 
     def listed(self) -> list[ListedModel]:
-        """Every name that `resolve` accepts: models first, then aliases and rules."""
-        if not self._models:
-            (fleet,) = self.fleets
-            return [ListedModel(fleet.info.name, fleet.info.name, fleet.info)] if fleet.info is not None else []
+        """Every name that `resolve` accepts: models first, then aliases, rules and adapters."""
+        known = [fleet.info for fleet in self.fleets if fleet.info is not None]
         models = [ListedModel(name, name, fleet.info) for name, fleet in self._models.items()]
+        if not self._models:
+            models = [ListedModel(info.name, info.name, info) for info in known]
         aliases = [ListedModel(alias, name, self._models[name].info) for alias, name in self._aliases.items()]
         rules = [ListedModel(name, "", None) for name in dict.fromkeys(rule.name for rule in self._rules)]
-        return models + aliases + rules
+        adapters = [ListedModel(name, name, info, parent=info.name) for info in known for name in info.adapters]
+        return models + aliases + rules + adapters
 
     def resolve(self, model: str, num_prompt_chars: int = 0, tag: str = "") -> ServedModel:
-        """The model that `model` names; empty = the first one. Raises `ModelUnknown`, and `TandemError` if the fleet of
-        the model has never answered."""
+        """The model or adapter that `model` names; empty = the first model. Raises `ModelUnknown`, and `TandemError` if
+        the fleet of the model has never answered."""
         if not self._models:
             (fleet,) = self.fleets
             link = fleet.pick()
             assert link.info is not None
-            if model not in ("", link.info.name):
+            if model not in ("", link.info.name, *link.info.adapters):
                 raise ModelUnknown(model, self.names())
-            return ServedModel(link.info.name, link.router, link.info)
+            name = model or link.info.name
+            return ServedModel(name, link.router, link.info, name)
         name = self._name_of(model, num_prompt_chars, tag)
-        if name not in self._models:
+        owner = self._models.get(name) or self._fleet_with(name)
+        if owner is None:
             raise ModelUnknown(model, self.names())
-        link = self._models[name].pick()
+        link = owner.pick()
         assert link.info is not None
-        return ServedModel(name, link.router, link.info)
+        return ServedModel(name, link.router, link.info, link.info.name if name in self._models else name)
+
+    def _fleet_with(self, adapter: str) -> Fleet | None:
+        return next((fleet for fleet in self.fleets if fleet.info is not None and adapter in fleet.info.adapters), None)
 
     def _name_of(self, model: str, num_prompt_chars: int, tag: str) -> str:
         if not model:

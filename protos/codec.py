@@ -128,6 +128,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
         ),
         logprobs=sampling.num_logprobs,
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         priority=request.priority,
         call=call.number,
         router_id=call.router_id,
@@ -188,6 +189,7 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         ),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        adapter=wire.adapter,
         tenant=wire.tenant,
         age_s=wire.age_us / 1e6,
     )

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import ConfigError, TandemError
+from core.errors import ConfigError, TandemError, WorkerUnavailable
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.step import SampledToken
+from vllm_worker.adapters import adapter_arguments
 from vllm_worker.engine import (
     BlocksChanged,
     EngineDied,
@@ -66,6 +67,7 @@ class EngineArguments:
     host: str  # where other workers reach the side channel of the connector
     side_port: int
     args: tuple[str, ...]
+    adapters: dict[str, str]  # directories of LoRA adapters, by name
 
 
 class AsyncEngine:
@@ -77,6 +79,7 @@ class AsyncEngine:
         self._handshake: asyncio.Task[None] | None = None
         self._events: asyncio.Task[None] | None = None
         self._llm: Any = None
+        self._adapters: dict[str, Any] = {}  # vLLM's LoRARequest, by name
         self._guardian: Guardian | None = None
         self._report: Callable[[EngineReport], None]
 
@@ -101,6 +104,7 @@ class AsyncEngine:
         config = self._llm.vllm_config
         layout = _layout(config, arguments.info)
         self._prefix_cache = PrefixCache(layout.block_size)
+        await self._load_adapters()
         await self._warm_up()
         self._events = asyncio.create_task(self._follow_blocks(), name="kv-events")
         self._events.add_done_callback(self._on_task_ended)
@@ -112,6 +116,16 @@ class AsyncEngine:
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             address=_address(config, arguments) if arguments.offers else b"",
         )
+
+    async def _load_adapters(self) -> None:
+        from vllm.lora.request import LoRARequest
+
+        for number, (name, directory) in enumerate(self._arguments.adapters.items(), 1):
+            self._adapters[name] = adapter = LoRARequest(name, number, directory)
+            try:
+                await self._llm.add_lora(adapter)
+            except Exception as error:
+                raise TandemError(f"[vllm] adapters: vLLM cannot load {name}: {error}") from error
 
     async def _warm_up(self) -> None:
         """Compute some tokens: vLLM compiles at its first steps, which took 50 s on one core."""
@@ -144,7 +158,7 @@ class AsyncEngine:
             await self._stream(prompt)
         except EngineDeadError as error:
             self._report(EngineDied(str(error) or "its process has ended"))
-        except (VLLMClientError, ValueError) as error:
+        except (TandemError, VLLMClientError, ValueError) as error:
             self._report(EngineOutput(request_id, (), error=str(error), invalid=not isinstance(error, TandemError)))
         except Exception as error:
             logger.exception("request %s failed in vLLM", request_id)
@@ -165,8 +179,17 @@ class AsyncEngine:
         tokens = TokensPrompt(prompt_token_ids=list(request.token_ids))
         if request.cache_salt:
             tokens["cache_salt"] = request.cache_salt
-        async for output in self._llm.generate(tokens, sampling, prompt.request_id, priority=request.priority):
+        generated = self._llm.generate(
+            tokens, sampling, prompt.request_id, lora_request=self._adapter(request.adapter), priority=request.priority
+        )
+        async for output in generated:
             self._report(self._output_of(prompt, output))
+
+    def _adapter(self, name: str) -> Any:
+        """None without a name. Another worker may know one that this one does not: a roll has changed `adapters`."""
+        if name and name not in self._adapters:
+            raise WorkerUnavailable(f"this worker has no adapter {name!r}")
+        return self._adapters.get(name)
 
     def _output_of(self, prompt: Prompt, output: Any) -> EngineOutput:
         completion = output.outputs[0]
@@ -279,6 +302,7 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
     block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
     return [
         *_cpu_arguments(arguments),
+        *adapter_arguments(arguments.adapters, arguments.on_gpu),
         "--model", arguments.model,
         "--dtype", arguments.dtype,
         "--max-model-len", str(arguments.info.context_length),

@@ -1,8 +1,8 @@
 """A fake engine for tests: deterministic, its tokens read its own KV, and it fails on command.
 
-The next token is a hash of the tokens in the KV, and of the seed if the request samples. An engine that reads a
-hand-off takes the tokens that the owner kept, so a wrong hand-off gives other tokens. `FakeCluster` connects the
-engines of one process.
+The next token is a hash of the tokens in the KV, of the adapter, and of the seed if the request samples. An engine that
+reads a hand-off takes the tokens that the owner kept, so a wrong hand-off gives other tokens. `FakeCluster` connects
+the engines of one process.
 
     FakeCore     has no clock: `step` gives each sequence a token and returns the reports; the simulator drives it
     FakeEngine   an `Engine`: steps on the event loop
@@ -35,6 +35,7 @@ from vllm_worker.engine import (
 )
 
 VOCAB_SIZE = 256
+ADAPTERS = ("red", "green")
 INFO = EngineInfo(
     num_blocks=1024,
     layout=KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=16, head_dim=2),
@@ -49,7 +50,8 @@ def next_token(request: Request, token_ids: list[int]) -> int:
     """The token behind `token_ids`."""
     sampling = request.sampling
     seed = 0 if sampling.greedy else sampling.seed + 1
-    return xxhash.xxh3_64_intdigest(pack_token_ids(token_ids), seed=seed) % VOCAB_SIZE
+    adapted = pack_token_ids(token_ids) + request.adapter.encode()
+    return xxhash.xxh3_64_intdigest(adapted, seed=seed) % VOCAB_SIZE
 
 
 @dataclass(slots=True)
@@ -91,8 +93,9 @@ class FakeCore:
         self.name, self.info = name, replace(info, address=name.encode())
         self._cluster, self._next_token = cluster, next_token
         self._sequences: dict[str, _Sequence] = {}
-        self._lost: dict[str, str] = {}  # request id -> why its KV could not be loaded
+        self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
         self._cached: dict[int, None] = {}  # sequence hashes, oldest first
+        self.adapters = ADAPTERS
         self.loses_loads = False
         self.num_aborted = 0
 
@@ -107,6 +110,9 @@ class FakeCore:
 
     def submit(self, prompt: Prompt) -> None:
         request, token_ids = prompt.request, prompt.request.token_ids
+        if request.adapter not in ("", *self.adapters):
+            self._lost[prompt.request_id] = f"this worker has no adapter {request.adapter!r}"
+            return
         if prompt.handoff:
             kept = self._cluster.kept.pop(prompt.handoff, None)
             if kept is None or self.loses_loads:
@@ -192,7 +198,7 @@ class FakeCore:
         return [BlocksChanged(tuple(events))] if events else []
 
     def _hashes(self, request: Request, token_ids: list[int] | tuple[int, ...]) -> list[int]:
-        return sequence_hashes(token_ids, self.info.layout.block_size, root_hash(request.cache_salt))
+        return sequence_hashes(token_ids, self.info.layout.block_size, root_hash(request.cache_salt, request.adapter))
 
 
 class FakeEngine(FakeCore):

@@ -52,10 +52,11 @@ class PrefixCache:
         return changes
 
     def _store(self, event: Any) -> list[BlockEvent]:
-        if event.block_size != self._block_size or event.lora_name is not None:
+        if event.block_size != self._block_size:
             return []
         if event.parent_block_hash is None:
-            parent = root_hash(_salt_of(event.extra_keys))
+            adapter = event.lora_name or ""
+            parent = root_hash(_salt_of(event.extra_keys, adapter), adapter)
         elif (parent := self._hashes.get(event.parent_block_hash)) is None:
             return []  # stored before a gap
         changes: list[BlockEvent] = []
@@ -89,7 +90,8 @@ class PrefixCache:
         return removed
 
 
-def _salt_of(extra_keys: Any) -> str:
-    """The cache salt of a first block: the only extra key that Tandem sets."""
+def _salt_of(extra_keys: Any, adapter: str) -> str:
+    """The cache salt of a first block: its only extra key behind the adapter."""
     first = extra_keys[0] if extra_keys else None
-    return str(first[0]) if first else ""
+    keys = (first or ())[bool(adapter) :]
+    return str(keys[0]) if keys else ""

@@ -57,6 +57,10 @@ class TandemConfig:
                 f"[planner] {name} must be at most {self.cluster.max_workers} ([cluster] max_workers), "
                 f"is {getattr(self.planner, name)}",
             )
+        require(
+            self.engine.name == "vllm" or not self.vllm.adapters,
+            f"[vllm] adapters need [engine] name = vllm, is {self.engine.name}",
+        )
         for name in ("prefill_gpus", "decode_gpus"):
             require(
                 self.vllm.tensor_parallel == 1 or getattr(self.cluster, name) in (0.0, 1.0),

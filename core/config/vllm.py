@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from core.config.requirements import require, require_finite_floats, require_positive
@@ -19,16 +20,19 @@ OWN_ARGUMENTS = {
     "skip-tokenizer-init": "nothing: the router has the tokenizer",
     "enable-logging-iteration-details": "nothing: routers need the time of each step",
     "seed": "the seed of a request",
+    "enable-lora": "[vllm] adapters",
     "host": "[worker] host",
     "port": "nothing: the port of a worker is free",
 }
 TENSOR_PARALLEL = "tp"  # vLLM's short name
+_ADAPTER_NAME = re.compile(r"[\w./:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
     python: str = ""  # interpreter of vLLM's environment; empty = the one that `make vllm` installs
     args: tuple[str, ...] = ()  # of vLLM's engine, as on the command line of `vllm serve`
+    adapters: tuple[str, ...] = ()  # LoRA adapters as NAME=DIRECTORY; requests name one in place of the model
     tensor_parallel: int = 1  # GPUs of each worker, on one machine
     lease_s: float = 30.0  # a prefill worker keeps the KV of a prompt that no decode worker reads for this long
     start_timeout_s: float = 600.0  # ... in place of [cluster] start_timeout_s, if that is shorter
@@ -39,6 +43,19 @@ class VllmConfig:
         for argument in self.args:
             name = _own_argument(argument)
             require(not name, f"args: Tandem sets --{name} itself; use {OWN_ARGUMENTS.get(name)}")
+        for adapter in self.adapters:
+            name, _, directory = adapter.partition("=")
+            require(
+                bool(_ADAPTER_NAME.fullmatch(name) and directory),
+                "adapters: each must be NAME=DIRECTORY, with a name of 1 to 128 letters, digits and './_:-', "
+                f"one is {adapter!r}",
+            )
+        require(len(self.adapter_directories) == len(self.adapters), "adapters: names must be unique")
+
+    @property
+    def adapter_directories(self) -> dict[str, str]:
+        """By name, in the order of the config."""
+        return dict(adapter.split("=", 1) for adapter in self.adapters)
 
 
 def _own_argument(argument: str) -> str:

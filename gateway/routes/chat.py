@@ -51,7 +51,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options, tool_choice=choice)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("chatcmpl-", body.request_id, context)
-    wire = common_request(body, _max_tokens(body), model.info.name, call_id)
+    wire = common_request(body, _max_tokens(body), model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
     if output_format is not None:
         wire.output_format.CopyFrom(output_format)

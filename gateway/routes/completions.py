@@ -56,7 +56,7 @@ async def _prepare(request: Request, body: CompletionBody) -> tuple[Call, list[s
     wires = []
     for index, prompt in enumerate(prompts):
         name = call_id if len(prompts) == 1 else f"{call_id}-{index}"
-        wire = common_request(body, max_tokens, model.info.name, name)
+        wire = common_request(body, max_tokens, model.routed_name, name)
         _set_prompt(wire, prompt)
         wire.n = body.num_choices
         if output_format is not None:

@@ -25,7 +25,7 @@ def _described(listed: ListedModel) -> dict[str, Any]:
     """A model in OpenAI's shape, with `max_model_len` as vLLM's clients read it."""
     return {
         "id": listed.name, "object": "model", "created": STARTED_AT, "owned_by": "tandem",
-        "root": listed.model or None, "parent": None,
+        "root": listed.model or None, "parent": listed.parent or None,
         "max_model_len": listed.info.context_length if listed.info is not None else None,
     }  # fmt: skip
 

@@ -49,7 +49,7 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     chat = ChatPrompt(messages=messages, tools=tools, tool_choice=choice)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("resp_", body.request_id, context)
-    wire = common_request(body, body.max_output_tokens, model.info.name, call_id)
+    wire = common_request(body, body.max_output_tokens, model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
     if output_format is not None:
         wire.output_format.CopyFrom(output_format)

@@ -6,11 +6,12 @@ validation, keys, limits and deadlines. The requests of one stream are served on
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from core.errors import InvalidRequest, TandemError
+from core.errors import InvalidRequest, ModelNotFound, TandemError
 from protos import kserve_pb2, kserve_pb2_grpc
 from router.kserve.kserve_tensors import (
     FINAL,
@@ -77,7 +78,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             chunk, end = response.tokens, response.HasField("finished")
             reason = response.finished.finish_reason if end else 0
             request_id = request.id or (response.finished.request_id if end else "")
-            encoded = encode_response(self._model.name, request_id, wanted.outputs, chunk.text, chunk.token_ids, reason)
+            encoded = encode_response(generate.model, request_id, wanted.outputs, chunk.text, chunk.token_ids, reason)
             await self._write(context, encoded, last=end)
 
         call.take = write
@@ -99,7 +100,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         call.take = collect
         await self._inference.serve(wanted.generate, call)
         return encode_response(
-            self._model.name, finished.request_id, wanted.outputs, "".join(text), token_ids, finished.finish_reason
+            wanted.generate.model, finished.request_id, wanted.outputs, "".join(text), token_ids, finished.finish_reason
         )
 
     @staticmethod
@@ -108,7 +109,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await context.write(kserve_pb2.ModelStreamInferResponse(infer_response=response))
 
     def _decode(self, request: kserve_pb2.ModelInferRequest) -> InferRequest:
-        check_model(request.model_name, request.model_version, self._model.name)
+        check_model(request.model_name, request.model_version, self._model)
         return decode_request(request, self._model.context_length - 1)
 
     # ---- descriptions
@@ -120,8 +121,10 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return kserve_pb2.ServerReadyResponse(ready=self._shell.view.can_serve)
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, _: Context) -> kserve_pb2.ModelReadyResponse:
-        served = request.name == self._model.name and request.version in ("", VERSION)
-        return kserve_pb2.ModelReadyResponse(ready=served and self._shell.view.can_serve)
+        with contextlib.suppress(ModelNotFound):
+            check_model(request.name, request.version, self._model)
+            return kserve_pb2.ModelReadyResponse(ready=self._shell.view.can_serve)
+        return kserve_pb2.ModelReadyResponse(ready=False)
 
     async def ServerMetadata(
         self, _: kserve_pb2.ServerMetadataRequest, __: Context
@@ -132,12 +135,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve_pb2.ModelMetadataRequest, context: Context
     ) -> kserve_pb2.ModelMetadataResponse:
         try:
-            check_model(request.name, request.version, self._model.name)
+            check_model(request.name, request.version, self._model)
         except TandemError as error:
             await abort(context, error)
         tensor = kserve_pb2.ModelMetadataResponse.TensorMetadata
         return kserve_pb2.ModelMetadataResponse(
-            name=self._model.name,
+            name=request.name,
             versions=[VERSION],
             platform="tandem",
             inputs=[tensor(name=name, datatype=kind, shape=shape) for name, (kind, shape) in INPUTS.items()],

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidRequest, ModelNotFound
+from core.model_info import ModelInfo
 from protos import kserve_pb2
 from tandem_client.stubs import inference_pb2
 
@@ -53,10 +54,11 @@ class InferRequest:
     outputs: frozenset[str]  # the wanted tensors
 
 
-def check_model(name: str, version: str, served: str) -> None:
+def check_model(name: str, version: str, served: ModelInfo) -> None:
     """Raise `ModelNotFound`."""
-    if name != served or version not in ("", VERSION):
-        raise ModelNotFound(f"model {name[:128]!r} version {version[:32]!r} is not served here, {served!r} is")
+    if not name or version not in ("", VERSION):
+        raise ModelNotFound(f"model {name[:128]!r} version {version[:32]!r} is not served here, {served.name!r} is")
+    served.adapter_of(name)
 
 
 def decode_request(wire: kserve_pb2.ModelInferRequest, max_tokens: int) -> InferRequest:

@@ -410,7 +410,7 @@ def _holder(question: RoutingQuestion, avoid: frozenset[str]) -> Candidate | Non
 
 
 def hashes_of(request: Request) -> PromptHashes:
-    return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt))
+    return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt, request.adapter))
 
 
 def _of_version(records: list[WorkerRecord], version: int) -> list[WorkerRecord]:

@@ -83,7 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         streams = [
             ChoiceStream(
                 choice=choice,
-                model=self._tokenizer.info.name,
+                model=request.model or self._tokenizer.info.name,
                 operation=operation,
                 request=choice_request,
                 client_request_id=generation.request_id,
@@ -148,6 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
             tool_format=self._tokenizer.tool_format,
             can_decode=self._shell.view.can_serve,
+            adapters=info.adapters,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, RouterConfig
-from core.errors import InvalidRequest, ModelNotFound
+from core.errors import InvalidRequest
 from core.request import (
     MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
@@ -20,7 +20,6 @@ from core.request import (
 )
 from protos import codec
 from router.serving.chat_prompt import check_chat
-from router.serving.client_json import quoted
 from router.serving.output_formats import RequestGrammars
 from router.serving.resumed_answer import ResumedAnswer, check_plain, read_resumed
 from router.serving.validation_threads import MAX_INLINE_BYTES
@@ -65,8 +64,7 @@ def prepare(
     info = tokenizer.info
     _check_plain_fields(wire)
     check_plain(wire, info.context_length)
-    if wire.model and wire.model != info.name:
-        raise ModelNotFound(f"model {quoted(wire.model)} is not served here; the served model is {info.name!r}")
+    adapter = info.adapter_of(wire.model)
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
@@ -81,7 +79,7 @@ def prepare(
         wire.speculation if wire.HasField("speculation") else True,
     )
     first = Request(
-        f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt,
+        f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt, adapter,
         tenant=wire.user or wire.cache_salt,
     )  # fmt: skip
     first.validate_for(info.vocab_size, info.context_length)

@@ -395,7 +395,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format", "can_decode")
+    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format", "can_decode", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -403,6 +403,7 @@ class GetModelResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CAN_DECODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_length: int
@@ -410,4 +411,5 @@ class GetModelResponse(_message.Message):
     has_chat_template: bool
     tool_format: str
     can_decode: bool
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ..., can_decode: _Optional[bool] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ..., can_decode: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...

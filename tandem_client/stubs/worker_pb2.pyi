@@ -212,7 +212,7 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar", "no_speculation", "age_us")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant", "grammar", "no_speculation", "age_us", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +227,7 @@ class SequenceRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     NO_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     AGE_US_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     sampling: _inference_pb2.SamplingParams
@@ -241,7 +242,8 @@ class SequenceRequest(_message.Message):
     grammar: str
     no_speculation: bool
     age_us: int
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., age_us: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., age_us: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")

@@ -27,7 +27,7 @@ from tests.support.deployment import make_request
 from tests.support.gateway import serving_gateway
 from tests.support.vllm_workers import FakeFleet, deploy_fakes, expected
 from tests.support.waiting import until
-from vllm_worker.fake_engine import FakeEngine
+from vllm_worker.fake_engine import ADAPTERS, FakeEngine
 
 PROMPT = list(range(1, 41))
 
@@ -238,23 +238,61 @@ async def test_tools_and_formats_hold_on_the_way_through_two_engines() -> None:
         assert fleet.cluster.num_handoffs == 2
 
 
+async def test_a_name_of_an_adapter_in_place_of_the_model_reaches_both_engines() -> None:
+    async with deploy_fakes() as fleet, openai_client(fleet) as client:
+        models = (await client.models.list()).data
+        assert [(model.id, (model.model_extra or {})["parent"]) for model in models] == [
+            ("fake:tiny", None), ("red", "fake:tiny"), ("green", "fake:tiny")
+        ]  # fmt: skip
+        for name in ("red", "green", "fake:tiny"):
+            answer = await fleet.generate(PROMPT, 12, model=name)
+            assert answer.token_ids == expected(PROMPT, 12, adapter=name if name in ADAPTERS else "")
+            assert (answer.path, answer.usage.cached_tokens) == ("disaggregated", 0)
+            assert (await fleet.generate(PROMPT, 12, model=name)).usage.cached_tokens == 32
+            completion = await client.completions.create(
+                model=name, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert completion.choices[0].text == answer.text
+            assert completion.model == name
+            assert (await _infer(fleet, name)) == expected(PROMPT, 8, adapter=name if name in ADAPTERS else "")
+        with pytest.raises(CallFailed, match="the served model is 'fake:tiny', with the adapters red, green"):
+            await fleet.generate(PROMPT, model="blue")
+        with pytest.raises(openai.NotFoundError, match="served: fake:tiny, red, green"):
+            await client.completions.create(model="blue", prompt=PROMPT)
+
+
+async def test_a_worker_that_lacks_an_adapter_leaves_the_request_to_another_one() -> None:
+    """While a roll changes `[vllm] adapters`, a router may know more than a worker."""
+    async with deploy_fakes(num_prefill=0, num_decode=2) as fleet:
+        fleet.engines["decode-0"].adapters = ()
+        answers = await asyncio.gather(*(fleet.generate([*PROMPT, place], model="red") for place in range(6)))
+        assert [answer.token_ids for answer in answers] == [
+            expected([*PROMPT, place], 8, adapter="red") for place in range(6)
+        ]
+
+
+async def _infer(fleet: FakeFleet, model: str) -> tuple[int, ...]:
+    request = kserve_pb2.ModelInferRequest(model_name=model)
+    tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[1, len(PROMPT)])
+    tensor.contents.int_contents.extend(PROMPT)
+    for name, value in {"max_tokens": 8, "temperature": 0}.items():
+        request.parameters[name].int64_param = value
+    request.parameters["ignore_eos"].bool_param = True
+    async with grpc.aio.insecure_channel(fleet.address) as channel:
+        answer = await kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    assert answer.model_name == model
+    found = next(
+        bytes(raw)
+        for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+        if tensor.name == "output_ids"
+    )
+    return struct.unpack(f"<{len(found) // 4}i", found)
+
+
 async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     async with deploy_fakes(telemetry=TelemetryConfig(trace_file=str(path))) as fleet:
-        request = kserve_pb2.ModelInferRequest(model_name="fake:tiny")
-        tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[1, len(PROMPT)])
-        tensor.contents.int_contents.extend(PROMPT)
-        for name, value in {"max_tokens": 8, "temperature": 0}.items():
-            request.parameters[name].int64_param = value
-        request.parameters["ignore_eos"].bool_param = True
-        async with grpc.aio.insecure_channel(fleet.address) as channel:
-            answer = await kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
-        found = next(
-            bytes(raw)
-            for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
-            if tensor.name == "output_ids"
-        )
-        assert struct.unpack(f"<{len(found) // 4}i", found) == expected(PROMPT, 8)
+        assert await _infer(fleet, "fake:tiny") == expected(PROMPT, 8)
         await fleet.settle()
     spans = {span["name"]: span for span in map(json.loads, path.read_text().splitlines())}
     assert spans.keys() >= {

@@ -31,6 +31,7 @@ from vllm_worker.engine import (
     HandshakeEnded,
     Prompt,
 )
+from vllm_worker.fake_engine import ADAPTERS
 
 TIMEOUT_S = 60.0
 MAX_TOKENS = 12
@@ -81,6 +82,11 @@ class WatchedEngine:
 
     def tokens(self, request_id: str) -> list[int]:
         return [token.token_id for output in self.outputs(request_id) for token in output.tokens]
+
+    def stored_blocks(self) -> set[int]:
+        """Sequence hashes of the blocks that the prefix cache has stored."""
+        changes = [event for one in self.reports if isinstance(one, BlocksChanged) for event in one.events]
+        return {event.sequence_hash for event in changes if isinstance(event, BlockStored)}
 
     async def ended(self, request_id: str) -> EngineOutput:
         """The last output, once the request has ended."""
@@ -194,15 +200,37 @@ class EngineContract:
         stored = sequence_hashes(request.token_ids, size, root_hash("tenant"))
         assert len(stored) == 2
 
-        def known() -> set[int]:
-            changes = [event for one in reader.reports if isinstance(one, BlocksChanged) for event in one.events]
-            return {event.sequence_hash for event in changes if isinstance(event, BlockStored)}
-
-        await reader.until(lambda: known() >= set(stored))
+        await reader.until(lambda: reader.stored_blocks() >= set(stored))
         again = await reader.ended(reader.submit(request))
         assert again.num_cached_tokens == 2 * size
         other = await reader.ended(reader.submit(replace(request, cache_salt="other")))
         assert other.num_cached_tokens == 0
+
+    async def test_each_adapter_has_tokens_and_cached_blocks_of_its_own(self, pair: EnginePair) -> None:
+        owner, reader, size = pair.owner, pair.reader, pair.reader.info.layout.block_size
+        plain = a_request(550, 2 * size + 1, temperature=0.7, seed=9)
+        found, stored = {}, {}
+        for name in ("", *ADAPTERS):
+            request = replace(plain, adapter=name, cache_salt="tenant")
+            request_id = reader.submit(request)
+            assert (await reader.ended(request_id)).num_cached_tokens == 0
+            found[name] = reader.tokens(request_id)
+            stored[name] = sequence_hashes(request.token_ids, size, root_hash("tenant", name))
+            assert (await reader.ended(reader.submit(request))).num_cached_tokens == 2 * size
+            _, handoff = await owner.offer(offered := replace(plain, adapter=name))
+            assert await reader.complete(offered, handoff=handoff) == found[name]
+        assert len(set(map(tuple, found.values()))) == len(found)
+        await reader.until(lambda: reader.stored_blocks() >= {one for hashes in stored.values() for one in hashes})
+        together = await asyncio.gather(*(reader.complete(replace(plain, adapter=name)) for name in found))
+        assert list(together) == list(found.values())
+
+    async def test_an_adapter_that_an_engine_lacks_fails_its_own_request_alone(self, pair: EnginePair) -> None:
+        reader = pair.reader
+        other = reader.submit(a_request(560, 20))
+        failed = await reader.ended(reader.submit(replace(a_request(561, 20), adapter="blue")))
+        assert "no adapter 'blue'" in failed.error
+        assert not failed.invalid  # another worker may have it
+        assert (await reader.ended(other)).finish_reason is FinishReason.LENGTH
 
     async def test_steps_tell_the_computed_tokens_and_the_use_of_the_pool(self, pair: EnginePair) -> None:
         reader, request = pair.reader, a_request(600, 50, cache_salt="steps")

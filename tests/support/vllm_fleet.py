@@ -81,18 +81,19 @@ def _group_of(process: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def started_workers(
-    log_dir: Path, *places: tuple[str, int], engines_alone: bool = False
+    log_dir: Path, *places: tuple[str, int], engines_alone: bool = False, adapters: tuple[str, ...] = ()
 ) -> Iterator[dict[str, VllmProcess]]:
     """Start workers of (role, ordinal) beside each other, each on one core in turn. Each writes a log of its own.
 
-    `engines_alone`: their engines without workers, which serve on Unix sockets.
+    `engines_alone`: their engines without workers, which serve on Unix sockets. `adapters`: of `VllmConfig`.
     """
+    config = CONFIG | {"vllm": CONFIG["vllm"] | {"adapters": adapters}}
     python, cores = python_of(VllmConfig()), sorted(os.sched_getaffinity(0))
     environment = os.environ | variables(python)
     with contextlib.ExitStack() as stack:
         processes = []
         for place_number, (role, ordinal) in enumerate(places):
-            options = {"role": role, "ordinal": ordinal, "core": cores[place_number % len(cores)], "config": CONFIG}
+            options = {"role": role, "ordinal": ordinal, "core": cores[place_number % len(cores)], "config": config}
             if engines_alone:
                 options["socket"] = str(log_dir / f"{role}-{ordinal}.sock")
             command = [str(python), "-m", "tests.support.vllm_process", json.dumps(options)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cli.compose import build_router
-from core.config import TelemetryConfig, WorkerConfig
+from core.config import TelemetryConfig, VllmConfig, WorkerConfig
 from core.lifecycle import ServiceRole
 from core.output_grammar import GrammarRow
 from core.request import Request, SamplingParams
@@ -26,15 +26,15 @@ from tests.support.deployment import place, tiny_config
 from tests.support.waiting import until
 from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer, load_tokenizer
-from vllm_worker.fake_engine import INFO, FakeCluster, FakeEngine, next_token
+from vllm_worker.fake_engine import ADAPTERS, INFO, FakeCluster, FakeEngine, next_token
 from vllm_worker.machine import Limits
 from vllm_worker.service import VllmService
 
 
-def expected(prompt: list[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
+def expected(prompt: list[int], max_tokens: int, seed: int | None = None, adapter: str = "") -> tuple[int, ...]:
     """The tokens that a fake engine makes of a prompt."""
     sampling = SamplingParams(max_tokens, temperature=0.0) if seed is None else SamplingParams(max_tokens, seed=seed)
-    request, token_ids = Request("expected", tuple(prompt), len(prompt), sampling), list(prompt)
+    request, token_ids = Request("expected", tuple(prompt), len(prompt), sampling, adapter=adapter), list(prompt)
     for _ in range(max_tokens):
         token_ids.append(next_token(request, token_ids))
     return tuple(token_ids[len(prompt) :])
@@ -118,6 +118,8 @@ async def deploy_fakes(
     **router: Any,
 ) -> AsyncIterator[FakeFleet]:
     config = tiny_config(telemetry=telemetry, **router)
+    adapters = tuple(f"{name}=/adapters/{name}" for name in ADAPTERS)
+    config = replace(config, engine=replace(config.engine, name="vllm"), vllm=VllmConfig(adapters=adapters))
     tokenizer = load_tokenizer(config.engine.model)
     tokens, info = (
         FormattedTokens(tokenizer),

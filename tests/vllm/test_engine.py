@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from cli.vllm_environment import default_model_dir
 from tests.support.engine_contract import EngineContract, EnginePair, WatchedEngine
 from tests.support.engine_relay import RemoteEngine
+from tests.support.lora import write_adapters
 from tests.support.vllm_fleet import VllmProcess, require_vllm, started_workers
+from vllm_worker.fake_engine import ADAPTERS
 
 Engines = dict[str, VllmProcess]
 
@@ -38,7 +41,9 @@ async def watched(process: VllmProcess) -> AsyncIterator[WatchedEngine]:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     require_vllm()
     directory = tmp_path_factory.mktemp("vllm")
-    with started_workers(directory, ("prefill", 0), ("decode", 0), engines_alone=True) as started:
+    adapters = write_adapters(directory, default_model_dir(), ADAPTERS)
+    places = ("prefill", 0), ("decode", 0)
+    with started_workers(directory, *places, engines_alone=True, adapters=adapters) as started:
         yield started
 
 

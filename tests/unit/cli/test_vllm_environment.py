@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 from rich.console import Console
 
 from cli.checks import check_before_start
+from cli.compose import _load_tokenizer
 from cli.findings import Finding, Health
 from cli.vllm_environment import check_machine, check_options, environment, python_of, torch_version, variables
 from core.config import TandemConfig, VllmConfig, from_mapping
 from core.errors import ConfigError
+from vllm_worker.adapters import adapter_arguments
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,6 +84,55 @@ def test_what_tandem_sets_itself_is_refused_by_name(argument: str, instead: str)
 def test_other_arguments_pass() -> None:
     args = ("--enforce-eager", "--max-num-seqs", "8", "--host-memory", "-1", "--config-format", "hf", "-ep", "-O3")
     assert VllmConfig(args=args).args == args
+
+
+@pytest.mark.parametrize(
+    ("adapters", "error"),
+    [
+        (("sql",), "each must be NAME=DIRECTORY"),
+        (("=/sql",), "each must be NAME=DIRECTORY"),
+        (("s q l=/sql",), "one is 's q l=/sql'"),
+        (("sql=/a", "sql=/b"), "names must be unique"),
+    ],
+)
+def test_a_malformed_adapter_is_refused(adapters: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        VllmConfig(adapters=adapters)
+
+
+def test_adapters_need_vllm_and_a_name_beside_that_of_the_model() -> None:
+    adapters = {"adapters": ["fake:tiny=/adapter"]}
+    with pytest.raises(ConfigError, match=r"adapters need \[engine\] name = vllm, is tandem"):
+        from_mapping({"vllm": adapters})
+    config = from_mapping({"engine": {"name": "vllm", "model": "fake:tiny"}, "vllm": adapters})
+    with pytest.raises(ConfigError, match="fake:tiny is the name of the model"):
+        _load_tokenizer(config, None)
+
+
+def test_vllm_gets_the_largest_rank_and_on_a_cpu_a_place_that_stays_empty(tmp_path: Path) -> None:
+    directories = {}
+    for name, rank in {"small": 4, "large": 24}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        directories[name] = str(tmp_path / name)
+    assert adapter_arguments({}, on_gpu=True) == []
+    assert adapter_arguments(directories, on_gpu=True)[1:5] == ["--max-lora-rank", "32", "--max-loras", "2"]
+    assert adapter_arguments(directories, on_gpu=False)[3:] == ["--max-loras", "3", "--max-cpu-loras", "3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, "sql needs .*adapter_config.json with its rank r: .*No such file"),
+        ("{}", "with its rank r: 'r'"),
+        ('{"r": 1000}', r"the rank of sql must be in \[1, 512\], is 1000"),
+    ],
+)
+def test_a_directory_without_an_adapter_is_refused_by_name(tmp_path: Path, content: str | None, error: str) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=error):
+        adapter_arguments({"sql": str(tmp_path)}, on_gpu=True)
 
 
 def test_tensor_parallel_workers_take_whole_gpus() -> None:

@@ -28,6 +28,7 @@ class FakeRouter:
 
     def __init__(self, address: str, model: str) -> None:
         self.address, self.fault, self.can_decode = address, "", True
+        self.adapters: tuple[str, ...] = ()
         self._model = model
 
     async def open(self) -> None:
@@ -39,7 +40,7 @@ class FakeRouter:
     async def model(self) -> GetModelResponse:
         if self.fault:
             raise WorkerUnavailable(self.fault)
-        return GetModelResponse(name=self._model, context_length=64, can_decode=self.can_decode)
+        return GetModelResponse(name=self._model, context_length=64, can_decode=self.can_decode, adapters=self.adapters)
 
 
 @contextlib.asynccontextmanager
@@ -96,6 +97,19 @@ async def test_a_model_is_found_by_name_alias_and_rule_and_named_by_its_own_name
         assert fleets.names() == ["small", "big", "fast", "heavy", "auto"]
         with pytest.raises(ModelUnknown, match="served: small, big, fast, heavy, auto"):
             fleets.resolve("gpt-5")
+
+
+@pytest.mark.parametrize("models", [(), MODELS])
+async def test_an_adapter_is_found_by_its_name_in_every_fleet(models: tuple[ServedModelConfig, ...]) -> None:
+    async with opened(models=models) as (fleets, routers):
+        for address, router in routers.items():
+            name = f"red of {address}"
+            router.adapters = (name,)
+            await until(lambda: name in fleets.names(), "the gateway has asked")  # noqa: B023 - awaited in this round
+            served = fleets.resolve(name)
+            assert (served.name, served.routed_name, served.router) == (name, name, router)
+            assert [one.parent for one in fleets.listed() if one.name == name] == [f"served by {address}"]
+        assert fleets.resolve("").routed_name == "served by here:1"
 
 
 async def test_a_name_without_a_matching_rule_is_unknown() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from core.block_hash import root_hash, sequence_hashes
 from core.scheduling.block_pool import BlockRemoved, BlockStored
 from vllm_worker.prefix_cache import PrefixCache
@@ -53,9 +55,14 @@ def test_two_blocks_with_one_content_count_once() -> None:
     assert counter.take(removed("x2")) == [BlockRemoved(HASHES[0])]
 
 
-def test_the_salt_of_a_tenant_is_in_the_hash() -> None:
-    (change,) = _Counter().take(stored(["x"], TOKENS[:4], extra_keys=[("tenant",)]))
-    assert change == BlockStored(sequence_hashes(TOKENS[:4], 4, root_hash("tenant"))[0])
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("adapter", ["", "red"])
+def test_the_salt_of_a_tenant_and_the_adapter_are_in_the_hash(salt: str, adapter: str) -> None:
+    """vLLM gives the adapter with each block, and the salt with the first one."""
+    first = tuple(key for key in (adapter, salt) if key)
+    keys = [first or None, (adapter,) if adapter else None]
+    changes = _Counter().take(stored(["x", "y"], TOKENS[:8], lora_name=adapter or None, extra_keys=keys))
+    assert changes == list(map(BlockStored, sequence_hashes(TOKENS[:8], 4, root_hash(salt, adapter))))
 
 
 def test_a_gap_takes_every_hash_back_and_a_new_chain_counts_again() -> None:
@@ -74,6 +81,5 @@ def test_a_cleared_cache_has_no_hash() -> None:
     assert counter.cache.sequence_hashes == ()
 
 
-def test_blocks_of_an_adapter_or_of_another_size_are_left_out() -> None:
-    counter = _Counter()
-    assert counter.take(stored(["x"], TOKENS[:4], lora_name="adapter"), stored(["y"], TOKENS[:8], block_size=8)) == []
+def test_blocks_of_another_size_are_left_out() -> None:
+    assert _Counter().take(stored(["y"], TOKENS[:8], block_size=8)) == []
