@@ -95,7 +95,7 @@ class FakeCore:
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
         self._cached: dict[int, None] = {}  # sequence hashes, oldest first
-        self.adapters = ADAPTERS
+        self.adapters: tuple[str, ...] = ADAPTERS
         self.loses_loads = False
         self.num_aborted = 0
 
