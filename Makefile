@@ -121,8 +121,9 @@ clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against
 phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
 	$(BIN)/python -m tests.tools.phoenix_run
 
-soak: setup  ## Send 30,000 requests through faults and rolls, then 5,000 seeds and the slow tests (2 hours; SEEDS=100..299: 15 minutes)
+soak: setup  ## Send 40,000 requests through faults and rolls, then 5,000 seeds and the slow tests (2 hours; SEEDS=100..299: 15 minutes)
 	$(BIN)/python -m tests.tools.soak
+	$(BIN)/python -m tests.tools.soak --processes
 	$(BIN)/python -m simulator --seeds $(or $(SEEDS),100..5099)
 	$(BIN)/python -m simulator --seeds 30..129 --vllm
 	$(BIN)/python -m pytest -m slow

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 
-import pytest
-
-from cli import compose
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet
-from tests.tools.soak import Tally, soak
+from tests.support.unreliable_transport import KINDS
+from tests.tools.soak import Tally, soak, soak_processes
 
 NUM_CLIENTS = 8
 NUM_KILLS = 4
 
 
-@pytest.fixture
-def fabric_put_back() -> Iterator[None]:
-    fabric = compose.FABRIC
-    yield
-    compose.FABRIC = fabric
-
-
-@pytest.mark.usefixtures("fabric_put_back")
 async def test_a_transport_that_fails_one_operation_in_ten() -> None:
     """The first steps of `make soak`."""
-    tally, faults = await soak(num_requests=200, fault_rate=0.1, seed=7, num_rolling=100)
+    tally, counts = await soak(num_requests=200, fault_rate=0.1, seed=7, num_rolling=100)
     assert (tally.wrong, tally.endless) == (0, 0)
     assert tally.right + tally.typed.total() == 300
     assert tally.right > 290, f"too many gave up: {tally.typed}"
-    assert faults["drain"] > 0
-    assert all(faults[kind] for kind in ("error", "peer gone", "lost", "doubled", "late", "flipped bit")), faults
-    assert faults["(pulls failed)"] > 0
+    assert all(counts[kind] for kind in ("drain", *KINDS)), counts
+    assert counts["(pulls failed)"] > 0
+
+
+async def test_nixl_that_fails_one_operation_in_ten_between_processes_that_a_roll_replaces() -> None:
+    tally, counts = await soak_processes(num_requests=1, fault_rate=0.1, seed=7, num_clients=8)
+    assert tally.num_ended == tally.right > 100, tally
+    assert counts["drain"] == 4
+    assert all(counts[kind] for kind in KINDS), counts
+    assert tally.paths["REQUEST_PATH_DISAGGREGATED"] > tally.paths["REQUEST_PATH_RECOMPUTED"] > 0, tally
 
 
 async def test_workers_killed_all_the_time() -> None:
@@ -46,7 +42,7 @@ async def test_workers_killed_all_the_time() -> None:
         while not over.is_set():
             prompt = prompt_of(own.randrange(200), own.randrange(1, 150))
             stream = Stream(fleet.inference, prompt, own.randrange(1, 25), timeout_s=15.0)
-            tally.count(await stream.end())
+            tally.count_stream(await stream.end())
 
     async with Fleet.start(
         fault_config("nixl"), {"prefill": 2, "decode": 2}, {"prefill": 0.01, "decode": 0.01}

@@ -19,6 +19,7 @@ from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTranspor
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, pool_for, real_transport
 from tests.integration.transport_ends import SIZE, Ends, blocks
+from tests.support.unreliable_transport import Faults
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +28,12 @@ def opener(kind: str) -> Callable[[str], Transport]:
     fabric = MemoryFabric()
     if kind == "memory":
         return lambda name: MemoryTransport(name, fabric)
+    if kind == "unreliable":  # without its faults
+        return Faults(Path(os.devnull), seed=0, rate=0.0).opening(opener("memory"))
     return real_transport(kind)
 
 
-@pytest.fixture(params=["memory", "nixl", "ucxx", "mapped", "staged"])
+@pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx", "mapped", "staged"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     both = Ends(opener(request.param), functools.partial(pool_for, request.param))
     yield both

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,13 @@ PATIENCE_S = 120.0
 STOPPED_WITHIN_S = 30.0
 
 
-async def start(*arguments: str, environment: Mapping[str, str] | None = None) -> Process:
-    """Start `tandem` in a new session, so that a signal reaches no other process."""
+async def start(
+    *arguments: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = ("cli.main",)
+) -> Process:
+    """Start `tandem` in a new session, so that a signal reaches no other process. `program`: another module in place of
+    it, with arguments of its own."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cli.main", *arguments,
+        sys.executable, "-m", *program, *arguments,
         stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
         env=os.environ | {"COLUMNS": "120"} | dict(environment or {}),
     )  # fmt: skip
@@ -61,12 +64,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(*arguments: str) -> AsyncIterator[Served]:
-    """`tandem serve` with a fake model of 2 ms a step, as soon as it serves.
+async def serving(*arguments: str, program: Sequence[str] = ("cli.main",)) -> AsyncIterator[Served]:
+    """`tandem serve` with a fake model of 2 ms a step, as soon as it serves. `program`: as of `start`.
 
     Its processes end with this context, also when the test fails.
     """
-    process = await start("serve", "--model", "fake:slow", "--port", "0", *arguments)
+    process = await start("serve", "--model", "fake:slow", "--port", "0", *arguments, program=program)
     try:
         yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))
     finally:

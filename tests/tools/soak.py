@@ -1,13 +1,13 @@
-"""20,000 requests through a transport that fails one operation in ten, then 10,000 more while workers are replaced one
-after the other: `make soak`.
+"""`make soak`: 20,000 requests through a transport that fails one operation in ten, then 10,000 more while workers are
+replaced one after the other. With `--processes` only those 10,000, through a fleet of `tandem serve`.
 
-Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (one wrong byte of KV
-makes its tokens wrong), and a memory transport whose faults come from a seed. Half of the faults are errors of the
-call, and one error in four reports that the peer is gone. The other half are silent: a notification lost, doubled or
-late, a read with a wrong bit.
+Two prefill and two decode workers with the fake runner: one wrong byte of KV makes its tokens wrong. They are in one
+process, with real gRPC, agents and machines over the memory transport; or in processes of their own over nixl, which
+one `tandem roll` after the other replaces, and the router too. The faults of the transport come from a seed: see
+tests/support/unreliable_transport.py.
 
-The soak fails if a token is wrong, a request does not end, or a block is leaked. It also fails if the second half of
-the requests makes a container, the memory of the process or the number of its descriptors grow.
+The soak fails if a token is wrong, a request does not end, or a block is leaked. In one process it also fails if the
+second half of the requests makes a container, the memory of the process or the number of its descriptors grow.
 """
 
 from __future__ import annotations
@@ -16,73 +16,43 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import random
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import grpc
 
 from benchmarks.report import Line, Report
 from cli import compose
-from core.errors import PeerDisconnected, TransportError
-from kv_transfer.protocol.plan import ByteRun
-from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
-from kv_transfer.transports.transport import PoolMemory
+from cli.credentials import client_of, find_credentials
+from cli.fleet_config import toml_lines
+from cli.roll_config import as_json
+from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, place, transfers
-from tests.support.faults import Stream, expected, fault_config, prompt_of
+from tests.support.command import serving, tandem
+from tests.support.deployment import SLACK_S, Deployment, deploy, place, transfers
+from tests.support.faults import LEASE_S, Prompt, Stream, expected, fault_config, prompt_of
 from tests.support.live_objects import Footprint, growth
+from tests.support.served_answers import Answer
 from tests.support.steps import slow_down
+from tests.support.unreliable_transport import Faults
 from worker.service import WorkerService
 
 NUM_PROMPTS = 400  # some requests share a prefix with others
 TIMEOUT_S = 30.0
 STEP_S = 0.005  # while workers are replaced: else few sequences run when a drain begins
+LONGEST = 200  # tokens of an answer of the fleet, for the same reason
 MAX_NEW_DESCRIPTORS = 8
 MAX_GROWTH_MB = 64.0  # the caches of prompts and of expected tokens still fill in the second half
-ODD_FATES: tuple[tuple[str, Sequence[int]], ...] = (("lost", ()), ("doubled", (0, 0)), ("late", (20,)))
-
-
-class UnreliableFabric(MemoryFabric):
-    """Transports call this with the fabric's lock held, so one random generator serves all threads."""
-
-    def __init__(self, fault_rate: float, seed: int) -> None:
-        super().__init__()
-        self.fault_rate = fault_rate
-        self.num_operations = 0
-        self._random = random.Random(seed)
-        self.fate = self._odd_fate
-
-    def _strikes(self) -> bool:
-        return self._random.random() < self.fault_rate / 2
-
-    def reach(self, name: str) -> MemoryTransport:
-        """Every connect, read and notification begins here."""
-        self.num_operations += 1
-        if not self._strikes():
-            return super().reach(name)
-        if self._random.random() < 0.25:
-            self.faults_done["peer gone"] += 1
-            raise PeerDisconnected(f"{name} is gone")
-        self.faults_done["error"] += 1
-        raise TransportError("this operation fails")
-
-    def _odd_fate(self, _sender: str, _receiver: str, _payload: bytes) -> Sequence[int]:
-        if not self._strikes():
-            return (0,)
-        name, fate = self._random.choice(ODD_FATES)
-        self.faults_done[name] += 1
-        return fate
-
-    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[ByteRun]) -> None:
-        super().copy(source, target, runs)
-        if self._strikes():
-            run = self._random.choice(runs)
-            assert target.view is not None
-            target.view[run.target + self._random.randrange(run.num_bytes)] ^= 1 << self._random.randrange(8)
-            self.faults_done["flipped bit"] += 1
 
 
 @dataclass
@@ -94,32 +64,54 @@ class Tally:
     paths: Counter[str] = field(default_factory=Counter)
     attempts: Counter[int] = field(default_factory=Counter)
 
-    def count(self, stream: Stream) -> None:
-        answer, wanted = stream.answer, expected(stream.prompt, stream.num_output)
-        if answer.token_ids != wanted[: stream.num_tokens] or answer.indices != list(range(stream.num_tokens)):
+    @property
+    def num_ended(self) -> int:
+        return self.right + self.wrong + self.typed.total()
+
+    def count_stream(self, stream: Stream) -> None:
+        answer = stream.answer
+        if answer.indices == list(range(stream.num_tokens)):
+            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.finished, stream.code)
+        else:
             self.wrong += 1
-        elif stream.code is not None:
-            self.typed[stream.code.name] += 1
-        elif answer.finished is None or stream.num_tokens != stream.num_output:
+
+    def count(
+        self,
+        token_ids: list[int],
+        wanted: list[int],
+        finished: inference_pb2.Finished | None,
+        code: grpc.StatusCode | None,
+    ) -> None:
+        """`code`: of the error that ended the stream."""
+        if token_ids != wanted[: len(token_ids)]:
+            self.wrong += 1
+        elif code is not None:
+            self.typed[code.name] += 1
+        elif finished is None or len(token_ids) != len(wanted):
             self.wrong += 1
         else:
             self.right += 1
-            self.paths[inference_pb2.RequestPath.Name(answer.finished.path)] += 1
-            self.attempts[answer.finished.attempts] += 1
+            self.paths[inference_pb2.RequestPath.Name(finished.path)] += 1
+            self.attempts[finished.attempts] += 1
+
+
+def draw(generator: random.Random, longest: int) -> tuple[Prompt, int]:
+    """A prompt, and how many tokens to generate."""
+    return prompt_of(generator.randrange(NUM_PROMPTS), generator.randrange(1, 100)), generator.randrange(1, longest)
 
 
 async def one_client(
     deployment: Deployment, tally: Tally, generator: random.Random, num_requests: int, longest: int
 ) -> None:
     for _ in range(num_requests):
-        prompt = prompt_of(generator.randrange(NUM_PROMPTS), generator.randrange(1, 100))
-        stream = Stream(deployment.inference, prompt, generator.randrange(1, longest), TIMEOUT_S)
+        prompt, num_output = draw(generator, longest)
+        stream = Stream(deployment.inference, prompt, num_output, TIMEOUT_S)
         try:
             await stream.end()
         except TimeoutError:
             tally.endless += 1
         else:
-            tally.count(stream)
+            tally.count_stream(stream)
 
 
 async def roll(deployment: Deployment, faults: Counter[str]) -> None:
@@ -156,39 +148,102 @@ async def soak(
 
     `num_rolling` further requests come while workers are replaced; those may be long enough to move.
     """
-    compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
-    tally = Tally()
+    tally, counts = Tally(), Counter[str]()
 
     async def answer(part: int, num_requests: int, longest: int = 12) -> None:
         shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
-        fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
+        faults.rate = fault_rate  # only from here on, so that the workers can connect
         await asyncio.gather(*(
             one_client(deployment, tally, random.Random(seed * 997 + part * num_clients + n), share, longest)
             for n, share in enumerate(shares)
         ))  # fmt: skip
-        fabric.fault_rate = 0.0
+        faults.rate = 0.0
         await deployment.settle()
 
-    async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
-        footprints = []
-        for half in range(2):
-            await answer(half, num_requests // 2)
-            footprints.append(Footprint.now())
-        at_half_time, at_the_end = footprints
-        check_flat(at_half_time, at_the_end, num_requests // 2)
-        ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
-        if num_rolling:
-            for worker in deployment.workers:
-                slow_down(worker, STEP_S)
-            rolling = asyncio.create_task(roll(deployment, fabric.faults_done))
-            await answer(2, num_rolling, longest=40)
-            rolling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await rolling
-        del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
-        fabric.faults_done["(operations)"] = fabric.num_operations
-        fabric.faults_done.update({f"(pulls {state})": count for state, count in ended.items()})
-    return tally, fabric.faults_done
+    with unreliable(seed) as faults:
+        async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
+            footprints = []
+            for half in range(2):
+                await answer(half, num_requests // 2)
+                footprints.append(Footprint.now())
+            at_half_time, at_the_end = footprints
+            check_flat(at_half_time, at_the_end, num_requests // 2)
+            ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
+            counts.update({f"(pulls {state})": count for state, count in ended.items()})
+            if num_rolling:
+                for worker in deployment.workers:
+                    slow_down(worker, STEP_S)
+                rolling = asyncio.create_task(roll(deployment, counts))
+                await answer(2, num_rolling, longest=40)
+                rolling.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await rolling
+            counts += faults.done()
+    return tally, counts
+
+
+@contextlib.contextmanager
+def unreliable(seed: int) -> Iterator[Faults]:
+    """Every transport that opens in this process has these faults; none at first."""
+    with tempfile.NamedTemporaryFile() as log:
+        faults = Faults(Path(log.name), seed, rate=0.0)
+        with patch.object(compose, "open_transport", faults.opening(compose.open_transport)):
+            yield faults
+
+
+async def soak_processes(
+    num_requests: int, fault_rate: float, seed: int, num_clients: int = 16
+) -> tuple[Tally, Counter[str]]:
+    """As `soak`, for at least `num_requests` through `tandem serve` and nixl: the clients send on until the last roll
+    has ended."""
+    tally, counts = Tally(), Counter[str]()
+    is_over = False
+
+    async def ask_on(client: AsyncClient, generator: random.Random) -> None:
+        while not is_over:
+            prompt, num_output = draw(generator, longest=LONGEST)
+            answer = Answer(client, prompt, num_output)
+            await answer.reading
+            finished = answer.finished if answer.finished.attempts else None
+            tally.count(answer.token_ids, expected(prompt, num_output), finished, answer.error and answer.error.code)
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config, tempfile.NamedTemporaryFile() as log:
+        config.write("\n".join(toml_lines(json.loads(as_json(fault_config("nixl"))))))
+        config.flush()
+        faults = Faults(Path(log.name), seed, fault_rate)
+        program = ("tests.support.unreliable_tandem", log.name, str(seed), str(fault_rate))
+        arguments = ("--config", config.name, "--prefill", "2", "--decode", "2")
+        async with serving(*arguments, program=program) as fleet, contextlib.AsyncExitStack() as stack:
+            opened = [client_of(fleet.address, find_credentials(None, fleet.address)) for _ in range(num_clients)]
+            clients = [await stack.enter_async_context(client) for client in opened]
+            asking = [
+                asyncio.create_task(ask_on(client, random.Random(seed * 997 + number)))
+                for number, client in enumerate(clients)
+            ]
+            while tally.num_ended < num_requests:
+                code, out, err = await tandem("roll", "--router", fleet.address)
+                assert code == 0, (out, err)
+                assert "killed" not in out, out
+                counts["drain"] += sum("has drained" in line and "router" not in line for line in out.splitlines())
+            is_over = True
+            await asyncio.gather(*asking)
+            await settle(clients[0], num_workers=4)
+            fleet.process.send_signal(signal.SIGINT)
+            assert await fleet.ended() == (0, []), "processes are left"
+        counts += faults.done()
+    return tally, counts
+
+
+async def settle(client: AsyncClient, num_workers: int) -> None:
+    """Wait at most a lease until no request is open and every worker says that none of its blocks is in use."""
+    give_up_at = time.monotonic() + LEASE_S + SLACK_S
+    while True:
+        fleet, workers = await client.fleet(), (await client.ledger()).workers
+        left = [str(worker) for worker in workers if worker.error or worker.ledger.holders]
+        if len(workers) == num_workers and not (fleet.num_in_flight or fleet.num_queued or left):
+            return
+        assert time.monotonic() < give_up_at, f"{len(workers)} workers, {fleet.num_in_flight} requests, {left}"
+        await asyncio.sleep(0.1)
 
 
 def check_flat(before: Footprint, after: Footprint, num_requests: int) -> None:
@@ -207,19 +262,22 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--fault-rate", type=float, default=0.1, help="share of the transport's operations that fail")
     parser.add_argument("--rolling", type=int, default=10_000, help="requests while workers are replaced")
+    parser.add_argument("--processes", action="store_true", help="only the latter, in processes of their own over nixl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16, help="requests at one time")
     arguments = parser.parse_args()
+    rate, seed, num_clients = arguments.fault_rate, arguments.seed, arguments.clients
     start = time.monotonic()
     try:
         tally, faults = asyncio.run(
-            soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients, arguments.rolling)
+            soak_processes(arguments.rolling, rate, seed, num_clients)
+            if arguments.processes
+            else soak(arguments.requests, rate, seed, num_clients, arguments.rolling)
         )
     except AssertionError as error:
-        sys.exit(f"leaked: {error}")
-    report = Report("soak")
-    count = f"{arguments.requests} + {arguments.rolling} requests"
-    report.say(f"{count}, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
+        sys.exit(f"the soak failed: {error}")
+    report = Report("soak-processes" if arguments.processes else "soak")
+    report.say(f"{tally.num_ended} requests, seed {seed}, fault rate {rate:g}")
     report.add(Line("all requests took", time.monotonic() - start, "s"))
     report.add(Line("right to the last token", tally.right, "requests"))
     report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
