@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import grpc
-
 from benchmarks.report import Line, Report
 from cli import compose
 from cli.credentials import client_of, find_credentials
@@ -60,7 +58,7 @@ class Tally:
     right: int = 0
     wrong: int = 0
     endless: int = 0
-    typed: Counter[str] = field(default_factory=Counter)  # by gRPC code
+    typed: Counter[str] = field(default_factory=Counter)  # by gRPC code and message
     paths: Counter[str] = field(default_factory=Counter)
     attempts: Counter[int] = field(default_factory=Counter)
 
@@ -69,24 +67,20 @@ class Tally:
         return self.right + self.wrong + self.typed.total()
 
     def count_stream(self, stream: Stream) -> None:
-        answer = stream.answer
+        answer, error = stream.answer, f"{stream.code.name}: {stream.details}" if stream.code else ""
         if answer.indices == list(range(stream.num_tokens)):
-            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.finished, stream.code)
+            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.finished, error)
         else:
             self.wrong += 1
 
     def count(
-        self,
-        token_ids: list[int],
-        wanted: list[int],
-        finished: inference_pb2.Finished | None,
-        code: grpc.StatusCode | None,
+        self, token_ids: list[int], wanted: list[int], finished: inference_pb2.Finished | None, error: str
     ) -> None:
-        """`code`: of the error that ended the stream."""
+        """`error`: that ended the stream; empty without one."""
         if token_ids != wanted[: len(token_ids)]:
             self.wrong += 1
-        elif code is not None:
-            self.typed[code.name] += 1
+        elif error:
+            self.typed[error] += 1
         elif finished is None or len(token_ids) != len(wanted):
             self.wrong += 1
         else:
@@ -205,7 +199,8 @@ async def soak_processes(
             answer = Answer(client, prompt, num_output)
             await answer.reading
             finished = answer.finished if answer.finished.attempts else None
-            tally.count(answer.token_ids, expected(prompt, num_output), finished, answer.error and answer.error.code)
+            error = f"{answer.error.code.name}: {answer.error}" if answer.error else ""
+            tally.count(answer.token_ids, expected(prompt, num_output), finished, error)
 
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config, tempfile.NamedTemporaryFile() as log:
         config.write("\n".join(toml_lines(json.loads(as_json(fault_config("nixl"))))))
