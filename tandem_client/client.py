@@ -122,9 +122,10 @@ class AsyncClient:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Stream the messages of any request. Leaving the loop early cancels it on every worker.
 
-        A refusal before the first token is not retried. A router that is lost is replaced by another one.
+        A refusal before the first token is not retried. A router that is lost is replaced by another one. A router
+        that leaves may end the call and then reset the next connection, so each address is tried more than twice.
         """
-        another = RetryPolicy(max_attempts=1 + len(self._routers))
+        another = RetryPolicy(max_attempts=4 + len(self._routers))
         return self._generate(request, timeout_s, metadata, lambda error: another if error.lost else NO_RETRY)
 
     def _generate(

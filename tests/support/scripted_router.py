@@ -93,7 +93,7 @@ async def scripted_router(texts: list[str], router: ScriptedRouter | None = None
     router = router or ScriptedRouter(texts)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
-    router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    router.address = f"127.0.0.1:{server.add_insecure_port(router.address or '127.0.0.1:0')}"
     await server.start()
     try:
         yield router

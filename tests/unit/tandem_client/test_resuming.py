@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,10 @@ def chunk(*token_ids: int, choice: int = 0, text: str = "") -> GenerateResponse:
 
 def end(choice: int = 0) -> GenerateResponse:
     return GenerateResponse(finished=Finished(choice=choice, finish_reason=FINISH_REASON_LENGTH))
+
+
+async def tokens_of(responses: AsyncIterator[GenerateResponse]) -> list[int]:
+    return [token_id async for response in responses for token_id in response.tokens.token_ids]
 
 
 @dataclass
@@ -102,11 +107,25 @@ async def test_a_refusal_before_the_first_token_is_the_callers_and_every_other_l
     async with scripted_router([], router), AsyncClient(router.address) as client:
         responses = client.generate(GenerateRequest(text="hello"), 20.0)
         if resumes:
-            assert [token for each in [r async for r in responses] for token in each.tokens.token_ids] == OUTPUT
+            assert await tokens_of(responses) == OUTPUT
         else:
             with pytest.raises(CallFailed, match="full"):
                 [r async for r in responses]
     assert len(router.requests) == 1 + resumes
+
+
+async def test_a_call_outlasts_the_connection_that_a_leaving_router_never_served() -> None:
+    """Routers of a machine share a port, so the kernel may give a connection to the one that is about to close."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as leaving:
+        leaving.setblocking(False)
+        router = DyingRouter([], address=f"127.0.0.1:{leaving.getsockname()[1]}")
+        async with AsyncClient(router.address) as client:
+            answering = asyncio.create_task(tokens_of(client.generate(GenerateRequest(text="hello"), 20.0)))
+            connection, _ = await asyncio.get_running_loop().sock_accept(leaving)
+            leaving.close()
+            async with scripted_router([], router):
+                connection.close()
+                assert await answering == OUTPUT
 
 
 async def test_a_router_that_counts_another_prompt_does_not_continue() -> None:
