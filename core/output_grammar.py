@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from core.errors import TandemError
-from core.step import SequenceView
+from core.step import Proposal, SequenceView
 
 
 class GrammarRow(NamedTuple):
@@ -40,7 +40,8 @@ class Grammars(Protocol):
         """Compute masks on another thread. The returned function waits for them, at most for some milliseconds each."""
         ...
 
-    def forced_or_allowed(self, rows: Sequence[GrammarRow]) -> list[tuple[tuple[int, ...], bool]]:
-        """For each row: the tokens that its grammar forces here, and true; else its drafts, cut where the grammar
-        forbids one, and false. A row that fails has none."""
+    def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
+        """For each row, guesses of the tokens behind it: those that its grammar forces, and where it forces none, those
+        that `guess` gives for the row with the guesses so far as its drafts, up to the first that the grammar forbids.
+        A row that fails has none."""
         ...

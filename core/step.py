@@ -70,14 +70,30 @@ class StepPlan:
 NO_FAILURES: Mapping[str, TandemError] = MappingProxyType({})
 
 
-FORCED_MATCH = 17  # of guesses that are all but certain
+FORCED = 0  # the match of a token that a grammar forces; a model may still spell the same text in other tokens
 
 
 class Proposal(NamedTuple):
-    """Guesses of the next tokens of a sequence."""
+    """Guesses of the next tokens of a sequence.
+
+    The match of a guess is the number of tokens before it that equal those before the place where it comes from.
+    """
 
     token_ids: tuple[int, ...] = ()
-    match: int = 1  # newest tokens of the sequence that are those before the place where the guesses come from
+    matches: tuple[int, ...] = ()
+
+    @classmethod
+    def copied(cls, token_ids: tuple[int, ...], match: int) -> Proposal:
+        """Guesses that come from one place, the first of them behind `match` equal tokens."""
+        return cls(token_ids, tuple(range(match, match + len(token_ids))))
+
+    @classmethod
+    def forced(cls, token_ids: tuple[int, ...]) -> Proposal:
+        return cls(token_ids, (FORCED,) * len(token_ids))
+
+    def with_next(self, following: Proposal, count: int) -> Proposal:
+        """These guesses, and the first `count` of the following ones."""
+        return Proposal(self.token_ids + following.token_ids[:count], self.matches + following.matches[:count])
 
 
 NO_PROPOSAL = Proposal()

@@ -1,8 +1,9 @@
 """Guesses of the next tokens of sequences. A wrong guess costs time, never a token.
 
 Texts repeat themselves and their prompts: summaries, answers from documents, code, JSON. `Lookup` looks for the newest
-tokens earlier in the same text and proposes what followed them there (Saxena, Prompt Lookup Decoding, 2023). Where a
-grammar leaves only one way to go on, the reader of the grammar proposes that; else it cuts what it forbids.
+tokens earlier in the same text and proposes what followed them there (Saxena, Prompt Lookup Decoding, 2023). With a
+grammar, the two take turns: the tokens that the grammar forces, then what `Lookup` proposes behind those up to the
+first token that the grammar forbids, then the tokens that it forces there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from core.output_grammar import GrammarRow, Grammars
 from core.scheduling.drafts import MAX_DRAFTS, MAX_MATCH
-from core.step import FORCED_MATCH, NO_PROPOSAL, NO_PROPOSALS, Proposal, SampledToken, SequenceView, StepPlan
+from core.step import NO_PROPOSAL, NO_PROPOSALS, Proposal, SampledToken, SequenceView, StepPlan
 from engine.step_queue import PromisedTokens
 
 MIN_MATCH = 2  # tokens; after one, a fifth of the guesses is right
@@ -26,8 +27,11 @@ _BACK = np.arange(MAX_MATCH)
 
 
 class Drafter(Protocol):
-    def propose(self, sequence: SequenceView, num_known: int, newest: Sequence[int]) -> Proposal:
-        """At most MAX_DRAFTS guesses of the tokens behind `num_known` tokens of the sequence's list and `newest`."""
+    def propose(
+        self, sequence: SequenceView, num_known: int, newest: Sequence[int], assumed: Sequence[int] = ()
+    ) -> Proposal:
+        """At most MAX_DRAFTS guesses of the tokens behind `num_known` tokens of the sequence's list, `newest` and
+        `assumed`, which are guesses."""
         ...
 
 
@@ -37,13 +41,15 @@ class Lookup:
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[SequenceView, _Text] = WeakKeyDictionary()
 
-    def propose(self, sequence: SequenceView, num_known: int, newest: Sequence[int]) -> Proposal:
+    def propose(
+        self, sequence: SequenceView, num_known: int, newest: Sequence[int], assumed: Sequence[int] = ()
+    ) -> Proposal:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text()
         text.add(sequence.token_ids[text.num_tokens : num_known])
         text.add(newest[text.num_tokens - num_known :])
-        return text.continuation()
+        return text.continuation_behind(assumed) if assumed else text.continuation()
 
 
 class _Text:
@@ -75,7 +81,15 @@ class _Text:
         if not self._match:
             return NO_PROPOSAL
         followed = self._tokens[self._next : min(self._next + MAX_DRAFTS, self.num_tokens)]
-        return Proposal(tuple(np.resize(followed, MAX_DRAFTS).tolist()), min(self._match, MAX_MATCH))
+        return Proposal.copied(tuple(np.resize(followed, MAX_DRAFTS).tolist()), self._match)
+
+    def continuation_behind(self, assumed: Sequence[int]) -> Proposal:
+        """As `continuation`, if these were the next tokens."""
+        known = self.num_tokens, self._next, self._match
+        self.add(assumed)
+        found = self.continuation()
+        self.num_tokens, self._next, self._match = known
+        return found
 
     def _find(self) -> None:
         tokens = self._tokens[: self.num_tokens]
@@ -122,15 +136,19 @@ class Proposer:
             if is_promised:
                 num_known -= 1
                 newest.insert(0, promised[name])
-            found = self._drafter.propose(view, num_known, newest)
-            if found.token_ids:
-                proposed[name] = found
-            if sampling.grammar:
-                written.append(GrammarRow(view, num_known, tuple(newest), found.token_ids))
+            if not sampling.grammar:
+                found = self._drafter.propose(view, num_known, newest)
+                if found.token_ids:
+                    proposed[name] = found
+            else:
+                written.append(GrammarRow(view, num_known, tuple(newest)))
         if written:
             assert self._grammars is not None, "the worker has refused grammars"
-            for row, (allowed, is_forced) in zip(written, self._grammars.forced_or_allowed(written), strict=True):
-                name = row.sequence.sequence_id
-                match = FORCED_MATCH if is_forced else proposed.get(name, NO_PROPOSAL).match
-                proposed[name] = Proposal(allowed, match)
+            for row, found in zip(written, self._grammars.propose(written, self._guess), strict=True):
+                if found.token_ids:
+                    proposed[row.sequence.sequence_id] = found
         return proposed
+
+    def _guess(self, row: GrammarRow) -> Proposal:
+        assert self._drafter is not None, "no drafter, no proposals"
+        return self._drafter.propose(row.sequence, row.num_known, row.promised, row.drafts)

@@ -174,7 +174,7 @@ class Memory:
             folded = mix(folded, slot)
             token_id = _token_from(folded, view.sampling.seed, self._rounding)
             guesses.append(token_id if chance.random() < self._draft_accuracy else (token_id + 1) % VOCAB_SIZE)
-        return Proposal(tuple(guesses), match=8)
+        return Proposal.copied(tuple(guesses), match=8)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]

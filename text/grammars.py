@@ -31,7 +31,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from core.errors import InvalidRequest, TandemError
 from core.output_grammar import GrammarRow, Masks
 from core.scheduling.drafts import MAX_DRAFTS
-from core.step import SequenceView
+from core.step import NO_PROPOSAL, Proposal, SequenceView
 from text.schema_patterns import check_patterns
 from text.tokenizer import ModelTokenizer
 
@@ -160,24 +160,29 @@ class GrammarReader:
     def _mask_words(self) -> int:
         return -(-int(self._tokenizer.vocab_size) // 32)
 
-    def forced_or_allowed(self, rows: Sequence[GrammarRow]) -> list[tuple[tuple[int, ...], bool]]:
-        return self._masks.submit(lambda: [self._continue(row) for row in rows]).result()
+    def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
+        return self._masks.submit(lambda: [self._propose(row, guess) for row in rows]).result()
 
-    def _continue(self, row: GrammarRow) -> tuple[tuple[int, ...], bool]:
+    def _propose(self, row: GrammarRow, guess: Callable[[GrammarRow], Proposal]) -> Proposal:
         try:
             found = self._follow(row)
         except InvalidRequest:  # the masks of the next step say it
-            return (), False
-        matcher = found.matcher
+            return NO_PROPOSAL
         if found.behind:
-            matcher.consume_tokens(found.behind)
+            found.matcher.consume_tokens(found.behind)
             found.behind = []
-        if matcher.is_error() or matcher.is_stopped():
-            return (), False
-        forced = matcher.compute_ff_tokens()
-        if forced:
-            return tuple(forced[:MAX_DRAFTS]), True
-        return row.drafts[: matcher.validate_tokens(list(row.drafts))] if row.drafts else (), False
+        if found.matcher.is_error() or found.matcher.is_stopped():
+            return NO_PROPOSAL
+        ahead, proposal = found.matcher.deep_copy(), NO_PROPOSAL
+        while (num_left := MAX_DRAFTS - len(proposal.token_ids)) > 0:
+            following = Proposal.forced(tuple(ahead.compute_ff_tokens()))
+            if not following.token_ids:
+                following = guess(row._replace(drafts=proposal.token_ids))
+            num_allowed = ahead.try_consume_tokens(list(following.token_ids[:num_left]))
+            if not num_allowed:
+                break
+            proposal = proposal.with_next(following, num_allowed)
+        return proposal
 
     def _follow(self, row: GrammarRow) -> _Matcher:
         """The matcher of the row's sequence, with the tokens that it has not consumed."""

@@ -10,7 +10,8 @@ per second exceed those of the step without it:
 
 A guess is likelier to be right after a longer match: the number of newest tokens that equal those before the place
 where the guess was found, right guesses included. `DraftChances` learns the chance for each length of match from all
-sequences of a worker, and for each sequence how far its guesses have lately been better than those of others.
+sequences of a worker, and for each sequence how far its guesses have lately been better than those of others. A token
+that a grammar forces has a chance of its own, which says nothing about the sequence.
 Proposals that no step computes count, too: their first token is compared with the sampled one.
 """
 
@@ -19,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from core.scheduling.sequence import Sequence
-from core.step import FORCED_MATCH, NO_PROPOSAL, Proposal
+from core.step import FORCED, NO_PROPOSAL, Proposal
 
 MAX_DRAFTS = 15  # of one sequence in one step
-MAX_MATCH = FORCED_MATCH  # longer matches are as good
 # Texts of Spec-Bench, written by SmolLM2-135M: shares of right guesses after matches of 1, 2, ... tokens
 FIRST_CHANCES = (0.2, 0.45, 0.55, 0.65, 0.7, 0.75, 0.75, 0.77, 0.78, 0.8, 0.82, 0.85, 0.85, 0.9, 0.9, 0.95, 0.95)
+MAX_MATCH = len(FIRST_CHANCES)  # longer matches are as good
+FIRST_FORCED_CHANCE = 0.97
 LEARNING_RATE = 0.02  # weight of the newest guess
 BIAS_RATE = 0.15  # ... in the bias of its sequence
 LEAST_CHANCE, MOST_CHANCE = 0.02, 0.99
@@ -45,17 +47,18 @@ class DraftChances:
     """The chances of the guesses of one worker."""
 
     def __init__(self) -> None:
-        self._chances = [0.0, *FIRST_CHANCES]  # by the length of the match
+        self._chances = [FIRST_FORCED_CHANCE, *FIRST_CHANCES]  # by the length of the match
 
     def learn(self, sequence: Sequence, sampled: Items[int], proposal: Proposal = NO_PROPOSAL) -> None:
         """Judge the guesses for `sampled`, the newest tokens of the sequence, and note those for the tokens behind."""
         num_tokens, judged = len(sequence.token_ids), sequence.proposal
         if sequence.proposed_at == num_tokens - len(sampled):
             for place, (guess, token_id) in enumerate(zip(judged.token_ids, sampled, strict=False)):
-                length, is_right = min(judged.match + place, MAX_MATCH), guess == token_id
+                length, is_right = min(judged.matches[place], MAX_MATCH), guess == token_id
                 surprise = is_right - self._chances[length]
                 self._chances[length] += LEARNING_RATE * surprise
-                sequence.draft_bias += BIAS_RATE * (surprise - sequence.draft_bias)
+                if length != FORCED:
+                    sequence.draft_bias += BIAS_RATE * (surprise - sequence.draft_bias)
                 if not is_right:
                     break
         sequence.proposal, sequence.proposed_at = proposal, num_tokens
@@ -63,8 +66,8 @@ class DraftChances:
     def cumulative(self, sequence: Sequence, num_drafts: int) -> list[float]:
         """Element i is the chance that drafts 0 to i are all right. It falls from draft to draft."""
         chances, chance = [], 1.0
-        for length in range(sequence.proposal.match, sequence.proposal.match + num_drafts):
-            right = self._chances[min(length, MAX_MATCH)] + sequence.draft_bias
+        for match in sequence.proposal.matches[:num_drafts]:
+            right = self._chances[min(match, MAX_MATCH)] + (0.0 if match == FORCED else sequence.draft_bias)
             chance *= min(max(right, LEAST_CHANCE), MOST_CHANCE)
             chances.append(chance)
         return chances

@@ -373,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if offers:
             self.offer_finished_prompts(computed_part(plan, failed))
         sampled = {c.sequence.sequence_id: sample(c, draw) for c in computed_part(plan, failed).chunks if c.samples}
-        guesses = {name: Proposal(tuple(draw.choices(TOKENS, k=draw.randrange(6)))) for name in sampled}
+        guesses = {name: Proposal.copied(tuple(draw.choices(TOKENS, k=draw.randrange(6))), 1) for name in sampled}
         before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
         aborted = {
             c.sequence.sequence_id

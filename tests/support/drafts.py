@@ -20,12 +20,15 @@ class Oracle:
     def __init__(self) -> None:
         self.texts: list[list[int]] = []  # of prompts with their outputs
 
-    def propose(self, sequence: SequenceView, num_known: int, newest: Sequence[int]) -> Proposal:
-        known = [*sequence.token_ids[:num_known], *newest]
+    def propose(
+        self, sequence: SequenceView, num_known: int, newest: Sequence[int], assumed: Sequence[int] = ()
+    ) -> Proposal:
+        known = [*sequence.token_ids[:num_known], *newest, *assumed]
         for text in self.texts:
             if text[: len(known)] == known:
-                return Proposal(tuple(self._guess(text, place) for place in range(len(known), len(text)))[:MAX_DRAFTS])
-        return Proposal((1, 2, 3))
+                guesses = tuple(self._guess(text, place) for place in range(len(known), len(text)))
+                return Proposal.copied(guesses[:MAX_DRAFTS], 1)
+        return Proposal.copied((1, 2, 3), 1)
 
     def _guess(self, text: list[int], place: int) -> int:
         return text[place] if place % WRONG_EVERY else text[place] + 1

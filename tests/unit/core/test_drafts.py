@@ -50,7 +50,7 @@ class Guessing(Driven):
 
 def guesses(first: int, count: int, wrong_at: int | None = None) -> Proposal:
     """For positions from `first` on."""
-    return Proposal(tuple(Guessing.token_at(p) + (p == wrong_at) for p in range(first, first + count)))
+    return Proposal.copied(tuple(Guessing.token_at(p) + (p == wrong_at) for p in range(first, first + count)), 1)
 
 
 @pytest.mark.parametrize(("wrong_at", "num_tokens"), [(None, 5), (6, 1), (8, 3), (9, 4)])
@@ -161,9 +161,9 @@ def after(right: bool, times: int) -> list[float]:
     chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
     for _ in range(times):
         guessed = 50 if right else 51
-        chances.learn(sequence, (), Proposal((guessed,), match=3))
+        chances.learn(sequence, (), Proposal.copied((guessed,), 3))
         sequence.token_ids.append(50)
-        chances.learn(sequence, (50,), Proposal((50, 50), match=3))
+        chances.learn(sequence, (50,), Proposal.copied((50, 50), 3))
     return chances.cumulative(sequence, 2)
 
 
@@ -180,11 +180,24 @@ def test_the_luck_of_one_sequence_is_not_that_of_another() -> None:
     lucky, unlucky = (make_sequence(name, PROMPT, max_tokens=1000) for name in "ab")
     for _ in range(30):
         for sequence, guess in ((lucky, 50), (unlucky, 51)):
-            chances.learn(sequence, (), Proposal((guess,), match=3))
+            chances.learn(sequence, (), Proposal.copied((guess,), 3))
             sequence.token_ids.append(50)
-            chances.learn(sequence, (50,), Proposal((guess,), match=3))
+            chances.learn(sequence, (50,), Proposal.copied((guess,), 3))
     assert chances.cumulative(lucky, 1)[0] > 0.85
     assert chances.cumulative(unlucky, 1)[0] < 0.25
+
+
+def test_forced_tokens_share_no_luck_with_other_guesses() -> None:
+    """A wrong guess says nothing about what a grammar forces, and a forced token nothing about guesses."""
+    chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
+    mixed = Proposal.forced((50, 50)).with_next(Proposal.copied((50, 51), 3), 2)
+    for _ in range(30):
+        chances.learn(sequence, (), mixed)
+        sequence.token_ids += (50, 50, 52)
+        chances.learn(sequence, (50, 50, 52), mixed)
+    _, second, third, _ = chances.cumulative(sequence, 4)
+    assert second > 0.95
+    assert third < 0.25 * second
 
 
 def test_one_slow_step_does_not_end_all_drafts() -> None:

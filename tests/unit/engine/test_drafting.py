@@ -38,7 +38,7 @@ def test_a_guess_follows_a_longest_copy_of_the_newest_tokens(tokens: list[int]) 
     assert bool(found.token_ids) == bool(known)
     if known:
         best = max(known.values())
-        assert found.match == best
+        assert found.matches == tuple(range(best, best + MAX_DRAFTS))
         at = max(place for place, length in known.items() if length == best)
         assert list(found.token_ids[: len(tokens) - at]) == tokens[at:][:MAX_DRAFTS]
 
@@ -55,6 +55,19 @@ def test_the_text_may_come_in_any_parts(tokens: list[int], parts: list[int]) -> 
         found = lookup.propose(view, known, tokens[known:end])
         if found.token_ids:
             assert copies(tokens[:end])
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.lists(st.integers(0, 2), max_size=6))
+def test_assumed_tokens_are_looked_up_like_known_ones_and_forgotten(tokens: list[int], assumed: list[int]) -> None:
+    """The tokens before are followed first, so the copy need not be the longest one."""
+    lookup, view = Lookup(), view_of(tokens)
+    before = lookup.propose(view, len(tokens), ())
+    behind = lookup.propose(view, len(tokens), (), assumed)
+    known = view_of(tokens)
+    really = Lookup()
+    really.propose(known, len(tokens), ())
+    assert behind == really.propose(known, len(tokens), assumed)
+    assert lookup.propose(view, len(tokens), ()) == before
 
 
 def test_what_repeats_is_guessed_beyond_its_end() -> None:
@@ -87,7 +100,7 @@ def test_a_proposal_counts_the_promised_and_the_sampled_tokens(promised: bool) -
     plan = step_of(view_of(known[:], temperature=0.0), len(text), promised=promised)
     proposed = Proposer(Lookup()).propose(plan, {"a": 7}, {"a": (SampledToken(8), SampledToken(5))})
     assert proposed["a"].token_ids[:3] == (6, 7, 8)
-    assert proposed["a"].match == 5
+    assert proposed["a"].matches[0] == 5
 
 
 @pytest.mark.parametrize("why", ["no drafter", "the step wants none", "the request refuses", "nothing was sampled"])
@@ -104,11 +117,11 @@ def test_a_long_text_is_searched_for_its_last_copies_only() -> None:
     generator = random.Random(0)
     text = [generator.randrange(1, 3) for _ in range(32_000)]
     found = Lookup().propose(view_of(text), len(text), ())
-    assert found.match >= MIN_MATCH
+    assert found.matches[0] >= MIN_MATCH
     assert len(found.token_ids) == MAX_DRAFTS
 
 
 def test_a_copy_is_found_however_long_ago_it_was() -> None:
     text = [1, 2, 3, *range(100, 9_000), 1, 2]
     found = Lookup().propose(view_of(text), len(text), ())
-    assert (found.token_ids[0], found.match) == (3, 2)
+    assert (found.token_ids[0], found.matches[0]) == (3, 2)

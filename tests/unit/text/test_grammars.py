@@ -12,7 +12,8 @@ import pytest
 from core.errors import InvalidRequest
 from core.output_grammar import GrammarRow
 from core.request import SamplingParams
-from core.step import SequenceView
+from core.scheduling.drafts import MAX_DRAFTS
+from core.step import FORCED, Proposal, SequenceView
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
 from router.serving.output_formats import MAX_FORMAT_CHARS
 from text.grammars import GrammarReader
@@ -265,3 +266,56 @@ def test_the_schema_of_a_tool_may_have_its_own_names() -> None:
     grammar = tool_grammar("hermes", tools, {}, required=True)
     assert takes(grammar, '<tool_call>\n{"name": "b", "arguments": 2}\n</tool_call>')
     assert not takes(grammar, '<tool_call>\n{"name": "b", "arguments": 1}\n</tool_call>')
+
+
+# ---- guesses
+
+
+def proposal(grammar: str, output: bytes, *guesses: bytes) -> tuple[bytes, list[bool]]:
+    """What is proposed behind `output`, and which tokens of it are forced. `guesses`: one for each time it is asked."""
+    view, left = view_of(grammar, list(output)), list(guesses)
+    assumed: list[bytes] = []
+
+    def guess(row: GrammarRow) -> Proposal:
+        assumed.append(bytes(row.drafts))
+        return Proposal.copied(tuple(left.pop(0)) if left else (), 3)
+
+    (found,) = READER.propose([GrammarRow(view, len(view.token_ids))], guess)
+    assert all(bytes(found.token_ids).startswith(prefix) for prefix in assumed)
+    again = allowed(GrammarRow(view, len(view.token_ids)))
+    assert again == allowed(GrammarRow(view, len(view.token_ids)), GrammarReader(lambda: TOKENIZER)), "guesses are left"
+    return bytes(found.token_ids), [match == FORCED for match in found.matches]
+
+
+NAME = regex_grammar(r'\{"name": "[a-z]{2,4}", "is": (true|false)\}')
+
+
+@pytest.mark.parametrize(
+    ("output", "guesses", "proposed"),
+    [
+        (b"", [], b'{"name": "'),
+        (b"", [b"bob"], b'{"name": "bob'),
+        (b"", [b"bob5", b'", "is": true'], b'{"name": "bob", '),
+        (b'{"name": "', [b"bobs5"], b'bobs", "is": '),
+        (b'{"name": "bob", "is": ', [b"tr"], b"true}"),
+        (b'{"name": "bob", "is": ', [b"no"], b""),
+    ],
+)
+def test_forced_tokens_and_guesses_take_turns(output: bytes, guesses: list[bytes], proposed: bytes) -> None:
+    assert proposal(NAME, output, *guesses)[0] == proposed[:MAX_DRAFTS]
+
+
+def test_a_proposal_says_which_of_its_tokens_are_forced() -> None:
+    found, is_forced = proposal(NAME, b'{"name": "', b"bobs")
+    assert (found, is_forced) == (b'bobs", "is": ', [False] * 4 + [True] * 9)
+
+
+def test_a_text_that_breaks_its_grammar_or_has_ended_gets_no_proposal() -> None:
+    assert proposal_of_wrong_or_ended(b"x") == ()
+    assert proposal_of_wrong_or_ended(b"a", EOS) == ()
+
+
+def proposal_of_wrong_or_ended(text: bytes, *end: int) -> tuple[int, ...]:
+    view = view_of(choice_grammar(["a"]), [*text, *end])
+    (found,) = READER.propose([GrammarRow(view, len(view.token_ids))], lambda _: Proposal.copied((ord("a"),), 1))
+    return found.token_ids
