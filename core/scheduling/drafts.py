@@ -13,6 +13,9 @@ where the guess was found, right guesses included. `DraftChances` learns the cha
 sequences of a worker, and for each sequence how far its guesses have lately been better than those of others. A token
 that a grammar forces has a chance of its own, which says nothing about the sequence.
 Proposals that no step computes count, too: their first token is compared with the sampled one.
+
+A step that is planned ahead has no drafts, because the proposals for it come with the output of the step in flight. So
+`DraftGain` decides whether to plan ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ LEARNING_RATE = 0.02  # weight of the newest guess
 BIAS_RATE = 0.15  # ... in the bias of its sequence
 LEAST_CHANCE, MOST_CHANCE = 0.02, 0.99
 MARGIN = 1.25  # chances and seconds are estimates, and the best of many estimates are mostly too high
-WAIT_S = 1e-3  # of the model for the next step: no step is planned while one with drafts is in flight
+WAIT_S = 1e-3  # of the model for a step that is planned at the end of the step before
+GAIN_RATE = 0.05  # weight of the newest output in the mean of what drafts gain
+GAIN_MARGIN = 2.0  # of this mean: outputs whose own proposals are worth a wait are in it, too
 FIRST_ROW_COST = 2.0  # of a draft, as a multiple of the cost of a sequence, until drafts have been measured
 MOST_ROW_COST = 4.0  # likewise: one slow step must not end all drafts
 ROW_COST_RATE = 0.2  # weight of the newest step with a draft for each decode
@@ -90,6 +95,30 @@ class RowCosts:
     def row_s(self, num_decodes: int, sequence_s: float) -> float:
         known = self._seconds.get(num_decodes.bit_length(), FIRST_ROW_COST * sequence_s)
         return min(max(known, sequence_s / 2), MOST_ROW_COST * sequence_s)
+
+
+class DraftGain:
+    """What drafts gain in steps that are planned at the end of the step before."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0  # seconds that a step saves
+        self._newest_gains = False
+
+    def learn(self, counts: Items[int], saved_s: float) -> None:
+        """Of each output: the drafts that a step would take of its proposals, and the seconds that they save."""
+        self._newest_gains = any(counts)
+        self._mean_s += GAIN_RATE * (saved_s - self._mean_s)
+
+    @property
+    def is_worth_a_wait(self) -> bool:
+        """Of the next step. Forced tokens come without a notice: in JSON, the token before shows which name follows."""
+        return self._newest_gains or self._mean_s > GAIN_MARGIN * WAIT_S
+
+
+def saved_s(chances: Items[Items[float]], counts: Items[int], num_tokens: int, step_s: float, row_s: float) -> float:
+    """By these drafts: the time of steps without drafts for their expected tokens, less the time of their rows."""
+    gained = sum(sum(of_one[:count]) for of_one, count in zip(chances, counts, strict=True))
+    return gained * step_s / num_tokens - sum(counts) * row_s
 
 
 def choose_drafts(

@@ -34,7 +34,7 @@ A runner may propose guesses of the next tokens:
     6. A sequence in decode may compute guessed tokens, its drafts, in what the step has left of tokens, time and free
        blocks, as far as core/scheduling/drafts.py expects more tokens per second. Drafts are no tokens of the sequence:
        those that turn out right become tokens when the step ends, up to the first that ends the sequence. While a step
-       with drafts is in flight, or a step would gain by drafts, no step is planned ahead.
+       with drafts is in flight, or the next step is expected to gain by drafts, no step is planned ahead.
 
 A sequence that ends while a step contains it keeps its blocks until the step ends: the runner may still write to them.
 A sequence that could not be computed ends like that, and its blocks enter no prefix cache.
@@ -205,7 +205,7 @@ class Scheduler:
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
         planner, step = self._planner, NextStep(StepBudget(self.config.max_batched_tokens))
-        if self._in_flight and (self._in_flight[0].has_drafts or (self._has_proposals and planner.gains_by_waiting())):
+        if self._in_flight and (self._in_flight[0].has_drafts or planner.draft_gain.is_worth_a_wait):
             return None
         self.queues.prompts.set_cost(planner.step_cost)
         planner.is_ahead = bool(self._in_flight)
@@ -275,6 +275,7 @@ class Scheduler:
             elif has_news:
                 self._planner.chances.learn(sequence, (token.token_id,), proposed.get(view.sequence_id, NO_PROPOSAL))
             events.append(_new_tuple(TokenEvent, (view.sequence_id, end - view.num_prompt_tokens, token, reason)))
+        self._planner.learn_draft_gain(self._has_proposals)
         return events
 
     def _take_several(

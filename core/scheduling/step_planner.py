@@ -19,7 +19,7 @@ from itertools import chain
 from core.config import SchedulerConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork, work_of
 from core.scheduling.block_pool import BlockPool
-from core.scheduling.drafts import MAX_DRAFTS, DraftChances, RowCosts, choose_drafts, has_proposal
+from core.scheduling.drafts import MAX_DRAFTS, DraftChances, DraftGain, RowCosts, choose_drafts, has_proposal, saved_s
 from core.scheduling.preemption import Preemption
 from core.scheduling.sequence import Rank, Sequence, by_rank
 from core.scheduling.sequence_blocks import SequenceBlocks
@@ -68,6 +68,7 @@ class StepPlanner:
         self._preemption = preemption
         self.chances = DraftChances()
         self.row_costs = RowCosts()
+        self.draft_gain = DraftGain()
         self.is_ahead = False  # the step is planned while another is in flight
         self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
 
@@ -196,15 +197,20 @@ class StepPlanner:
         step.add(sequence, num_tokens)
         self.queues.take(sequence, start, num_tokens)
 
-    def gains_by_waiting(self) -> bool:
-        """Whether the next step would have drafts if it were planned at the end of the step in flight."""
+    def learn_draft_gain(self, has_proposals: bool) -> None:
+        """From the newest output, once its tokens and proposals are known."""
+        counts, saved = self._drafts_behind_output() if has_proposals else ([], 0.0)
+        self.draft_gain.learn(counts, saved)
+
+    def _drafts_behind_output(self) -> tuple[list[int], float]:
+        """The drafts that a step would take if it were planned now and none were in flight, and what they save."""
         decodes = [s for s in self.running if len(s.token_ids) - s.num_planned_tokens <= 1 and not s.is_held_back]
         proposals = [sequence for sequence in decodes if has_proposal(sequence)]
         if not proposals:
-            return False
+            return [], 0.0
         work = StepWork(len(decodes), sum(sequence.num_tokens for sequence in decodes), 0, 0.0)
         limits = [min(MAX_DRAFTS, len(sequence.proposal.token_ids)) for sequence in proposals]
-        return any(self._num_drafts(proposals, limits, len(decodes), work, self.step_limit_s))
+        return self._num_drafts(proposals, limits, len(decodes), work, self.step_limit_s)
 
     def can_gain_by_drafts(self, step: NextStep) -> bool:
         """Whether another step like this one would take drafts that are certain to be right."""
@@ -234,7 +240,7 @@ class StepPlanner:
         spare_s = budget.seconds if budget.cost is not None else self.step_limit_s
         sequences = [step.sequences[place] for place in places]
         num_samples = sum(chunk.samples for chunk in step.chunks)
-        counts = self._num_drafts(sequences, limits, num_samples, work, spare_s)
+        counts, _ = self._num_drafts(sequences, limits, num_samples, work, spare_s)
         for place, sequence, count in zip(places, sequences, counts, strict=True):
             count = min(count, budget.num_tokens)
             end = step.chunks[place].start + 1 + count
@@ -244,11 +250,13 @@ class StepPlanner:
 
     def _num_drafts(
         self, sequences: list[Sequence], limits: list[int], num_tokens: int, work: StepWork, spare_s: float
-    ) -> list[int]:
+    ) -> tuple[list[int], float]:
+        """The number of drafts of each sequence, and the seconds that they save."""
         cost = self.step_cost
         chances = [self.chances.cumulative(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
-        row_s = self.row_costs.row_s(work.num_decodes, cost.sequence_s)
-        return choose_drafts(chances, num_tokens, cost.seconds(work), row_s, spare_s)
+        step_s, row_s = cost.seconds(work), self.row_costs.row_s(work.num_decodes, cost.sequence_s)
+        counts = choose_drafts(chances, num_tokens, step_s, row_s, spare_s)
+        return counts, saved_s(chances, counts, num_tokens, step_s, row_s)
 
     def take_back(self, step: NextStep) -> None:
         """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""

@@ -7,7 +7,7 @@ import pytest
 import core.scheduling.step_planner
 from core.cost.step_cost import StepCost
 from core.lifecycle import FinishReason
-from core.scheduling.drafts import FIRST_CHANCES, MAX_DRAFTS, DraftChances, RowCosts, choose_drafts
+from core.scheduling.drafts import FIRST_CHANCES, MAX_DRAFTS, DraftChances, RowCosts, choose_drafts, saved_s
 from core.scheduling.sequence import Sequence
 from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven, make_sequence
@@ -127,6 +127,29 @@ def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyP
     assert driven.scheduler.schedule() is not None
 
 
+def test_steps_wait_for_outputs_that_often_have_forced_tokens_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest output has none. The token of the step in flight may be one that forces others."""
+    driven = Guessing(monkeypatch)
+    sequence = driven.add("a", PROMPT, max_tokens=100)
+
+    def plans_ahead_behind(share: int, num_outputs: int) -> bool:
+        for number in range(num_outputs):
+            end = len(sequence.token_ids) + 1
+            has_forced = share and number % share == 0
+            driven.finish_step(driven.begin(), {"a": Proposal.forced((Guessing.token_at(end),))} if has_forced else {})
+        plan = driven.begin()
+        assert not plan.num_drafts
+        ahead = driven.scheduler.schedule()
+        for step in (plan, ahead):
+            if step is not None:
+                driven.finish_step(step, {})
+        return ahead is not None
+
+    assert plans_ahead_behind(share=0, num_outputs=2)
+    assert not plans_ahead_behind(share=3, num_outputs=12)
+    assert plans_ahead_behind(share=0, num_outputs=40)
+
+
 def test_guesses_for_a_token_that_came_from_elsewhere_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proposal made before another step of the sequence is out of date."""
     driven = Guessing(monkeypatch)
@@ -147,6 +170,11 @@ def test_a_step_takes_the_guesses_that_give_more_tokens_a_second() -> None:
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.002, 1.0) == [3, 1, 0]
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.005, 1.0) == [2, 0, 0]
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.030, 1.0) == [0, 0, 0]
+
+
+def test_drafts_save_the_steps_of_their_tokens_less_their_rows() -> None:
+    assert saved_s([[0.9, 0.6], [0.5]], [2, 0], 3, 0.030, 0.002) == pytest.approx(1.5 * 0.010 - 2 * 0.002)
+    assert saved_s([], [], 3, 0.030, 0.002) == 0.0
 
 
 def test_drafts_keep_the_step_inside_its_limit() -> None:
