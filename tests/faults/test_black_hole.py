@@ -28,7 +28,7 @@ from tests.support.waiting import until
 from worker.service import WorkerService
 
 KEEPALIVE_S = 1.0  # until a connection without an answer breaks: the ping, and the wait for its answer
-SLACK_S = 0.7  # for a busy machine
+SLACK_S = 8.0  # for a busy machine; with it, less than the fifteen seconds
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def is_known(deployment: Deployment, worker_id: str) -> bool:
 
 async def one_on_each_worker(scene: Scene) -> tuple[Stream, Stream]:
     """Two streams of the router in the middle of their tokens; the first is on the worker behind the link."""
-    first = await Stream(scene.deployment.inference, prompt_of(1), 200).reach(3)
+    first = await Stream(scene.deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
     behind = bool(scene.calls_of_the_router())
-    second = await Stream(scene.deployment.inference, prompt_of(2), 200).reach(3)
+    second = await Stream(scene.deployment.inference, prompt_of(2), 400, timeout_s=60.0).reach(3)
     assert len(scene.calls_of_the_router()) == 1
     return (first, second) if behind else (second, first)
 
@@ -116,7 +116,7 @@ async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pyte
     monkeypatch.setattr("tandem_client.credentials.CHANNEL_OPTIONS", tenth)
     async with deploy(fault_config()) as deployment, TcpLink.to(deployment.router_address) as link:
         slow_down(deployment.decode[0], 0.01)
-        bystander = await Stream(deployment.inference, prompt_of(1), 250).reach(3)
+        bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
         request = GenerateRequest(text="a router that vanishes", stop=StopConditions(max_tokens=1000, ignore_eos=True))
         started = time.monotonic()
 
@@ -140,9 +140,9 @@ async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pyte
 async def test_a_worker_that_is_silent_is_listed_without_a_ledger_and_in_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bystander = await Stream(scene.bystanders.inference, prompt_of(3), 500).reach(3)
+    bystander = await Stream(scene.bystanders.inference, prompt_of(3), 700, timeout_s=60.0).reach(3)
     scene.link.vanish()
-    for limit_s, timeout_s in ((0.6, 20.0), (20.0, 1.5)):
+    for limit_s, timeout_s in ((1.5, 20.0), (20.0, 2.5)):
         within_s = min(limit_s, timeout_s)
         monkeypatch.setattr("router.operations.cluster_servicer.LEDGER_TIMEOUT_S", limit_s)
         started = time.monotonic()
@@ -167,7 +167,7 @@ async def test_a_client_behind_a_black_hole_is_given_up_by_the_router_and_everyt
         slow_down(deployment.decode[0], 0.01)
         shell = deployment.router._shell
         assert shell is not None
-        bystander = await Stream(deployment.inference, prompt_of(1), 250).reach(3)
+        bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
         # This channel sends no keepalive pings.
         async with grpc.aio.insecure_channel(link.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from tests.support.steps import DeviceFaults, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import MAX_FAILED_STEPS, WorkerService
 
-NUM_OUTPUT = 40
+NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
 
 def id_of(deployment: Deployment, worker: WorkerService) -> str:

@@ -17,7 +17,7 @@ from runtime.rpc.grpc_server import open_channel
 from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import Deployment, another_router, deploy, machine_of
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
-from tests.support.steps import slow_down
+from tests.support.steps import Gate, slow_down
 from tests.support.waiting import until
 from worker.service import WorkerService
 
@@ -46,13 +46,11 @@ async def health_of(address: str) -> int:
         return int(answer.status)
 
 
-async def load(inference: inference_pb2_grpc.InferenceStub, over: asyncio.Event) -> list[Stream]:
-    """New requests one after the other until `over`; all that were started."""
-    streams = []
+async def load(inference: inference_pb2_grpc.InferenceStub, over: asyncio.Event, streams: list[Stream]) -> None:
+    """New requests one after the other until `over`, into `streams`."""
     while not over.is_set():
         streams.append(Stream(inference, prompt_of(next(NEW_SEEDS), 40), 5))
         await asyncio.sleep(0.03)
-    return streams
 
 
 async def take_away(deployment: Deployment, *gone: WorkerService) -> None:
@@ -70,7 +68,9 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
             slow_down(worker, 0.01)
         for worker in deployment.prefill:
             slow_down(worker, 0.05)
-        early = [await Stream(deployment.inference, prompt_of(seed), 60).reach(2) for seed in range(4)]
+        early = [await Stream(deployment.inference, prompt_of(seed), 150).reach(2) for seed in range(4)]
+        gate = Gate(leaving[0])
+        gate.close()  # or its drain might be over before anybody looks
         early += [Stream(deployment.inference, prompt_of(seed, 150), 60) for seed in range(10, 14)]
 
         def all_arrived() -> bool:
@@ -79,8 +79,8 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
 
         await until(all_arrived, "every request is on its workers")
         assert all(num_sequences(worker) > 0 for worker in leaving)
-        over = asyncio.Event()
-        loading = asyncio.create_task(load(deployment.inference, over))
+        over, late = asyncio.Event(), list[Stream]()
+        loading = asyncio.create_task(load(deployment.inference, over, late))
 
         draining = asyncio.gather(*(worker.drain(PATIENCE_S) for worker in leaving))
         known = deployment.router._shell.view  # type: ignore[union-attr]
@@ -98,14 +98,16 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
             if worker not in leaving:
                 assert await health_of(deployment.endpoints[id(worker)].address) == SERVING
         assert not draining.done(), "the drain was over before anybody looked"
+        gate.open()
         await draining
         assert not any(num_sequences(worker) for worker in leaving)
         assert [num_arrived(worker) for worker in leaving] == num_taken
         await take_away(deployment, *leaving)
+        num_before = len(late)
+        await until(lambda: len(late) > num_before + 5, "new requests come without the two")
         over.set()
-        late = await loading
+        await loading
 
-        assert len(late) > 5
         for stream in early + late:
             await stream.right()
         ended = [stream.answer.finished for stream in early]
@@ -126,7 +128,7 @@ async def test_what_a_decode_worker_has_left_after_its_drain_goes_on_elsewhere_o
     async with deploy(config, num_decode=num_decode) as deployment:
         for worker in deployment.decode:
             slow_down(worker, 0.02)
-        streams = [await Stream(deployment.inference, prompt_of(seed), 60).reach(2) for seed in range(3)]
+        streams = [await Stream(deployment.inference, prompt_of(seed), 150).reach(2) for seed in range(3)]
         (leaving, *others) = deployment.decode
         machine_of(leaving).moves.ask_to_leave = lambda _: []  # type: ignore[union-attr, method-assign]  # nothing moves
         num_left = num_sequences(leaving)
@@ -153,7 +155,7 @@ async def test_a_router_that_drains_finishes_its_streams_and_takes_no_new_one() 
     async with deploy(fault_config()) as deployment, another_router(deployment) as other:
         slow_down(deployment.decode[0], 0.01)
         bystander = await Stream(other.inference, prompt_of(1), 80).reach(2)
-        streams = [await Stream(deployment.inference, prompt_of(seed), 60).reach(2) for seed in (2, 3)]
+        streams = [await Stream(deployment.inference, prompt_of(seed), 200).reach(2) for seed in (2, 3)]
         streams.append(Stream(deployment.inference, prompt_of(4, 150), 20))
         shell = deployment.router._shell
         assert shell is not None
@@ -181,10 +183,10 @@ async def test_streams_that_are_left_after_the_drain_of_a_router_end_with_a_stat
     async with deploy(fault_config()) as deployment, another_router(deployment) as other:
         slow_down(deployment.decode[0], 0.01)
         bystander = await Stream(other.inference, prompt_of(1), 120).reach(2)
-        stream = await Stream(deployment.inference, prompt_of(2), 200).reach(2)
+        stream = await Stream(deployment.inference, prompt_of(2), 1000).reach(2)
         shell = deployment.router._shell
         assert shell is not None
-        await deployment.router.drain(0.2)
+        await deployment.router.drain(1.0)
         await deployment.router.stop()
         await stream.typed(grpc.StatusCode.UNAVAILABLE)
         assert stream.num_tokens > 10, "the stream had no time of its own"

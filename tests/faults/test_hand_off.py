@@ -15,7 +15,7 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import Heartbeat, OwnerState, PullerState, Ready, Release
 from kv_transfer.protocol.peers import Drop
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tests.support.deployment import busy_blocks, deploy, place, transfers, wait_until_known
+from tests.support.deployment import SLACK_S, busy_blocks, deploy, place, transfers, wait_until_known
 from tests.support.faults import LEASE_S, Stream, Wire, fault_config, prompt_of, serves_on
 from tests.support.hand_offs import FIRST, SECOND, agent_name, bystander, lose, offers_ended, pulls_ended
 from tests.support.steps import Gate
@@ -129,7 +129,7 @@ async def test_a_lease_that_expires_during_a_read_makes_its_bytes_worthless(
         fabric.stall_reads = True
         wire.rule = lose(Heartbeat)
         stream = Stream(deployment.inference, FIRST)
-        await until(lambda: offers_ended(deployment, OwnerState.EXPIRED) == 1, "the lease ends", LEASE_S + 1)
+        await until(lambda: offers_ended(deployment, OwnerState.EXPIRED) == 1, "the lease ends", LEASE_S + SLACK_S)
         assert busy_blocks(deployment.decode[0])["incoming"] == 5, "targets stay reserved while a read may write"
         assert fabric.faults_done["stall"]
         assert wire.done["Heartbeat"]

@@ -74,7 +74,7 @@ async def test_a_router_that_never_reads_loses_its_calls_and_no_other_router_doe
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_stream, "MAX_WRITE_S", BUSY_MACHINE_S)
-    bystander = await Stream(deployment.inference, prompt_of(1), 400).reach(3)
+    bystander = await Stream(deployment.inference, prompt_of(1), 800, timeout_s=60.0).reach(3)
     address = deployment.endpoints[id(deployment.decode[0])].address
     async with grpc.aio.insecure_channel(address, SMALL_WINDOW) as channel:
         stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ async def generate(fleet: Fleet, seed: int, num_tokens: int) -> Answer:
     """Through the router of the fleet, with log-probabilities."""
     request = make_request(token_ids=prompt_of(seed), max_tokens=num_tokens, logprobs=NUM_LOGPROBS)
     answer = Answer()
-    async for response in fleet.inference.Generate(request, timeout=40.0):
+    async for response in fleet.inference.Generate(request, timeout=90.0):
         if response.HasField("finished"):
             answer.finished = response.finished
         answer.token_ids += response.tokens.token_ids

@@ -23,7 +23,7 @@ from tests.support.waiting import until
 from worker.service import WorkerService
 
 PROMPT = tuple(range(1, 70))
-NUM_OUTPUT = 40
+NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
 
 def serving(deployment: Deployment, answer_worker: str) -> WorkerService:
@@ -70,7 +70,7 @@ async def test_the_choices_of_a_decode_worker_that_goes_are_those_of_consecutive
 
         def is_mid_answer() -> bool:
             running = machine_of(victim).core.scheduler.running
-            return len(running) == 4 and all(5 < len(s.token_ids) - len(PROMPT) < NUM_OUTPUT - 5 for s in running)
+            return len(running) == 4 and all(5 < len(s.token_ids) - len(PROMPT) < NUM_OUTPUT / 2 for s in running)
 
         await until(is_mid_answer, "all choices have some of their tokens")
         await victim.stop()
@@ -116,7 +116,7 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
 
 @pytest.mark.parametrize("lowered_meanwhile", [False, True])
 async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(lowered_meanwhile: bool) -> None:
-    limit = WorkerConfig(step_timeout_s=1.0)
+    limit = WorkerConfig(step_timeout_s=2.5)
     config = replace(tiny_config(), worker=WorkerConfig() if lowered_meanwhile else limit)
     async with deploy(config, num_decode=2) as deployment:
         for worker in deployment.decode:
@@ -128,7 +128,7 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         if lowered_meanwhile:
             await until(lambda: gate.waiting, "a step hangs")
             victim.set_config(LiveConfig(worker=limit))
-        error = await asyncio.wait_for(victim.failed(), 10)
+        error = await asyncio.wait_for(victim.failed(), 30)
         assert gate.waiting, "no step hung: nothing was tested"
         assert "step_timeout_s" in str(error)
         answer = (await stream.right()).answer
@@ -145,12 +145,12 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
 
 async def test_steps_that_end_in_time_are_never_taken_to_hang() -> None:
     """Many of them, together far over the limit of one."""
-    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
+    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=2.5))
     async with deploy(config) as deployment:
         slow_down(deployment.decode[0], 0.05)
         started_at = asyncio.get_running_loop().time()
         answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert asyncio.get_running_loop().time() > started_at + 1.5, "too quick to show anything"
+        assert asyncio.get_running_loop().time() > started_at + 4.0, "too quick to show anything"
         assert answer.token_ids == expected(PROMPT, NUM_OUTPUT)
         assert answer.finished is not None
         assert answer.finished.attempts == 1
