@@ -33,7 +33,7 @@ from tandem_client.stubs import cluster_pb2_grpc, inference_pb2, inference_pb2_g
 from tests.support.waiting import until
 from worker.service import WorkerService
 
-SETTLE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 30.0
 SLACK_S = 3.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger
 BUSY = (Column.HELD, Column.LEASED, Column.INCOMING)
 CALL_TIMEOUT_S = 60.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 8.0) -> None:
+async def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 30.0) -> None:
     """Poll `condition` until it is true, for at most `seconds`. `what` describes the condition or the fault."""
     deadline = time.monotonic() + seconds
     while not condition():
