@@ -14,6 +14,7 @@ from core.config import SecurityConfig
 from router.operations import cluster_servicer
 from tandem_client.stubs import cluster_pb2, worker_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.steps import slow_down
 
 COLUMN_OF_KIND = {
     worker_pb2.HOLDER_KIND_SEQUENCE: "held",
@@ -45,6 +46,8 @@ async def look(deployment: Deployment, **request: object) -> dict[str, cluster_p
 
 async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger() -> None:
     async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.005)
         num_blocks = {sum(ledger.values()) for ledger in deployment.ledgers()}
         assert len(num_blocks) == 1
         seen: set[int] = set()
@@ -53,21 +56,22 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
         while not asking.done():
             workers = await look(deployment)
             assert sorted(name[:-2] for name in workers) == ["decode", "decode", "prefill"]
-            for worker in workers.values():
-                assert not worker.error
-                assert worker.ledger.num_left_out == 0
-                assert_adds_up(worker.ledger, *num_blocks)
-                seen |= {holder.kind for holder in worker.ledger.holders}
+            for listed in workers.values():
+                assert not listed.error
+                assert listed.ledger.num_left_out == 0
+                assert_adds_up(listed.ledger, *num_blocks)
+                seen |= {holder.kind for holder in listed.ledger.holders}
         await asking
         assert worker_pb2.HOLDER_KIND_SEQUENCE in seen
         await deployment.settle()
-        for worker in (await look(deployment)).values():
-            assert_adds_up(worker.ledger, *num_blocks)
-            assert list(worker.ledger.holders) == []
+        for listed in (await look(deployment)).values():
+            assert_adds_up(listed.ledger, *num_blocks)
+            assert list(listed.ledger.holders) == []
 
 
 async def test_a_running_sequence_is_named_with_its_blocks_and_since_when() -> None:
     async with deploy(tiny_config(), num_prefill=0) as deployment:
+        slow_down(deployment.decode[0], 0.005)
         asking = asyncio.create_task(deployment.generate(text="tell me more " * 8, max_tokens=200))
         async with asyncio.timeout(PATIENCE_S):
             while not (holders := (await look(deployment))["decode-0"].ledger.holders):
@@ -86,7 +90,7 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config()
-    config = replace(config, transfer=replace(config.transfer, lease_s=1.0))
+    config = replace(config, transfer=replace(config.transfer, lease_s=2.5))
     async with deploy(config) as deployment:
         reader = deployment.decode[0]._parts
         assert reader is not None
@@ -110,7 +114,7 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
 
 async def test_a_worker_that_has_stopped_is_listed_without_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is silent is in tests/faults/test_black_hole.py."""
-    monkeypatch.setattr(cluster_servicer, "LEDGER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(cluster_servicer, "LEDGER_TIMEOUT_S", 3.0)
     async with deploy(tiny_config(), num_decode=2) as deployment:
         await deployment.decode[1].stop()
         workers = await look(deployment)
