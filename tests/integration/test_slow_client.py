@@ -13,7 +13,7 @@ from router.serving.inference_servicer import InferenceServicer
 from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import deploy, make_request, tiny_config
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 PATIENCE_S = 20.0
 
 

@@ -124,9 +124,18 @@ async def test_a_thread_is_free_again_only_when_its_function_has_ended(
     pool: ValidationThreads, gate: threading.Event
 ) -> None:
     started = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def hold() -> None:
+        begun.release()
+        gate.wait()
+
+    calls = [asyncio.create_task(pool.run(1.0, LONG, hold)) for _ in range(NUM_LONG)]
     for _ in range(NUM_LONG):
+        assert await asyncio.to_thread(begun.acquire, timeout=20.0), "no thread has begun"
+    for call in calls:
         with pytest.raises(DeadlineExceeded):
-            await pool.run(0.01, LONG, gate.wait)
+            await call
     waiting = asyncio.create_task(pool.run(20.0, LONG, started.set))
     await asyncio.sleep(0.01)
     assert not started.is_set()
