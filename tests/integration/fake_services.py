@@ -148,6 +148,7 @@ class Journal(asyncio.DatagramProtocol):
         self._closed = asyncio.Event()
         self.pids: set[int] = set()
         self.drained: set[object] = set()
+        self.workers: object = None
         self.started: dict[str, dict[str, object]] = {}  # the newest start of each
 
     @classmethod
@@ -169,6 +170,8 @@ class Journal(asyncio.DatagramProtocol):
             self.started[message["name"]] = message
         if message["event"] == "drained":
             self.drained.add(message["name"])
+        if message["event"] == "workers":
+            self.workers = message["workers"]
         self._messages.put_nowait(message)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -177,6 +180,18 @@ class Journal(asyncio.DatagramProtocol):
     async def start_of(self, name: str) -> dict[str, object]:
         """The newest start of a service; waits for the first."""
         return self.started.get(name) or await self.wait_for(name=name, event="started")
+
+    async def start_after(self, before: dict[str, object]) -> dict[str, object]:
+        """The start that follows this one. It may have come already: two processes send in no order."""
+        name = str(before["name"])
+        while self.started[name]["pid"] == before["pid"]:
+            await self.wait_for(name=name, event="started")
+        return self.started[name]
+
+    async def wait_for_newest_workers(self, names: list[str]) -> None:
+        """Until this is the newest list of workers that any router has."""
+        while self.workers != names:
+            await self.wait_for(event="workers")
 
     async def wait_for_drains(self, names: set[str]) -> None:
         """Until each of these services has drained: the fleet's own news may be read before the last message."""
