@@ -17,12 +17,12 @@ from cli.remote_router import RemoteRouter
 from core.config import GatewayConfig, ServedModelConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
-from gateway.http import middleware
 from gateway.http.http_protocol import MAX_HEAD_BYTES
 from tandem_client import Credentials
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
+from tests.support.ports import kept_port
 from tests.support.steps import slow_down
 from tests.support.waiting import until
 
@@ -84,23 +84,19 @@ async def test_ready_tells_the_truth_while_workers_and_routers_go(deployment: De
 
 async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.05)
-    with contextlib.closing(await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)) as holder:
-        port = holder.sockets[0].getsockname()[1]
-    async with client_of(over_the_wire(f"127.0.0.1:{port}")) as client:
-        assert (await client.get("/ready")).status_code == 503
-        refused = await client.post("/v1/completions", json=ASK)
-        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
-        async with deploy(tiny_config(port=port)):
-            async with asyncio.timeout(10):
-                while (await client.get("/ready")).status_code != 200:
-                    await asyncio.sleep(0.05)
-            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    with kept_port("127.0.0.1") as port:
+        async with client_of(over_the_wire(f"127.0.0.1:{port}")) as client:
+            assert (await client.get("/ready")).status_code == 503
+            refused = await client.post("/v1/completions", json=ASK)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+            async with deploy(tiny_config(port=port)):
+                async with asyncio.timeout(60):
+                    while (await client.get("/ready")).status_code != 200:
+                        await asyncio.sleep(0.05)
+                assert (await client.post("/v1/completions", json=ASK)).status_code == 200
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_read(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(middleware, "LINGER_S", 0.5)
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(deployment: Deployment) -> None:
     async with client_of(Fleets([deployment.router.calls]), GatewayConfig(max_body_bytes=1000)) as client:
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -115,7 +111,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(
             assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 99999999999\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert (await reader.readline()).startswith(b"HTTP/1.1 413"), "told by the length alone"
             await reader.read()
         writer.close()
@@ -125,7 +121,7 @@ async def test_a_head_over_the_limit_is_refused(deployment: Deployment) -> None:
     async with client_of(Fleets([deployment.router.calls])) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(b"GET /health HTTP/1.1\r\nx-long: " + b"y" * (MAX_HEAD_BYTES + 1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             answer = await reader.read()
         writer.close()
         assert answer.startswith(b"HTTP/1.1 431")
@@ -179,7 +175,7 @@ async def test_with_a_certificate_it_serves_https_only(deployment: Deployment, t
 async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 1.0)
     models = (ServedModelConfig("small", aliases=("fast",)), ServedModelConfig("big", router=NOWHERE))
     async with client_of(Fleets([deployment.router.calls], models, connect=connect)) as client:
         listed = (await client.get("/v1/models")).json()["data"]
@@ -197,7 +193,7 @@ async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
 
 async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployment: Deployment) -> None:
     gate = contextlib.AsyncExitStack()
-    url = await gate.enter_async_context(serving_gateway(Fleets([deployment.router.calls]), drain_timeout_s=20))
+    url = await gate.enter_async_context(serving_gateway(Fleets([deployment.router.calls]), drain_timeout_s=60))
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
         ask = ASK | {"stream": True, "max_tokens": 2000}
         async with client.stream("POST", "/v1/completions", json=ask) as answer:
