@@ -103,7 +103,7 @@ async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str) 
         calls = asyncio.create_task(_answers(fleet, 12, 40))
         await until(lambda: engine.num_open, "the victim has a request")
         engine.die()
-        error = await asyncio.wait_for(fleet.services[victim].failed(), 5.0)
+        error = await asyncio.wait_for(fleet.services[victim].failed(), 30.0)
         assert "killed by a test" in str(error)
         del fleet.endpoints[victim]
         await fleet.publish()
@@ -121,13 +121,13 @@ async def test_a_load_that_fails_is_computed_again() -> None:
 
 
 async def test_an_engine_that_hangs_ends_its_worker() -> None:
-    worker = WorkerConfig(step_timeout_s=0.3)
+    worker = WorkerConfig(step_timeout_s=2.0)
     async with deploy_fakes(num_decode=2, worker=worker, step_s=0.01) as fleet:
         calls = asyncio.create_task(_answers(fleet, 8, 40))
         victim = fleet.engines["decode-1"]
         await until(lambda: victim.num_open, "the victim has a request")
         victim.hangs = True
-        error = await asyncio.wait_for(fleet.services["decode-1"].failed(), 5.0)
+        error = await asyncio.wait_for(fleet.services["decode-1"].failed(), 30.0)
         assert "step_timeout_s" in str(error)
         assert await calls == _expected(8, 40)
 
@@ -162,7 +162,7 @@ async def test_the_router_learns_the_prefix_cache_of_the_engine() -> None:
             explained = await fleet.client.explain(request)
             return max(candidate.cached_tokens for candidate in explained.candidates)
 
-        for _ in range(100):
+        for _ in range(600):
             if found := await cached_tokens():
                 break
             await asyncio.sleep(0.05)

@@ -170,7 +170,7 @@ def amend(config: str, options: str) -> tuple[FleetSpec, tuple[str, ...]]:
     return replace(SPEC, live=live, text=options), (f"max_queued {options}",)
 
 
-CLUSTER = ClusterConfig(start_timeout_s=0.05, restart_backoff_s=0.01)
+CLUSTER = ClusterConfig(start_timeout_s=0.5, restart_backoff_s=0.01)
 SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, reread=reread, amend=amend)
 
 

@@ -64,7 +64,7 @@ async def opened(
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets_module, "OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleets_module, "OPEN_TIMEOUT_S", 0.3)
     monkeypatch.setattr(fleets_module, "RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(fleets_module, "POLL_INTERVAL_S", 0.01)
 
