@@ -63,8 +63,11 @@ def bytes_pulled(fleet: Fleet, but: ServiceProcess) -> int:
     return sum(int(service.load.transferred_bytes) for service in fleet.pool("decode") if service is not but)
 
 
-async def only_busy(fleet: Fleet, role: str, but: ServiceProcess | None = None) -> ServiceProcess:
-    """The worker of this role that has a sequence or a transfer, other than `but`."""
+async def only_busy(
+    fleet: Fleet, role: str, stream: Stream, but: ServiceProcess | None = None
+) -> ServiceProcess | None:
+    """The worker of this role that has a sequence or a transfer of `stream`, other than `but`. None if the stream has
+    ended before that was seen."""
 
     def busy() -> list[ServiceProcess]:
         return [
@@ -73,9 +76,8 @@ async def only_busy(fleet: Fleet, role: str, but: ServiceProcess | None = None) 
             if service is not but and (service.load.num_running or service.load.num_transfers)
         ]
 
-    await until(busy, f"a {role} worker is busy")
-    (worker,) = busy()
-    return worker
+    await until(lambda: busy() or stream.ended, f"a {role} worker is busy")
+    return next(iter(busy()), None)
 
 
 # A death meets a transport in a read, or while nothing moves: the moments before and after are alike to it.
@@ -100,26 +102,30 @@ class Scene:
     async def at(cls, fleet: Fleet, moment: str, seed: int) -> Scene:
         """On a busy machine the moment may have passed before it is seen. Then the scene ends, and another begins."""
         for prompt_seed in range(seed, seed + 10 * MAX_SCENES, 10):
-            scene = await cls._begin(fleet, prompt_seed)
-            if await scene._reaches(moment):
+            scene = cls()
+            if await scene._begins(fleet, prompt_seed) and await scene._reaches(moment):
                 return scene
             await scene.stream.right()
             await scene.bystander.right()
             await fleet.settle()
         raise AssertionError(f"{MAX_SCENES} scenes have missed their moment")
 
-    @classmethod
-    async def _begin(cls, fleet: Fleet, seed: int) -> Scene:
-        scene = cls()
-        scene.fleet = fleet
-        scene.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 80).reach(2)
-        scene.elsewhere = await only_busy(fleet, "decode")
+    async def _begins(self, fleet: Fleet, seed: int) -> bool:
+        """Start both streams. False if one has ended before it was seen on its workers."""
+        self.fleet = fleet
+        self.stream = self.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 80).reach(2)
+        elsewhere = await only_busy(fleet, "decode", self.bystander)
+        if elsewhere is None:
+            return False
         await until(lambda: not any(s.load.num_transfers for s in fleet.pool("prefill")), "its hand-off is over")
-        scene.pulled_before = bytes_pulled(fleet, scene.elsewhere)
-        scene.stream = Stream(fleet.inference, prompt_of(seed, 180), NUM_OUTPUT)
-        scene.prefill = await only_busy(fleet, "prefill")
-        scene.decode = await only_busy(fleet, "decode", but=scene.elsewhere)
-        return scene
+        self.pulled_before = bytes_pulled(fleet, elsewhere)
+        self.stream = Stream(fleet.inference, prompt_of(seed, 180), NUM_OUTPUT)
+        prefill = await only_busy(fleet, "prefill", self.stream)
+        decode = await only_busy(fleet, "decode", self.stream, but=elsewhere)
+        if prefill is None or decode is None:
+            return False
+        self.elsewhere, self.prefill, self.decode = elsewhere, prefill, decode
+        return True
 
     async def _reaches(self, moment: str) -> bool:
         """Wait for the moment. False if it is over already."""
