@@ -19,6 +19,7 @@ from core.config import TelemetryConfig
 from core.paths import Lane, PathState, PathStatus
 from tandem_client.stubs import cluster_pb2, inference_pb2
 from tests.integration.test_metrics import scrape
+from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of
 from tests.support.namespaces import CONTROL_IP, Machines, why_not
 from tests.support.processes import Fleet, Site
@@ -98,7 +99,7 @@ async def in_the_middle(fleet: Fleet, seed: int) -> tuple[Stream, Stream]:
     (decode,) = fleet.pool("decode")
     await until(lambda: not decode.load.num_transfers, "its hand-off is over")
     pulled = decode.load.transferred_bytes
-    stream = Stream(fleet.inference, prompt_of(seed, 180), 10)
+    stream = Stream(fleet.inference, prompt_of(seed, 450), 10)
     await until(lambda: decode.load.transferred_bytes > pulled, "the first blocks are there")
     assert decode.load.num_transfers == 1
     return stream, other
@@ -145,7 +146,7 @@ async def test_a_link_that_fails_during_a_hand_off(
         await stream.right()
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 2
-        await until(lambda: not prefill.busy_blocks, "the owner's lease ends, too", LEASE_S + 1)
+        await until(lambda: not prefill.busy_blocks, "the owner's lease ends, too", LEASE_S + SLACK_S)
         await other.right()
         while_down = await Stream(fleet.inference, prompt_of(40 + len(fail.__name__), 100), 5).right()
         assert while_down.answer.finished is not None

@@ -22,11 +22,12 @@ from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import worker_pb2
 from tests.support.command import PATIENCE_S, Served, serving, tandem
 from tests.support.faults import Prompt, prompt_of
-from tests.support.served_answers import NUM_OUTPUT, Answer, Load
+from tests.support.served_answers import Answer, Load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_CLIENTS = 3  # of each router
+NUM_OUTPUT = 3500  # 7 s at least, at 2 ms a step
 HTTP_PORT = 18_490  # shared by the routers; below the ports that the kernel gives away
 CONFIG = """
 [engine]
@@ -102,7 +103,7 @@ def listening(fleet: Served) -> list[psutil.Process]:
 async def answers_at_each(clients: dict[str, list[AsyncClient]]) -> dict[str, list[Answer]]:
     """A long answer to every client, under way, by router id."""
     answers = {
-        router: [Answer(client, prompt_of(seed)) for seed, client in enumerate(found)]
+        router: [Answer(client, prompt_of(seed), NUM_OUTPUT) for seed, client in enumerate(found)]
         for router, found in clients.items()
     }
     for answer in chain(*answers.values()):

@@ -114,7 +114,7 @@ async def test_tenants_share_no_cached_prefix_and_two_keys_of_a_tenant_do(deploy
 
 async def test_a_key_at_its_limit_of_streams_is_refused_until_one_ends(deployment: Deployment) -> None:
     endless = GenerateRequest(
-        text="hello", sampling=SamplingParams(temperature=0), stop=StopConditions(max_tokens=400, ignore_eos=True)
+        text="hello", sampling=SamplingParams(temperature=0), stop=StopConditions(max_tokens=4000, ignore_eos=True)
     )
     async with client(deployment, "alice") as alice, client(deployment, "team-a") as other:
         stream = alice.generate(endless, timeout_s=30.0)

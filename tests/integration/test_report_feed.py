@@ -59,7 +59,7 @@ async def test_a_router_that_was_cut_off_is_back_at_once_and_loses_no_request() 
         feed = deployment.decode[0]._feed
         router = deployment.router._shell
         assert router is not None
-        streams = [await Stream(deployment.inference, prompt_of(seed), 100).reach(3) for seed in range(3)]
+        streams = [await Stream(deployment.inference, prompt_of(seed), 250).reach(3) for seed in range(3)]
         bystander = await Stream(other.inference, prompt_of(10), 100).reach(3)
         num_cuts = 0
         while not any(stream.ended for stream in streams):
@@ -81,7 +81,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_i
         worker = deployment.decode[0]
         slow_down(worker, 0.01)
         feed, changes = worker._feed, worker._feed._changes
-        bystander = await Stream(deployment.inference, prompt_of(1), 400).reach(3)
+        bystander = await Stream(deployment.inference, prompt_of(1), 600, timeout_s=60.0).reach(3)
         (routers_subscription,) = feed._subscribers
         async with open_channel(deployment.endpoints[id(worker)].address, 1 << 22) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]

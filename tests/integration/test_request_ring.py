@@ -87,7 +87,7 @@ async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> 
     async with deploy(tiny_config(), num_decode=2) as deployment, AsyncClient(deployment.router_address) as client:
         for worker in deployment.decode:
             slow_down(worker, 0.005)
-        request = make_request(text="hello over there", max_tokens=100)
+        request = make_request(text="hello over there", max_tokens=300)
         request.logprobs = 1  # those of the first token come with the answer of the prefill worker
         finished, stopped = None, ""
         async for response in deployment.inference.Generate(request, timeout=60):
