@@ -26,7 +26,7 @@ from tests.support.units import Unit
 HEAD_IP = "127.0.2.1"
 HEAD_ID, HEAD_TYPE = "f" * 51 + "00000", "ray.head.default"  # the provider knows no other head
 IDLE_S = 3.0
-FREED_WITHIN_S = 20.0
+FREED_WITHIN_S = 60.0
 FAKE_CLOUD = {"RAY_FAKE_CLUSTER": "1", "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID, "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
 VERSIONS = {
     "v1": {},  # of `ray up`

@@ -45,6 +45,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
+    expect.set_options(timeout=60_000)  # for a busy machine, whose browser is slow
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         yield browser

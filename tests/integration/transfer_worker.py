@@ -91,7 +91,7 @@ class TransferWorker:
         self.agent.close()
 
 
-def run_until_results(workers: list[TransferWorker], num_results: int, seconds: float = 10.0) -> None:
+def run_until_results(workers: list[TransferWorker], num_results: int, seconds: float = 30.0) -> None:
     """Until every worker has that many results."""
     end = time.monotonic() + seconds
     while any(len(worker.results) < num_results for worker in workers):
