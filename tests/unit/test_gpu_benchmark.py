@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_sections import harness
-from benchmarks.gpu_sections.harness import About, Run, SectionResult, run_sections
-from benchmarks.report import Line
+from benchmarks.gpu_sections.harness import About, Run, run_sections
 
-ROOT = Path(__file__).parents[2]
 FIGURE = '{"line": {"measure": "a rate", "value": 2.0, "unit": "TB/s", "floor": 4.0, "least_share": 0.7}}'
 # A program in the place of benchmarks/gpu.py; argv[2] is the section, argv[6] the folder.
 PROGRAM = f"""
@@ -74,32 +72,3 @@ def test_sections_that_fail_die_or_hang_keep_their_figures_and_the_next_section_
     while is_alive(int(child)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_the_file_is_whole_after_each_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[list[str]] = []
-
-    def show(_: SectionResult) -> None:
-        statuses.append([section["status"] for section in sections_of(run).values()])
-
-    monkeypatch.setattr(harness, "show", show)
-    assert run_sections(run, ["works", "fails"]) == 1
-    assert statuses == [["complete", "not run"], ["complete", "failed"]]
-    found = sections_of(run)  # a section may use the time that those before it have left
-    assert found["fails"]["allowed_s"] == pytest.approx(8.0 - found["works"]["seconds"], abs=0.5)
-
-
-def test_a_section_that_ended_early_stands_in_the_tables_with_its_verdicts() -> None:
-    decode = SectionResult("decode", "out of time", 120.0, 120.0, "killed after 120 s", ["batch 128: no time"])
-    decode.lines = [
-        Line("a step", 5.0, "ms", floor=4.5, least_share=0.8),
-        Line("a served step", 9.0, "ms", floor=4.5, least_share=0.7),
-    ]
-    head = {"started": "2000-01-01 00:00:00 UTC", "commit": "0123456789ab+"}
-    page = harness.page(head, {"device": "A Card 80GB"}, [decode, SectionResult("prefill")])
-    assert "commit 0123456789ab+: device A Card 80GB" in page
-    assert "| a step | 5 ms | 0.9 | at least 0.8 of the floor | holds |" in page
-    assert "| a served step | 9 ms | 0.5 | at least 0.7 of the floor | missed |" in page
-    assert ": out of time. killed after 120 s" in page
-    assert "- batch 128: no time" in page
-    assert ": not run" in page
