@@ -57,12 +57,6 @@ def test_every_flag_has_a_row() -> None:
     assert {f"--{flag.name}" for flag in (*REQUEST_FLAGS, *CHOICE_FLAGS)} == {typed.split()[0] for typed, _ in TYPED}
 
 
-def test_flags_that_are_not_given_leave_their_fields_unset() -> None:
-    request = GenerateRequest()
-    fill_request(request, {flag.parameter: None for flag in REQUEST_FLAGS})
-    assert request == GenerateRequest()
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [

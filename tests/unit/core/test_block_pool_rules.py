@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.block_pool import BlockPool
 from tests.support.cached_blocks import match, register_prefix
 
 
@@ -83,15 +83,6 @@ def test_num_available_without_holds_leaves_out_shared_and_leased_blocks() -> No
 def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
     with pytest.raises(ValueError, match="num_blocks must be at least 1"):
         BlockPool(num_blocks)
-
-
-def test_taking_too_many_blocks_changes_nothing() -> None:
-    pool = BlockPool(2)
-    cached(pool, [1])
-    assert pool.allocate(3) is None
-    assert pool.reserve(3) is None
-    assert pool.registered_hashes() == [1]
-    assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
 
 
 def test_the_pool_works_without_asserts() -> None:

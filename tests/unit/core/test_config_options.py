@@ -35,11 +35,6 @@ FLOATS = [
 ]
 
 
-def test_an_empty_file_means_the_defaults() -> None:
-    assert from_mapping({}) == DEFAULTS
-    assert from_mapping({name: {} for name in TABLES} | {name: [] for name in ARRAYS}) == DEFAULTS
-
-
 def test_options_outside_the_file_keep_their_defaults() -> None:
     text = """
     [scheduler]
@@ -70,7 +65,6 @@ REFUSED = [
     ({"gateway": {"cors_origins": "*"}}, r"\[gateway\] cors_origins must be an array of strings, is '\*'"),
     ({"api_keys": {}}, r"api_keys must be an array of tables"),
     ({"api_keys": [{"name": "a", "sha": ""}]}, r"\[\[api_keys\]\] sha is not an option; known: .*sha256"),
-    ({"api_keys": [{"name": "a", "sha256": "secret"}]}, r"^\[\[api_keys\]\] sha256 must be 64 lower-case hex digits$"),
     ({"api_keys": [{"name": "a", "sha256": "0" * 64}] * 2}, r"name and sha256 must be unique"),
     ({"models": [{"name": "a", "aliases": ["b"]}, {"name": "b"}]}, r"names and aliases must be unique"),
     ({"model_rules": [{"name": "auto", "model": "a"}]}, r"model 'a' is not the name of one of"),
@@ -163,12 +157,6 @@ OUT_OF_RANGE = [
 def test_an_error_names_the_option_that_is_out_of_range(part: type, options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         part(**options)
-
-
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.3, 0.7), (0.75, 0.0), (1.0, 0.25), (1.0, 1.0)])
-def test_workers_have_a_gpu_a_share_of_one_or_none(shares: tuple[float, float]) -> None:
-    config = ClusterConfig(prefill_gpus=shares[0], decode_gpus=shares[1])
-    assert (config.prefill_gpus, config.decode_gpus) == shares
 
 
 def test_an_accelerator_type_needs_a_device_that_may_be_a_gpu() -> None:

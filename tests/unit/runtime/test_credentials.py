@@ -60,14 +60,6 @@ def test_the_error_for_an_invalid_token_file_does_not_show_its_content(tmp_path:
     assert "short" not in str(refused.value)
 
 
-def test_the_error_for_a_missing_file_names_its_option(authority: Authority) -> None:
-    certificate, key = authority.sign("a")
-    with pytest.raises(ConfigError, match=r"\[security\] tls_ca: cannot read nowhere.pem: No such file"):
-        load_credentials(SecurityConfig(tls_cert=str(certificate), tls_key=str(key), tls_ca="nowhere.pem"))
-    with pytest.raises(ConfigError, match=r"\[security\] cluster_token_file: cannot read nowhere"):
-        load_credentials(SecurityConfig(cluster_token_file="nowhere"))
-
-
 def test_a_key_of_another_certificate_is_refused(authority: Authority) -> None:
     certificate, _ = authority.sign("one")
     _, other_key = authority.sign("other")
