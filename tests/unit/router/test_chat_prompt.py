@@ -55,17 +55,14 @@ DEEP = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
 MANY = [Tool(name="f")] * (MAX_TOOLS + 1)
 MANY_CALLS = [ToolCall(id="1", name="f")] * (MAX_TOOL_CALLS + 1)
 REFUSED = {
-    "a robot": (ChatPrompt(messages=[ChatMessage(role="robot")]), "chat.messages[0].role", "developer, user"),
     "a late developer": (
         ChatPrompt(messages=[USER, ChatMessage(role="developer")]), "chat.messages[1].role", "only for the first",
     ),
     "too many tools": (ChatPrompt(messages=[USER], tools=MANY), "chat.tools", "at most 128"),
     "a tool twice": (ChatPrompt(messages=[USER], tools=[Tool(name="f")] * 2), "chat.tools[1].name", "unique"),
     "a name with a space": (with_tool(name="a b"), "chat.tools[0].name", "1 to 64 letters"),
-    "no name": (with_tool(name=""), "chat.tools[0].name", "1 to 64"),
     "a long name": (with_tool(name="x" * 65), "chat.tools[0].name", "1 to 64"),
     "parameters that are no JSON": (with_tool(parameters_json="{"), "chat.tools[0].parameters_json", "JSON object"),
-    "parameters that are a list": (with_tool(parameters_json="[]"), "chat.tools[0].parameters_json", "JSON object"),
     "parameters too long": (
         with_tool(parameters_json=" " * (MAX_JSON_CHARS + 1)), "chat.tools[0].parameters_json", "65536 characters",
     ),

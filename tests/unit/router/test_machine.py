@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, WorkerUnavailable
+from core.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
 from router.requests import events
@@ -51,18 +51,6 @@ def test_the_decode_worker_may_send_the_first_token_before_the_prefill_worker_an
     router.tokens(0, 11, 12)
     router.first_token(11)
     assert router.delivered() == [11, 12]
-
-
-def test_early_tokens_wait_for_their_turn_and_repeated_tokens_are_dropped() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.tokens(2, 13)
-    router.tokens(1, 12)
-    assert router.delivered() == []
-    router.first_token(11)
-    router.tokens(1, 12)
-    router.tokens(0, 11, 12, 13, 14)
-    assert router.delivered() == [11, 12, 13, 14]
 
 
 def test_a_request_finishes_if_the_prefill_worker_answers_after_the_decode_worker() -> None:
@@ -244,17 +232,6 @@ def test_a_cancelled_request_ends_at_once_in_every_stage(stage: str) -> None:
 
 
 # ---- the queue
-
-
-def test_a_full_queue_refuses_and_leaves_no_trace() -> None:
-    router = DrivenRouter(decode=())
-    router.arrive(request("a"))
-    router.arrive(request("b"))
-    with pytest.raises(QueueFull, match="max_queued"):
-        router.arrive(request("c"))
-    router.machine.check()
-    router.join("D", ServiceRole.DECODE)
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
 
 
 def test_a_request_too_large_for_every_decode_worker_is_refused_at_once() -> None:

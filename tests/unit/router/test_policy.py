@@ -227,15 +227,6 @@ def test_without_a_prefill_worker_alive_any_prompt_is_computed_on_the_decode_wor
     assert "no prefill worker" in reason_for(chosen, False)
 
 
-def test_a_prompt_waits_for_a_prefill_worker_with_room_if_it_may_not_run_alone() -> None:
-    assert ask(100, [], [view("d")], NEVER) == []
-    assert len(ask(100, [], [view("d")], AUTO)) == 1
-
-
-def test_without_a_decode_worker_there_is_no_candidate() -> None:
-    assert ask(10, [view("p")], [], AUTO) == []
-
-
 def test_the_last_token_is_always_computed() -> None:
     assert alone(8, view("d", cached_tokens=8)).uncached_tokens == 1
 

@@ -43,11 +43,6 @@ def test_log_probabilities_go_to_the_requests_that_asked_for_them() -> None:
     assert not any(action.logprobs for action in router.of(events.Deliver) if action.request_id == "plain")
 
 
-def test_tokens_of_unknown_calls_are_dropped() -> None:
-    router = decoding()
-    assert router.post(step_tokens((77, 0, SampledToken(1)))) == []
-
-
 def test_a_request_whose_end_overtakes_its_tokens_finishes_at_the_last_of_them() -> None:
     router = decoding()
     router.tokens(0, 11, 12)
