@@ -9,7 +9,7 @@ from core.errors import TransferFailed
 from core.handoff import AbortReason, Want
 from core.lifecycle import FinishReason, Stage
 from decode_worker.events import DecodeDone, DecodeFailed
-from kv_transfer.protocol.events import PeerLost, ReadFailed, ReadTimedOut, StartRead
+from kv_transfer.protocol.events import PeerLost, ReadFailed, StartRead
 from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -162,22 +162,6 @@ def test_a_lost_owner_fails_its_hand_offs_and_targets_stay_reserved_until_their_
     worker.post(ReadFailed(worker.of(StartRead)[0].read_id, AbortReason.PEER_LOST, "gone"))
     assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["a", "b"]
     assert worker.ledger == {}
-
-
-def test_a_read_past_its_time_limit_fails_the_call_and_keeps_the_target_blocks() -> None:
-    worker = Decode()
-    worker.arrive(request("a", 6))
-    worker.ready(0)
-    (read,) = worker.of(StartRead)
-    worker.post(ReadTimedOut(read.read_id, "no end after 2.0 s"))
-    failed = worker.only(DecodeFailed)
-    assert failed.error.retryable
-    assert "no end after 2.0 s" in str(failed.error)
-    assert worker.ledger == {"incoming": 1}
-    assert not worker.machine.idle
-    worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "cancelled"))
-    assert worker.ledger == {}
-    assert worker.machine.idle
 
 
 def test_preempted_pulled_prompts_are_recomputed_with_the_same_tokens() -> None:

@@ -25,11 +25,6 @@ from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NO
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 
 
-def test_the_first_tick_starts_the_router_and_both_pools() -> None:
-    fleet = Fleet(num_prefill=2, num_decode=1)
-    assert sorted(fleet.names(StartService)) == ["decode-0", "prefill-0", "prefill-1", "router-0"]
-
-
 def test_workers_are_published_as_soon_as_the_router_serves() -> None:
     fleet = Fleet()
     fleet.started("prefill-0")
@@ -173,17 +168,6 @@ def test_a_fleet_that_has_served_reports_each_start_and_each_drain() -> None:
     assert fleet.printed() == ["decode-0 serves"]
 
 
-def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
-    fleet = Fleet().all_started()
-    fleet.died("decode-0")
-    fleet.send(Tick(), after_s=1.0)
-    fleet.placed("decode-0")
-    fleet.send(StartFailed(fleet.members["decode-0"], "no such model", permanent=True))
-    assert not fleet.of(FleetFailed)
-    fleet.send(Tick(), after_s=2.0)
-    assert fleet.names(StartService) == ["decode-0"]
-
-
 def test_a_start_without_an_answer_is_killed_and_attempted_again() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo({D: 2}))
@@ -225,14 +209,6 @@ def test_a_worker_that_waits_for_a_machine_says_why_once_and_is_never_killed_for
     fleet.placed(name)
     assert fleet.state_of(name) == ("starting", "")
     assert fleet.machine.next_deadline() == fleet.now + 50.0, "the time limit begins on the machine"
-
-
-def test_a_worker_that_waits_for_a_machine_goes_when_it_is_not_wanted_any_more() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 2}))
-    fleet.send(ScaleTo({D: 1}))
-    assert fleet.names(KillService) == ["decode-1"]
-    assert not fleet.of(DrainService)
 
 
 def test_shrinking_removes_a_worker_without_a_machine_before_one_that_starts() -> None:

@@ -3,7 +3,7 @@ all tokens that the puller does not know."""
 
 from __future__ import annotations
 
-from core.handoff import AbortReason, Heartbeat, OwnerState, PullerState, Ready
+from core.handoff import AbortReason, Heartbeat, OwnerState, PullerState
 from core.machine import Tick
 from kv_transfer.protocol.events import OfferEnded, PeerLost, PullCompleted, PullFailed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
@@ -103,16 +103,6 @@ def test_lost_news_come_again_with_the_next_heartbeat() -> None:
     assert pair.num_caught_up == 0
     pair.wait(CONFIG.heartbeat_s)
     assert pair.num_caught_up == 1
-
-
-def test_a_lost_last_ready_comes_again() -> None:
-    pair = GrowingPair()
-    pair.place()
-    pair.end_with([2], 11, 12, 13)
-    assert any(isinstance(mail.message, Ready) for mail in pair.lose_mail())
-    pair.wait(2 * CONFIG.heartbeat_s)
-    pair.place()
-    assert isinstance(pair.pull_result(), PullCompleted)
 
 
 def test_news_without_an_answer_are_no_silence_of_the_owner() -> None:
