@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from core.config import SecurityConfig
-from router.operations import cluster_servicer
 from tandem_client.stubs import cluster_pb2, worker_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.steps import slow_down
@@ -110,18 +109,6 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         await deployment.settle()
-
-
-async def test_a_worker_that_has_stopped_is_listed_without_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is silent is in tests/faults/test_black_hole.py."""
-    monkeypatch.setattr(cluster_servicer, "LEDGER_TIMEOUT_S", 3.0)
-    async with deploy(tiny_config(), num_decode=2) as deployment:
-        await deployment.decode[1].stop()
-        workers = await look(deployment)
-        (stopped,) = (worker for worker in workers.values() if worker.error)
-        assert not stopped.HasField("ledger")
-        assert len(workers) == 3
-        assert all(worker.HasField("ledger") for worker in workers.values() if worker is not stopped)
 
 
 async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:

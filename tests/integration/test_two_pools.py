@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from core.config import EngineConfig
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
-from model_files.catalogue import fetch
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 from tests.support.reference import CoLocatedEngine
@@ -167,22 +164,6 @@ async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deploy
         assert answer.token_ids == expected_tokens(engine, prompt, 10, temperature=0.75, seed=7 + choice)
         assert answer.finished is not None
         assert answer.finished.seed == 7 + choice
-
-
-async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engine() -> None:
-    model = "smollm2-135m"
-    fetch(model)
-    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=128, num_threads=1))
-    config = tiny_config(model, transport="nixl")
-    async with deploy(replace(config, engine=replace(config.engine, kv_memory_mb=128))) as deployment:
-        for length in (BLOCK, 2 * BLOCK + 1):
-            prompt = prompt_of(length, seed=8)
-            answer = await deployment.generate(token_ids=prompt, max_tokens=8)
-            assert answer.token_ids == expected_tokens(engine, prompt, 8)
-            assert answer.finished is not None
-            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-        await deployment.settle()
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.75])

@@ -133,7 +133,7 @@ def test_wrong_input_is_one_line(
     assert shown.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--sweep", "colour=1"], ["--sweep", "rate=1..2", "many"], ["decode=1..2"]])
+@pytest.mark.parametrize("arguments", [["--sweep", "rate=1..2", "many"], ["decode=1..2"]])
 def test_a_bad_sweep_is_wrong_usage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
