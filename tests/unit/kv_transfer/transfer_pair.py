@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, Ready, TransferId
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, PullerState, Ready, TransferId
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
@@ -71,9 +71,6 @@ class Side:
     @property
     def address(self) -> AgentAddress:
         return self.machine.address
-
-    def offer_state(self, transfer_id: TransferId) -> OwnerState:
-        return self.machine.owner.offers[transfer_id].state
 
     def pull_state(self, transfer_id: TransferId) -> PullerState:
         return self.machine.puller.pulls[transfer_id].state
