@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tests.tools.sampled_streams import count_different, make_requests
 
-PATHS = ("resumed", "batches of 32", "batches of 8", "chunks of 16 tokens", "preempted", "split")
+PATHS = ("resumed", "batches of 32", "chunks of 16 tokens", "preempted", "split")
 
 
 def test_no_path_changes_a_float32_stream() -> None:
