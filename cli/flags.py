@@ -54,6 +54,7 @@ CONFIG_FLAGS = tuple(
 GATEWAY_FLAGS = tuple(flag for flag in CONFIG_FLAGS if flag.name.startswith("http"))
 
 REQUEST_FLAGS = (
+    RequestFlag("model", str, "Name of the model, or of a LoRA adapter. (default: the served model)", "model"),
     RequestFlag("max-tokens", int, "Most tokens to generate. (default: the rest of the context)", "stop.max_tokens"),
     RequestFlag("temperature", float, "Sampling temperature; 0 = always the most likely token. (default: 1)",
                 "sampling.temperature"),
@@ -95,7 +96,7 @@ CHOICE_FLAGS = (
 )  # fmt: skip
 
 # For `explain`: the flags that change the choice of workers.
-ROUTE_FLAGS = tuple(flag for flag in REQUEST_FLAGS if flag.name == "cache-salt")
+ROUTE_FLAGS = tuple(flag for flag in REQUEST_FLAGS if flag.name in ("model", "cache-salt"))
 
 
 def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:

@@ -145,8 +145,10 @@ class WorkerCore:
     ) -> Sequence:
         """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
-        Raises `InvalidRequest` if the worker has a sequence with this id.
+        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter.
         """
+        if request.adapter:
+            raise InvalidRequest("model", "the engine of this worker has no adapters; workers with `--engine vllm` do")
         # A sequence that is aborted during a step stays in the scheduler until the step ends.
         if request.request_id in self.open_calls.timelines or self.scheduler.get(request.request_id) is not None:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")

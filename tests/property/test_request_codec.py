@@ -13,10 +13,10 @@ from protos import codec
 from router.serving.output_formats import RequestGrammars
 from router.serving.validation import prepare
 from tandem_client.stubs import inference_pb2, worker_pb2
-from tests.support.requests import VOCAB_SIZE, requests
+from tests.support.requests import ADAPTERS, VOCAB_SIZE, requests
 from text.tokenizer import ByteCodec, ModelTokenizer
 
-INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
+INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, 1 << 20, eos_token_ids=frozenset(), adapters=ADAPTERS)
 TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are token ids here
 GRAMMARS = RequestGrammars(TOKENIZER)
 
@@ -36,6 +36,7 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
         sampling=wire.sampling,
         stop=wire.stop,
         logprobs=request.sampling.num_logprobs,
+        model=request.adapter,
         cache_salt=request.cache_salt,
         priority=request.priority,
         user=request.tenant,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from core.request import MAX_LOGPROBS, MAX_SEED, MIN_REPETITION_PENALTY, Request, SamplingParams
 
 VOCAB_SIZE = 1 << 16
+ADAPTERS = ("red", "owner/green:2")
 TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
 
 
@@ -48,6 +49,7 @@ REQUEST: dict[str, st.SearchStrategy[object]] = {
     "sampling": st.fixed_dictionaries(SAMPLING).map(_sampling),
     "priority": st.integers(-100, 100),
     "cache_salt": st.text(max_size=8),
+    "adapter": st.sampled_from(("", *ADAPTERS)),
     "tenant": st.text(max_size=8),
     "age_s": st.integers(0, 10**9).map(lambda microseconds: microseconds / 1e6),
 }

@@ -186,10 +186,10 @@ def unreliable(seed: int) -> Iterator[Faults]:
 
 
 async def soak_processes(
-    num_requests: int, fault_rate: float, seed: int, num_clients: int = 16
+    num_requests: int, fault_rate: float, seed: int, num_clients: int = 16, num_of_each: int = 2
 ) -> tuple[Tally, Counter[str]]:
     """As `soak`, for at least `num_requests` through `tandem serve` and nixl: the clients send on until the last roll
-    has ended."""
+    has ended. The fleet has `num_of_each` prefill and decode workers."""
     tally, counts = Tally(), Counter[str]()
     is_over = False
 
@@ -207,7 +207,7 @@ async def soak_processes(
         config.flush()
         faults = Faults(Path(log.name), seed, fault_rate)
         program = ("tests.support.unreliable_tandem", log.name, str(seed), str(fault_rate))
-        arguments = ("--config", config.name, "--prefill", "2", "--decode", "2")
+        arguments = ("--config", config.name, "--prefill", str(num_of_each), "--decode", str(num_of_each))
         async with serving(*arguments, program=program) as fleet, contextlib.AsyncExitStack() as stack:
             opened = [client_of(fleet.address, find_credentials(None, fleet.address)) for _ in range(num_clients)]
             clients = [await stack.enter_async_context(client) for client in opened]
@@ -222,7 +222,7 @@ async def soak_processes(
                 counts["drain"] += sum("has drained" in line and "router" not in line for line in out.splitlines())
             is_over = True
             await asyncio.gather(*asking)
-            await settle(clients[0], num_workers=4)
+            await settle(clients[0], num_workers=2 * num_of_each)
             fleet.process.send_signal(signal.SIGINT)
             assert await fleet.ended() == (0, []), "processes are left"
         counts += faults.done()

@@ -29,6 +29,7 @@ TYPED = [
     ("--json-schema {}", GenerateRequest(output_format=OutputFormat(json_schema="{}"))),
     ("--regex a+", GenerateRequest(output_format=OutputFormat(regex="a+"))),
     ("--choice a --choice b", GenerateRequest(output_format=OutputFormat(choices=Choices(texts=["a", "b"])))),
+    ("--model red", GenerateRequest(model="red")),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
     ("--user me", GenerateRequest(user="me")),
     ("--priority -3", GenerateRequest(priority=-3)),

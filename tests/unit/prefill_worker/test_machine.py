@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.config import SchedulerConfig
@@ -172,6 +174,8 @@ def test_a_refused_call_leaves_no_state() -> None:
     worker = Prefill(num_blocks=4, scheduler=SchedulerConfig(max_batched_tokens=4, max_running=1, max_waiting=1))
     with pytest.raises(InvalidRequest, match="KV blocks"):
         worker.arrive(request("large", 17))
+    with pytest.raises(InvalidRequest, match="has no adapters"):
+        worker.arrive(replace(request("adapted", 8), adapter="red"))
     worker.arrive(request("a", 8))
     with pytest.raises(InvalidRequest, match="served already"):
         worker.arrive(request("a", 8), ticket=2)
