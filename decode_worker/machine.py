@@ -62,6 +62,8 @@ from kv_transfer.protocol.events import (
 from kv_transfer.protocol.machine import TransferMachine
 from worker.core import ConfigChanged, DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
 
+LOST_ITS_BLOCKS = "the KV hand-off lost its blocks to a sequence that ranks higher"
+
 
 @dataclass(slots=True)
 class _OpenCall:
@@ -130,7 +132,7 @@ class DecodeMachine:
             if isinstance(victim, Sequence):
                 self.core.scheduler.preempt(victim)
             else:
-                lost = TransferFailed("the KV hand-off lost its blocks to a sequence that ranks higher")
+                lost = TransferFailed(LOST_ITS_BLOCKS)
                 actions += self._end(victim.sequence.sequence_id, lost, AbortReason.OVERLOADED, now)
             actions += self._give_blocks(now)
             steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)

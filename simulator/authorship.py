@@ -47,6 +47,8 @@ class Authorship:
             self._in_steps[_request_of(dispatch_id)].discard(dispatch_id)
 
     def emitted(self, call: Call, index: int, token_id: int) -> None:
+        if call.caller is not CallState.OPEN:
+            return
         authors = self._authors.setdefault((_request_of(call.call_id), index), {})
         for other_id, author in authors.items():
             if other_id != token_id and author is not call and author.caller is CallState.OPEN:

@@ -35,7 +35,7 @@ from decode_worker.events import (
     MoveArrived,
     ResumeArrived,
 )
-from decode_worker.machine import DecodeMachine
+from decode_worker.machine import LOST_ITS_BLOCKS, DecodeMachine
 from decode_worker.moves import Moves, MoveState
 from decode_worker.pull_queue import PullQueue
 from kv_transfer.protocol.events import AgentAction
@@ -82,6 +82,7 @@ class WorkerShell:
         self._subscribers: dict[str, SendReport] = {}  # by router
         self._changed = False  # since the last report
         self._next_report_at = 0.0
+        self._reported_at = 0.0  # a look that finds no change sends nothing
         self._used_sum, self._num_samples = 0.0, 0
         self._resumed_at = 0.0  # after a stop
         self._num_preemptions = 0
@@ -165,8 +166,8 @@ class WorkerShell:
     def _mark_preempted(self, scheduler: Scheduler) -> None:
         if scheduler.num_preemptions != self._num_preemptions:
             self._num_preemptions = scheduler.num_preemptions
-            preempted = [sequence for sequence in scheduler.waiting if sequence.num_preemptions]
-            self._world.marks.update(f"preemption of {sequence.sequence_id}" for sequence in preempted)
+            known = (*scheduler.waiting, *scheduler.running)  # one that is preempted may run again in the same plan
+            self._world.marks.update(f"preemption of {each.sequence_id}" for each in known if each.num_preemptions)
 
     def _count_pulls(self, pulls: PullQueue) -> None:
         """Count the events after which hand-offs compete for blocks."""
@@ -208,6 +209,8 @@ class WorkerShell:
                 call = self.calls.get(call_id)
                 self._end_call(call_id, _decode_result(action, 0 if call is None else call.num_tokens))
             case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
+                if str(error) == LOST_ITS_BLOCKS:
+                    self._world.marks.add(f"preemption of {call_id}")
                 self._end_call(call_id, error)
             case _:
                 if not isinstance(action, AgentAction):
@@ -319,7 +322,7 @@ class WorkerShell:
 
     def _report_idle(self) -> None:
         if self.alive:
-            if self._inbox is None and self._world.now >= self._next_report_at:
+            if self._inbox is None and self._world.now >= self._reported_at + self.spec.worker.report_interval_s:
                 self._publish(unchanged=True)
             self._world.after(self.spec.worker.idle_report_interval_s, self._report_idle)
 
@@ -329,6 +332,7 @@ class WorkerShell:
         self._next_report_at = self._world.now + self.spec.worker.report_interval_s
         changes = self.view.take_changes(self.view.load)
         if changes is not None or unchanged:
+            self._reported_at = self._world.now
             report = events.WorkerReported(self.spec.worker_id, changes or WorkerChanges())
             for send in self._subscribers.values():
                 send(report)
