@@ -98,7 +98,7 @@ class RowCosts:
 
 
 class DraftGain:
-    """What drafts gain in steps that are planned at the end of the step before."""
+    """Learns how many seconds drafts save in a step, and says whether the next step waits for the newest output."""
 
     def __init__(self) -> None:
         self._mean_s = 0.0  # seconds that a step saves
@@ -111,7 +111,8 @@ class DraftGain:
 
     @property
     def is_worth_a_wait(self) -> bool:
-        """Of the next step. Forced tokens come without a notice: in JSON, the token before shows which name follows."""
+        """Whether the next step waits. A grammar forces a name only once the token before it is drawn, so an output
+        without forced tokens may come right before one with many: the mean counts, too."""
         return self._newest_gains or self._mean_s > GAIN_MARGIN * WAIT_S
 
 

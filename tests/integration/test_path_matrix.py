@@ -142,8 +142,8 @@ async def test_local_prefill_while_sequences_are_preempted(
 async def test_a_stream_whose_worker_dies(
     model: str, oracle: Oracle, engine: CoLocatedEngine, draw: str, num_delivered: int
 ) -> None:
-    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands. At least
-    three steps of up to seven tokens are left to it when the first worker is told to stop."""
+    """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands. When
+    the test stops the first worker, the other one has at least three steps to compute, each of up to seven tokens."""
     prompt = prompt_of(80, 7)
     tokens = read(oracle, engine, prompt, draw)
     config = tiny_config(model, report_stale_s=2.0, worker_lost_s=3.0)

@@ -272,7 +272,10 @@ def test_the_schema_of_a_tool_may_have_its_own_names() -> None:
 
 
 def proposal(grammar: str, output: bytes, *guesses: bytes) -> tuple[bytes, list[bool]]:
-    """What is proposed behind `output`, and which tokens of it are forced. `guesses`: one for each time it is asked."""
+    """The reader's proposal behind `output`, and for each of its tokens whether the grammar forces it.
+
+    `guesses`: what `guess` returns at its first call, its second call, and so on.
+    """
     view, left = view_of(grammar, list(output)), list(guesses)
     assumed: list[bytes] = []
 
