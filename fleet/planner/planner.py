@@ -4,8 +4,8 @@ Once a second it looks at what the routers have counted, and compares pool sizes
 
     the sizes miss the wanted times at the forecast   -> the cheapest sizes that hold them, at once. A worker of a pool
                                                          that gets smaller switches its role before another one starts
-    one size smaller would hold EASY_SHARE of the wanted times at the busiest forecast of QUIET_STARTS starts
-                                                      -> smaller by one, at most once in LEAST_QUIET_S
+    one size smaller would hold EASY_SHARE of the wanted times at the busiest forecast of the quiet time
+                                                      -> smaller by one, at most once in SHRINK_INTERVAL_S
     a backlog lasts until a new worker would serve    -> sizes that also work it off in DRAIN_STARTS starts
     no request for `idle_s`                           -> pools with a minimum of 0 become empty; the next request that
                                                          waits brings the sizes back
@@ -29,14 +29,14 @@ from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import FleetModel, Times, WorkerModel
+from fleet.planner.quiet_time import QuietTime
 from fleet.planner.recent_forecasts import RecentForecasts
 from fleet.planner.start_times import StartTimes
 from fleet.planner.traffic_log import LONG_S, TrafficLog
 
 EASY_SHARE = 0.8  # of the wanted times, which a smaller fleet must hold
 CHANCE = 2.0  # ... at a rate so many standard deviations higher, so that chance does not bring the worker back
-QUIET_STARTS = 2.0  # so many start-ups long
-LEAST_QUIET_S = 60.0  # also between two shrinks
+SHRINK_INTERVAL_S = 60.0  # the least time between two shrinks
 DRAIN_STARTS = 0.5  # the sizes work off a backlog in so many start-ups
 LEAST_DRAIN_S = 30.0
 ATTAINMENT_S = 300.0  # the status shows the attainment of this time
@@ -66,7 +66,7 @@ class Planner:
         self.starts = StartTimes()
         self._pinned: set[ServiceRole] = set()
         self._forecasts = RecentForecasts()
-        self._shrunk_at = -math.inf
+        self._quiet = QuietTime()
         self._before_idle: Sizes | None = None  # sizes to return to
         self._decision: _Decision | None = None  # not judged yet
         self._why = "has not planned yet"
@@ -147,10 +147,12 @@ class Planner:
             return self._hold("holds its sizes: too few requests have ended")
         self._why = f"{_sizes_text(sizes)} for {outlook.demand}: {outlook.times(sizes)}"
         if outlook.holds(sizes) and sum(sizes) <= self._most:
-            wanted = self._smaller(sizes, outlook, max(LEAST_QUIET_S, QUIET_STARTS * start_s), now)
+            wanted = self._smaller(sizes, outlook, self._quiet.seconds(start_s, now), now)
         else:
             self._forecasts.clear()
             wanted = self._grown(sizes, self._cheapest(sizes, outlook))
+            if wanted != sizes:
+                self._quiet.grew(now)
             if wanted == sizes:
                 self._why += "; no larger size is allowed"
         if wanted == sizes:
@@ -252,7 +254,7 @@ class Planner:
             self._forecasts.clear()
             return sizes
         rate = self._forecasts.busiest(outlook.demand.rate, quiet_s, now)
-        if rate is None or now - self._shrunk_at < LEAST_QUIET_S:
+        if rate is None or self._quiet.since_shrunk(now) < SHRINK_INTERVAL_S:
             return sizes
         busiest = self._busier(outlook.at_rate(rate))
         candidates = {P: (sizes[0] - 1, sizes[1]), D: (sizes[0], sizes[1] - 1)}
@@ -263,7 +265,7 @@ class Planner:
         ]
         wanted = min(easy, key=self._price, default=sizes)
         if wanted != sizes:
-            self._shrunk_at = now
+            self._quiet.shrunk(now)
         return wanted
 
     # ---- acting

@@ -17,9 +17,9 @@ from core.traffic import RequestTotals, RouterTraffic
 from fleet.planner.prediction import Demand
 
 SHORT_S = 5.0, 15.0, 60.0
-LONG_S = 180.0
-TREND_S = 300.0
-TREND_STEP_S = 15.0
+LONG_S = 300.0
+TREND_S = 600.0  # in half of it, chance looks like a rise so often that slow starts cost workers all day
+TREND_STEP_S = 30.0
 LENGTHS_S = 900.0
 CHANGE = 0.25  # of the level; smaller changes are left to the slope
 SURPRISE = 4.0  # standard deviations of a Poisson process

@@ -19,8 +19,9 @@ from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner import shell
 from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook
-from fleet.planner.planner import LEAST_QUIET_S, PlanAction, Planner
+from fleet.planner.planner import SHRINK_INTERVAL_S, PlanAction, Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+from fleet.planner.quiet_time import LEAST_S, MOST_S, REGRET_S, REMEMBERED_S, QuietTime
 from fleet.planner.recent_forecasts import RecentForecasts
 from fleet.planner.traffic_log import CHANGE, TrafficLog
 
@@ -172,7 +173,7 @@ def test_a_decode_worker_costs_more_where_its_price_is_higher() -> None:
 def test_pools_shrink_by_one_and_only_after_a_quiet_time() -> None:
     town = Town(6, 6)
     town.rate = 2.0
-    quiet_s = max(LEAST_QUIET_S, 2 * START_S)
+    quiet_s = max(LEAST_S, 2 * START_S)
     assert not town.run(quiet_s)
     town.run(20, until_action=True)
     assert sum(town.shape) == 11
@@ -561,7 +562,7 @@ def test_a_fleet_that_is_much_too_large_shrinks_by_one_each_minute_after_two_sta
     town.run(700)
     changes = [at for at, action in town.actions if isinstance(action, ScaleTo)]
     assert changes[0] - 1000.0 >= 400.0
-    assert {later - earlier for earlier, later in itertools.pairwise(changes)} == {LEAST_QUIET_S}
+    assert {later - earlier for earlier, later in itertools.pairwise(changes)} == {SHRINK_INTERVAL_S}
     assert len(changes) >= 4
 
 
@@ -574,6 +575,39 @@ def test_the_busiest_forecast_of_the_quiet_time_decides() -> None:
     assert forecasts.busiest(1.0, 10.0, 116.0) == 3.0
     forecasts.clear()
     assert forecasts.busiest(1.0, 10.0, 117.0) is None
+
+
+def test_a_worker_that_came_back_within_the_hour_doubles_the_quiet_time_for_half_a_day() -> None:
+    quiet = QuietTime()
+    assert quiet.seconds(120.0, 0.0) == 240.0
+    quiet.grew(0.0)  # nothing had left
+    quiet.shrunk(10.0)
+    quiet.grew(20.0)
+    quiet.grew(30.0)
+    assert quiet.seconds(120.0, 30.0) == 480.0
+    quiet.shrunk(100.0)
+    quiet.grew(100.0 + REGRET_S)  # too late for a regret
+    assert quiet.seconds(120.0, 4000.0) == 480.0
+    for at in range(4000, 4050, 10):
+        quiet.shrunk(at)
+        quiet.grew(at + 5.0)
+    assert quiet.seconds(120.0, 5000.0) == MOST_S
+    assert quiet.seconds(MOST_S, 5000.0) == 2 * MOST_S  # as long as without a regret
+    assert quiet.seconds(120.0, 4050.0 + REMEMBERED_S) == 240.0
+
+
+def test_traffic_that_falls_and_rises_again_and_again_keeps_its_workers_longer_each_time() -> None:
+    town = Town(1, 1)
+    kept_s = []
+    for _ in range(4):
+        town.rate = 20.0
+        town.run(200)
+        begun, largest, town.rate = town.now, sum(town.shape), 2.0
+        while sum(town.shape) == largest:
+            town.run(1)
+        kept_s.append(town.now - begun)
+    assert kept_s[2] == kept_s[1] + LEAST_S  # the first time, no worker had to come back
+    assert kept_s[3] == kept_s[1] + 3 * LEAST_S
 
 
 class Reports:
