@@ -76,6 +76,7 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemCo
         amend=functools.partial(_amended, config, built, flags or {}),
         live=LiveConfig.of(config),
         text=as_json(config),
+        built_text=as_json(built),
         planner=config.planner,
         local_prefill=config.router.local_prefill == "auto",
         role_option=compose.role_option(config.engine),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.config import ClusterConfig
@@ -95,14 +96,6 @@ class ServiceStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetAdopted:
-    """Before the first `Tick`: the services that an earlier supervisor has started, each with its machine. No two have
-    one slot."""
-
-    services: tuple[tuple[MachineId, ServiceStarted], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StartFailed:
     member: Member
     reason: str
@@ -164,6 +157,30 @@ class FleetRules:
 
     def drain_limit_s(self, role: ServiceRole) -> float:
         return self.router_drain_timeout_s if role is ServiceRole.ROUTER else self.drain_timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class RollLeft:
+    """A roll that an earlier supervisor has begun."""
+
+    leaves: int  # revision of the services that have not rolled
+    can_stop: bool  # a failure restores `leaves`
+    rolled: frozenset[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAdopted:
+    """Before the first `Tick`: the services that an earlier supervisor has started, each with its machine. No two have
+    one slot."""
+
+    services: tuple[tuple[MachineId, ServiceStarted], ...]
+    sizes: PoolSizes = field(default_factory=dict)  # empty: those of the config, or larger if more services are there
+    rules: Mapping[int, FleetRules] = field(default_factory=dict)  # by revision; empty: those of the start
+    revision: int = 1  # of new starts
+    roll: RollLeft | None = None
+
+    def revision_of(self, member: Member) -> int:
+        return self.revision if self.roll is None or member in self.roll.rolled else self.roll.leaves
 
 
 @dataclass(frozen=True, slots=True)

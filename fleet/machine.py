@@ -19,7 +19,7 @@ before the end of the machine as a drain may take.
 Rule 8: a roll replaces one service at a time (fleet/roll.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
 Rule 10: a worker may switch its role (fleet/role_switch.py). A roll waits for the end of a switch.
-Rule 11: services of an earlier supervisor stay. A pool that has more of them than its config wants stays that large.
+Rule 11: services of an earlier supervisor stay, and so do its sizes and its roll (fleet/handover.py).
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ class FleetMachine:
         """The wanted number of services of every role."""
         return dict(self._wanted)
 
+    @property
+    def can_stop_roll(self) -> bool:
+        return self._roll is not None and self._roll.restores is not None
+
     def has(self, member: Member) -> bool:
         return self._slots.newest(member) is not None
 
@@ -168,15 +172,19 @@ class FleetMachine:
 
     def _adopt(self, event: FleetAdopted, now: float) -> None:
         """Rule 11."""
+        self._rules, self._revision = dict(event.rules) or self._rules, event.revision
         for machine, started in event.services:
             slot = self._slots.restore(started.member, now)
             slot.serve(started, now)
-            slot.machine, slot.revision = machine, self._revision
+            slot.machine, slot.revision = machine, event.revision_of(started.member)
             self._num_starts = max(self._num_starts, started.member.start)
         for role, wanted in self._wanted.items():
-            self._wanted[role] = max(wanted, len(self._slots.staying(role)))
+            self._wanted[role] = event.sizes.get(role, max(wanted, len(self._slots.staying(role))))
         self._has_served = bool(event.services)
         self._say("fleet", "goes on with the services of an earlier supervisor", f"{len(event.services)} serve")
+        if event.roll is not None:
+            self._roll = Roll(self._revision, event.roll.leaves if event.roll.can_stop else None)
+            self._say("fleet", f"goes on with the roll to config {self._revision}")
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._newest_rules.config.max_workers
@@ -420,7 +428,7 @@ class FleetMachine:
         self._say("fleet", f"rolls to config {self._revision}")
 
     def _stop_roll(self, now: float) -> None:
-        if self._roll is None or self._roll.restores is None or self._ending:
+        if self._roll is None or not self.can_stop_roll or self._ending:
             raise InvalidRequest("roll", "no roll that could be stopped")
         self._restore(self._roll, "an operator has stopped the roll", now)
 
@@ -465,7 +473,7 @@ class FleetMachine:
         ]
         self._actions[:0] = changed
         is_starting = not self._was_ready and not self._ending
-        if is_starting and all(slot.state is SlotState.SERVING for slot in self._slots):
+        if is_starting and all(slot.state is SlotState.SERVING for slot in self._slots if slot.replaces is None):
             self._was_ready = True
             self._actions.append(FleetReady())
         if self._ending and not self._slots and not self._stopped:

@@ -31,6 +31,7 @@ from fleet.events import MachineId, Member
 from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.ray_calls import await_actor, log_dir
 from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
+from fleet.ray_store import RayStore
 from fleet.service_host import Placement, ServiceHost, StartFault
 from fleet.spec import FleetSpec
 from fleet.supervisor import Supervisor
@@ -260,7 +261,8 @@ class SupervisorActor(Supervisor):
         joined = bool(spec.config.address)
         leaving = partial(leaving_machines, spec.config) if joined else None
         found = partial(find_services, spec) if joined else None
-        super().__init__(spec, RayHost, machine_here(spec.config), leaving, found)
+        store = RayStore() if spec.kinship else None
+        super().__init__(spec, RayHost, machine_here(spec.config), leaving, found, store)
 
 
 def this_supervisor() -> Any:

@@ -51,6 +51,7 @@ class FleetSpec:
     amend: Amend | None = None
     live: LiveConfig = field(default_factory=LiveConfig)  # for services, as soon as their factory has built them
     text: str = "{}"  # the config as JSON, as in `FleetConfig`
+    built_text: str = "{}"  # likewise, of the last start or roll: services are built with it, and then take `live`
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     local_prefill: bool = True  # decode workers compute prompts beside prefill workers
     role_option: str = ""  # the option that keeps workers from changing their roles

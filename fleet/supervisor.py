@@ -32,7 +32,6 @@ from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
-    FleetAdopted,
     FleetEvent,
     FleetFailed,
     FleetMessage,
@@ -58,6 +57,7 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
+from fleet.handover import Handover, HandoverStore, KeptConfig, KeptRoll, take_over
 from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.notes import NoteRing
@@ -72,6 +72,7 @@ from runtime.shared_port import PortClaim
 MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
 MACHINES_INTERVAL_S = 1.0
+KEEP_INTERVAL_S = 1.0  # between two looks whether the record for the next supervisor is still true
 PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S
 
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
@@ -98,9 +99,10 @@ class Supervisor:
         here: MachineId,
         leaving_machines: LeavingMachines | None = None,
         find_services: FoundServices | None = None,
+        store: HandoverStore | None = None,
     ) -> None:
-        """`leaving_machines` is None if no machine can leave without the supervisor, `find_services` if no service can
-        outlive a supervisor."""
+        """`leaving_machines` is None if no machine can leave without the supervisor, `find_services` and `store` if no
+        service can outlive a supervisor."""
         self._spec = spec
         self._create_host = create_host
         self._here = here
@@ -121,6 +123,9 @@ class Supervisor:
         self._planning: asyncio.Task[None] | None = None
         self._leaving_machines = leaving_machines
         self._find_services = find_services
+        self._store = store
+        self._kept: Handover | None = None  # the record in the store, by this supervisor
+        self._keeping = asyncio.Lock()
         self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
     async def start(self) -> None:
@@ -136,15 +141,26 @@ class Supervisor:
             self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
             return
         if found:
-            self._adopt(found)
+            await self._adopt(found)
         self._post(Tick())
+        if self._store is not None:
+            self._spawn(self._keep_always())
         if self._leaving_machines is not None:
             self._spawn(self._watch_machines(self._leaving_machines))
         self._planning = self._spawn(
             run_planner(self._planner, self._router_hosts, self._planned_status, self._driver.now, self._do_planned)
         )
 
-    def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
+    async def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
+        services = [(one.machine, _started(one.member, one.endpoint)) for _, one in found]
+        record = ""
+        with contextlib.suppress(WorkerUnavailable):  # it has no record then, and says so
+            record = "" if self._store is None else await self._store.read()
+        takeover = await asyncio.to_thread(take_over, record, self._spec, services)
+        self._specs, adopted = takeover.specs, takeover.adopted
+        self._planner.pin(takeover.pinned)
+        for note in takeover.notes:
+            self._perform(note)
         for host, service in found:
             member, endpoint = service.member, service.endpoint
             self._hosts[member] = host
@@ -152,8 +168,36 @@ class Supervisor:
                 self._routers[member] = endpoint
             else:
                 self._local_ranks.restore(service.machine.name, member, service.rank)
-            self._spawn(self._live(member, host.set_config(self._spec.live)))
-        self._post(FleetAdopted(tuple((one.machine, _started(one.member, one.endpoint)) for _, one in found)))
+            self._spawn(self._live(member, host.set_config(self._specs[adopted.revision_of(member)].live)))
+        self._post(adopted)
+
+    async def _keep_always(self) -> None:
+        while True:
+            await self._keep()
+            await asyncio.sleep(KEEP_INTERVAL_S)
+
+    async def _keep(self) -> None:
+        """Write the record for the next supervisor, if it has changed."""
+        if self._store is None:
+            return
+        async with self._keeping:
+            handover = self._handover()
+            if handover != self._kept:
+                with contextlib.suppress(WorkerUnavailable):  # Ray is away for a moment; `_keep_always` tries again
+                    await self._store.write(handover.as_json())
+                    self._kept = handover
+
+    def _handover(self) -> Handover:
+        status, roll = self._fleet_status(), None
+        config = KeptConfig.of(status.revision, self._specs[status.revision])
+        if status.rolling:
+            live = [slot for slot in status.slots if slot.service_id]
+            leaves = max((slot.revision for slot in live if slot.revision != status.revision), default=status.revision)
+            rolled = tuple(slot.service_id for slot in live if slot.revision == status.revision)
+            roll = KeptRoll(KeptConfig.of(leaves, self._specs[leaves]), self._machine.can_stop_roll, rolled)
+        sizes = {role.value: size for role, size in status.wanted.items()}
+        pinned = tuple(role.value for role in self._planner.pinned)
+        return Handover(self._spec.text, sizes, pinned, config, roll)
 
     async def alive(self) -> None:
         """Answers while this supervisor lives."""
@@ -175,6 +219,7 @@ class Supervisor:
         answer = self._resize(ScaleTo(sizes))
         if not isinstance(answer, Refusal):
             self._planner.pin(sizes, only=auto)
+            await self._keep()
         return answer
 
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes | Refusal:
@@ -182,6 +227,7 @@ class Supervisor:
         answer = self._resize(SwitchRole(slot, role))
         if not isinstance(answer, Refusal):
             self._planner.pin(OTHER_ROLE)  # it would switch the worker back
+            await self._keep()
         return answer
 
     def _resize(self, event: ScaleTo | SwitchRole) -> PoolSizes | Refusal:
@@ -234,7 +280,9 @@ class Supervisor:
             self._add_revision(RollFleet(spec.rules), spec)
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
-        return self._revision
+        revision = self._revision
+        await self._keep()
+        return revision
 
     @property
     def _revision(self) -> int:
@@ -269,7 +317,9 @@ class Supervisor:
                 self._add_revision(ChangeConfig(spec.rules, ", ".join(changes)), present.followed_by(spec))
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
-        return ConfigChange(self._revision, changes)
+        change = ConfigChange(self._revision, changes)
+        await self._keep()
+        return change
 
     def _read_again(self, config: str) -> FleetSpec:
         if self._spec.reread is None:
@@ -283,7 +333,9 @@ class Supervisor:
             self._driver.ask(StopRoll())
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
-        return self._machine.status(self._driver.now()).revision
+        revision = self._revision
+        await self._keep()
+        return revision
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         """As `FleetControl.notes`."""

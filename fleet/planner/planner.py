@@ -87,6 +87,11 @@ class Planner:
         self._pinned = (set() if only else self._pinned) | (set(roles) & set(POOLS))
 
     @property
+    def pinned(self) -> tuple[ServiceRole, ...]:
+        """Pools whose sizes an operator has set."""
+        return tuple(role for role in POOLS if role in self._pinned)
+
+    @property
     def start_s(self) -> float:
         """Of a worker that it brings when requests wait; 0 if it brings none. A start may take longer than those before
         it, on a busy machine or a new one: the expected time holds until one takes longer."""
@@ -97,7 +102,7 @@ class Planner:
         totals = self.log.totals(ATTAINMENT_S, now)
         return PlanStatus(
             enabled=self.config.enabled,
-            pinned=tuple(role for role in POOLS if role in self._pinned),
+            pinned=self.pinned,
             plan=self._why if self.config.enabled else "",
             rate=self.log.level(now),
             num_ended=totals.num_ended,

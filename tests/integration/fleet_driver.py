@@ -3,7 +3,7 @@
 Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join [resource of routers]]
 
 KINSHIP in the environment lets its services outlive it; ADOPTION_S says for how long. A line of the standard input,
-such as "decode 0", resizes a pool.
+such as "decode 0", resizes a pool; the answer is a line such as "pinned: decode", of all pools that were resized.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ async def resize_pools(cluster: Cluster) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         role, size = line.split()
         await cluster.control.scale({ServiceRole(role): int(size)})
+        pinned = (await cluster.control.status()).planner.pinned
+        print("pinned:", *(role.value for role in pinned), flush=True)
 
 
 if __name__ == "__main__":

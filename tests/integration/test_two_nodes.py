@@ -12,6 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from core.lifecycle import ServiceRole
 from tests.integration.fake_services import Journal
 from tests.support.ports import kept_port
 from tests.support.ray_cluster import RayCluster, driver, machine, ray_environment
@@ -60,9 +61,11 @@ async def test_services_outlive_their_driver_until_the_next_one_adopts_them(
 ) -> None:
     path = tmp_path / "journal"
     async with Journal.open(path) as journal:
-        async with driver(cluster, path, KINSHIP="one"):
+        async with driver(cluster, path, KINSHIP="one") as earlier:
             first = {name: (await journal.start_of(name))["pid"] for name in NAMES}
-        async with driver(cluster, path, KINSHIP="one"):
+            assert await earlier.scale(ServiceRole.PREFILL, 1) == ["prefill"]
+        async with driver(cluster, path, KINSHIP="one") as heir:
+            assert await heir.scale(ServiceRole.ROUTER, 1) == ["prefill"], "what an operator has set stays"
             await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
             assert {name: journal.started[name]["pid"] for name in NAMES} == first, "nothing has started again"
             psutil.Process(first["decode-0"]).kill()  # type: ignore[arg-type]

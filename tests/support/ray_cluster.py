@@ -49,10 +49,12 @@ class Driver:
 
     process: asyncio.subprocess.Process
 
-    async def scale(self, role: ServiceRole, size: int) -> None:
+    async def scale(self, role: ServiceRole, size: int) -> list[str]:
+        """Returns the pinned pools."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{role.value} {size}\n".encode())
         await self.process.stdin.drain()
+        return (await line_with(self.process, "pinned:")).split()[1:]
 
 
 @contextlib.asynccontextmanager

@@ -21,8 +21,10 @@ from core.config import (
     RouterConfig,
     SchedulerConfig,
     TandemConfig,
+    WorkerConfig,
 )
 from core.errors import InvalidRequest
+from fleet.handover import KeptConfig
 from fleet.spec import FleetSpec
 
 STARTED = with_cluster_token(
@@ -98,6 +100,18 @@ def test_services_start_with_their_first_config_and_then_take_the_newest_so_that
         InvalidRequest, match=r"max_running must be at most 64, .* is 65; .*`tandem roll --config FILE`"
     ):
         change(high, max_running=65)
+
+
+def test_another_supervisor_makes_the_same_spec_again_also_where_a_change_has_won_over_a_flag() -> None:
+    started = replace(STARTED, engine=EngineConfig(device="cpu"))
+    spec = fleet_spec(started, FLAGS)
+    assert spec.amend is not None
+    changed, _ = spec.amend("", options(router={"slo_ttft_ms": 50}, scheduler={"max_running": 2}))
+    again = KeptConfig.of(2, changed).spec(spec)
+    assert (again.text, again.built_text, again.live) == (changed.text, spec.text, changed.live)
+    assert again.decode.args == spec.decode.args  # type: ignore[attr-defined]
+    rolled = fleet_spec(replace(started, worker=WorkerConfig(drain_timeout_s=7.0)), FLAGS)
+    assert KeptConfig.of(2, rolled).spec(spec).text == rolled.text
 
 
 def test_the_time_limits_of_the_supervisor_are_those_of_the_newest_config() -> None:
