@@ -473,10 +473,10 @@ class Supervisor:
         host = self._hosts.get(member)
         if host is None:
             return  # died just now
-        with contextlib.suppress(HostDied):  # `_live` reports the death
+        with contextlib.suppress(HostDied):  # its end is wanted; `_live` reports none after the service has stopped
             await host.drain(timeout_s)
-            self._kill(member)
-            self._post(Drained(member))
+        self._kill(member)
+        self._post(Drained(member))
 
     async def _switch_role(self, member: Member, timeout_s: float) -> None:
         await self._until_published()

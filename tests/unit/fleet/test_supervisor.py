@@ -54,12 +54,17 @@ class FakeHost:
         return Endpoint(f"{self.member.name}.{self.member.start:x}", address or "127.0.0.1:1", self.member.role, "1.2")
 
     async def wait(self) -> None:
-        raise HostDied(await self._death)
+        if reason := await self._death:
+            raise HostDied(reason)
 
     async def drain(self, timeout_s: float) -> None:
         self._site.drained.append((self.member.name, timeout_s))
         routers = [host for host in self._site.hosts if host.member.role is ServiceRole.ROUTER]
         self._site.told_before_drain[self.member.name] = self.member.name in routers[-1].leaving_workers
+        if self._site.dies_after_drain:
+            self.die("")  # `wait` returns: the service has stopped
+            await asyncio.sleep(0.01)
+            raise HostDied("SIGTERM")
 
     async def set_config(self, live: LiveConfig) -> None:
         await self._site.services_answer.wait()
@@ -107,6 +112,7 @@ class Site:
         self.updates: list[FleetUpdate] = []
         self.drained: list[tuple[str, float]] = []
         self.num_asked = 0  # for traffic
+        self.dies_after_drain = False  # of the service, before the process can answer
         self.switch_fault = ""  # the reason why a worker cannot switch
         self.told_before_drain: dict[str, bool] = {}  # whether the newest router knew, by worker
         self.routers_answer = asyncio.Event()
@@ -354,6 +360,13 @@ async def test_a_member_that_dies_before_its_drain_begins_has_drained(site: Site
     await site.supervisor.scale({ServiceRole.DECODE: 0})  # the supervisor learns of the death first
     await site.reports("decode-0", "has drained")
     assert not site.has_failed
+
+
+async def test_a_process_that_ends_between_the_stop_of_its_service_and_its_answer_has_drained(site: Site) -> None:
+    site.dies_after_drain = True
+    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await site.reports("decode-0", "has drained")
+    site.dies_after_drain = False
 
 
 async def test_a_task_of_the_supervisor_that_fails_is_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
