@@ -110,6 +110,7 @@ class Supervisor:
         self._machine = FleetMachine(spec.rules)
         self._specs = {1: spec}  # by revision
         self._driver: Driver[FleetEvent, FleetAction] | None = None
+        self._has_begun = False  # after the adoption
         self._hosts: dict[Member, Host] = {}
         self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
         self._all_published = asyncio.Event()
@@ -142,6 +143,7 @@ class Supervisor:
             return
         if found:
             await self._adopt(found)
+        self._has_begun = True
         self._post(Tick())
         if self._store is not None:
             self._spawn(self._keep_always())
@@ -230,10 +232,16 @@ class Supervisor:
             await self._keep()
         return answer
 
+    def _ask(self, event: FleetEvent) -> None:
+        """Hand the order of an operator to the machine. Raises `InvalidRequest`, and `WorkerUnavailable` during the
+        adoption: a router that was adopted may forward an order before the machine knows any service."""
+        if self._driver is None or not self._has_begun:
+            raise WorkerUnavailable("the fleet's supervisor starts; try again")
+        self._driver.ask(event)
+
     def _resize(self, event: ScaleTo | SwitchRole) -> PoolSizes | Refusal:
-        assert self._driver is not None, "start it first"
         try:
-            self._driver.ask(event)
+            self._ask(event)
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
@@ -272,7 +280,6 @@ class Supervisor:
 
     async def roll(self, config: str) -> int | Refusal:
         """As `FleetControl.roll`."""
-        assert self._driver is not None, "start it first"
         try:
             spec = self._specs[self._revision]
             if config:
@@ -292,10 +299,9 @@ class Supervisor:
 
     def _add_revision(self, event: RollFleet | ChangeConfig, spec: FleetSpec) -> None:
         """Keep the specs that a service runs, or a stopped roll restores."""
-        assert self._driver is not None, "start it first"
         before = self._revision
-        self._driver.ask(event)
-        used = {slot.revision for slot in self._machine.status(self._driver.now()).slots} | {before}
+        self._ask(event)
+        used = {slot.revision for slot in self._fleet_status().slots} | {before}
         self._specs = {revision: kept for revision, kept in self._specs.items() if revision in used}
         self._specs[self._revision] = spec
 
@@ -328,9 +334,8 @@ class Supervisor:
 
     async def stop_roll(self) -> int | Refusal:
         """As `FleetControl.stop_roll`."""
-        assert self._driver is not None, "start it first"
         try:
-            self._driver.ask(StopRoll())
+            self._ask(StopRoll())
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         revision = self._revision

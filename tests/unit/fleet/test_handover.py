@@ -187,8 +187,11 @@ class Store:
 
     def __init__(self) -> None:
         self.record, self.is_away = "", False
+        self.answers = asyncio.Event()  # to a read
+        self.answers.set()
 
     async def read(self) -> str:
+        await self.answers.wait()
         return self.record
 
     async def write(self, record: str) -> None:
@@ -279,3 +282,30 @@ async def test_a_record_that_could_not_be_written_is_written_when_ray_is_back(mo
         await alive.scale({D: 0})
         site.store.is_away = False
         await until(lambda: '"decode": 0' in site.store.record, "the record has the size", 5.0)
+
+
+async def test_a_record_without_a_service_does_not_count() -> None:
+    """That of a fleet that was stopped, or of one whose services have ended."""
+    store = Store()
+    store.record = record(KeptConfig.of(3, spec_of(7.0)))
+    site = Generation(spec_of(), store)
+    async with living(site) as alive:
+        await site.comes_to_serve(*NAMES)
+        assert (await alive.status()).planner.pinned == ()
+        assert await alive.config() == FleetConfig(1, spec_of().text)
+
+
+async def test_an_order_that_comes_before_the_end_of_the_adoption_is_refused() -> None:
+    """A router that was adopted already forwards it."""
+    first = Generation(spec_of(), Store())
+    async with living(first):
+        await first.comes_to_serve(*NAMES)
+    second = Generation(spec_of(), first.store, before=first)
+    first.store.answers.clear()
+    starting = asyncio.create_task(second.supervisor.start())
+    await until(lambda: len(second.hosts) == 3, "they are found", 5.0)
+    with pytest.raises(WorkerUnavailable, match="starts"):
+        await second.supervisor.scale({D: 2})
+    starting.cancel()
+    assert second.supervisor._claim is not None
+    second.supervisor._claim.close()
