@@ -3,7 +3,8 @@
 Routers, workers, the fleet and the planner are the production machines (`simulator/elastic.py`), the times of steps
 those of a model three times as large as Llama-3.1-8B on an H100. The requests are those of Mooncake's conversation
 trace, by a Poisson process whose rate follows a curve. Worker-hours count from the decision to start a worker until it
-has left. `--coarse` runs only the part with coarse workers (benchmarks/planner/coarse.py).
+has left. A whole day takes coarse workers. `--coarse` runs only the part up to 1,000 of these
+(benchmarks/planner/coarse.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
-from benchmarks.planner.coarse import compare_coarse, large_fleet
+from benchmarks.planner.coarse import coarse_fleet, compare_coarse, large_fleet
 from benchmarks.planner.fleet_events import event_seconds
 from benchmarks.planner.rivals import MARGIN, Fixed, Oracle, Thresholds, by_saturation, cheapest, one_by_one
 from benchmarks.report import Line, Report
@@ -26,8 +27,8 @@ from core.cost.step_cost import StepCost
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
-from simulator.elastic import ElasticReplay, ElasticResult
-from simulator.elastic_fleet import Sizing
+from simulator.elastic import ElasticReplay
+from simulator.elastic_fleet import Sizing, num_reversals
 from simulator.processes import CountEnded, run_all
 from simulator.replay import START_S
 
@@ -39,6 +40,14 @@ LARGE_FLEET = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class SizedResult:
+    attainment: float
+    worker_hours: float
+    reversals_per_hour: float
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True)
 class SizedRun:
     curve: str
     sizing: str
@@ -46,7 +55,7 @@ class SizedRun:
     traces: Path
     seed: int
 
-    def run(self, on_progress: CountEnded) -> ElasticResult:
+    def run(self, on_progress: CountEnded) -> SizedResult:
         curve = CURVES[self.curve]
         sizes = curve.fixed if self.sizing == FIXED else FIRST_SIZES
         if self.sizing == ORACLE:
@@ -60,10 +69,17 @@ class SizedRun:
             FIXED: Fixed,
             ORACLE: lambda: Oracle(curve.rate_at, self.start_s, START_S),
         }
+        sizing = made[self.sizing]()
+        if curve.is_coarse:
+            fleet = coarse_fleet(curve, sizes, MAX_WORKERS, sizing, self.start_s, self.traces, self.seed)
+            fleet.run()  # fails unless every request ends
+            reversals = num_reversals(fleet.fleet.changes) / (curve.duration_s / 3600.0)
+            return SizedResult(fleet.attainment, fleet.fleet.worker_s / 3600.0, reversals, 0)
+        config = replay_config(*sizes, self.seed)
         workload = curve.workload(self.traces, self.seed)
-        return ElasticReplay(workload, replay_config(*sizes, self.seed), made[self.sizing](), self.start_s).run_elastic(
-            on_progress
-        )
+        result = ElasticReplay(workload, config, sizing, self.start_s).run_elastic(on_progress)
+        replay = result.replay
+        return SizedResult(replay.attainment, result.worker_hours, result.reversals_per_hour, replay.num_failed)
 
 
 def compare(report: Report, options: argparse.Namespace) -> None:
@@ -80,12 +96,12 @@ def compare(report: Report, options: argparse.Namespace) -> None:
         _add(report, run, result, {other.sizing: found for other, found in results.items() if other.curve == run.curve})
 
 
-def _add(report: Report, run: SizedRun, result: ElasticResult, beside: dict[str, ElasticResult]) -> None:
+def _add(report: Report, run: SizedRun, result: SizedResult, beside: dict[str, SizedResult]) -> None:
     starts = "" if run.sizing in (FIXED, ORACLE) else f", starts of {run.start_s:g} s"
     name = f"{run.curve}: {run.sizing}{starts}"
     is_ours = run.sizing == OURS
     least = (0.9 if run.start_s >= 120.0 else 0.95) if is_ours else None
-    report.add(Line(f"{name}: attainment", result.replay.attainment, "", least=least))
+    report.add(Line(f"{name}: attainment", result.attainment, "", least=least))
     hours = result.worker_hours
     report.add(Line(f"{name}: worker-hours", hours, "h"))
     if is_ours and FIXED in beside:
@@ -95,7 +111,7 @@ def _add(report: Report, run: SizedRun, result: ElasticResult, beside: dict[str,
     if run.sizing != FIXED:
         report.add(Line(f"{name}: reversals", result.reversals_per_hour, "/h", most=1.0 if is_ours else None))
     if run.sizing not in (FIXED, ORACLE):
-        report.add(Line(f"{name}: failed requests", result.replay.num_failed, "", most=0.0 if is_ours else None))
+        report.add(Line(f"{name}: failed requests", result.num_failed, "", most=0.0 if is_ours else None))
 
 
 def plan_time(report: Report) -> None:

@@ -1,7 +1,7 @@
 """The planner and the fleet at 1,000 workers, with coarse workers (`simulator/coarse_worker.py`).
 
 First the coarse workers beside the exact ones, at up to 32: the planner sizes both on the same traffic. Then a larger
-fleet, whose plans and events are measured in CPU time.
+fleet, whose plans and events are measured in CPU time. A whole day, too, is simulated with them (`cases.CURVES`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from core.lifecycle import ServiceRole
 from core.scheduling.step_budget import LIMIT_SHARE
 from core.traffic import RouterTraffic
 from fleet.events import FleetAction, FleetEvent, FleetMessage, ScaleTo, SwitchRole
+from fleet.planner.outlook import Sizes
 from fleet.planner.planner import Planner
 from simulator.coarse_fleet import CoarseFleet, Slo
 from simulator.coarse_worker import CoarseSpec
@@ -60,22 +61,25 @@ def planner_of(most: int) -> Planner:
     return Planner(PlannerConfig(enabled=True, max_prefill=most, max_decode=most, start_s=START_S))
 
 
-def coarse_fleet(curve: Curve, first: int, most: int, sizing: Sizing, traces: Path, seed: int) -> CoarseFleet:
-    config = replay_config(first, first, seed)
+def coarse_fleet(
+    curve: Curve, first: Sizes, most: int, sizing: Sizing, start_s: float, traces: Path, seed: int
+) -> CoarseFleet:
+    """`first` sizes of the pools, and at the `most` so many workers of each role."""
+    config = replay_config(*first, seed)
     pools = {ServiceRole.PREFILL: config.prefill_pool_tokens, ServiceRole.DECODE: config.decode_pool_tokens}
     spec = CoarseSpec(COST, LIMIT_SHARE * SLO_TPOT_S, config.scheduler.max_batched_tokens, pools)
-    cluster = ClusterConfig(num_prefill=first, num_decode=first, max_workers=most, start_timeout_s=1e6)
+    cluster = ClusterConfig(num_prefill=first[0], num_decode=first[1], max_workers=most, start_timeout_s=1e6)
     trace = curve.workload(traces, seed).requests
-    return CoarseFleet(list(trace), spec, Slo(SLO_TTFT_S, SLO_TPOT_S), cluster, sizing, START_S, seed)
+    return CoarseFleet(list(trace), spec, Slo(SLO_TTFT_S, SLO_TPOT_S), cluster, sizing, start_s, seed)
 
 
 def compare_coarse(report: Report, traces: Path, seed: int) -> None:
     """The same traffic and planner, with exact and with coarse workers."""
-    curve, first = hump(3.0, 9.0, 600.0), 8
+    curve, first = hump(3.0, 9.0, 600.0), (8, 8)
     exact = ElasticReplay(
-        curve.workload(traces, seed), replay_config(first, first, seed), planner_of(SMALL), START_S
+        curve.workload(traces, seed), replay_config(*first, seed), planner_of(SMALL), START_S
     ).run_elastic()
-    coarse = coarse_fleet(curve, first, SMALL, planner_of(SMALL), traces, seed)
+    coarse = coarse_fleet(curve, first, SMALL, planner_of(SMALL), START_S, traces, seed)
     coarse.run()
     largest = max(change.num_prefill + change.num_decode for change in exact.changes)
     pairs: dict[str, tuple[float, float, str]] = {
@@ -91,9 +95,9 @@ def compare_coarse(report: Report, traces: Path, seed: int) -> None:
 
 
 def large_fleet(report: Report, traces: Path, seed: int) -> None:
-    curve, first = hump(300.0, 540.0, 300.0), LARGE * 3 // 5
+    curve, first = hump(300.0, 540.0, 300.0), (LARGE * 3 // 5, LARGE * 3 // 5)
     timed = TimedPlanner(planner_of(LARGE))
-    fleet = coarse_fleet(curve, first, LARGE, timed, traces, seed)
+    fleet = coarse_fleet(curve, first, LARGE, timed, START_S, traces, seed)
     event_s = timed_events(fleet)
     began = time.process_time()
     fleet.run()
