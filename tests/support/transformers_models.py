@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 SIZES: dict[str, object] = {
     "vocab_size": 131,
@@ -29,34 +28,39 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
-    "llama2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 6}),
-    "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
+# Family -> the prefix of transformers' classes, and what differs from SIZES.
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 6}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear": (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
+        "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "attention_bias": True},
     ),
-    "mistral": (
-        transformers.MistralConfig,
-        transformers.MistralForCausalLM,
-        {"sliding_window": None, "head_dim": 16},
-    ),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"rms_norm_eps": 1e-6}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
-    "smollm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True}),
 }
+
+
+def random_model(prefix: str, sizes: Mapping[str, object], seed: int) -> Any:
+    """The causal language model of the classes with this prefix, with random weights."""
+    import transformers  # takes two seconds, which every process that collects tests would pay
+
+    config_type, model_type = getattr(transformers, f"{prefix}Config"), getattr(transformers, f"{prefix}ForCausalLM")
+    torch.manual_seed(seed)
+    model = model_type(config_type(**sizes)).eval()
+    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
 
 
 def save_reference(family: str, directory: Path, sizes: dict[str, object] | None = None, **saving: object) -> Any:
     """A random model of the family, saved in the directory. `sizes` replaces sizes of the config."""
-    config_type, model_type, differences = FAMILIES[family]
-    torch.manual_seed(7)
-    reference = model_type(config_type(**(SIZES | differences | (sizes or {})))).eval()
-    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
-        for name, parameter in reference.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    prefix, differences = FAMILIES[family]
+    reference = random_model(prefix, SIZES | differences | (sizes or {}), seed=7)
     reference.save_pretrained(directory, **saving)
     return reference
 

@@ -13,11 +13,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf.quants import dequantize, quantize
 
 from core.config import EngineConfig
 from engine.torch_runner import TorchRunner
+from tests.support.transformers_models import random_model
 from tests.unit.engine.test_model_against_transformers import PROMPT, our_logits
 
 SIZES = {
@@ -33,10 +33,10 @@ SIZES = {
     "initializer_range": 0.2,
 }
 SUPER_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # rows of 256, as K types need
-FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 64}),
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),
 }
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 WRITTEN_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
@@ -47,14 +47,8 @@ BF16_LOGPROB_TOLERANCE = 0.2
 
 
 def reference_model(family: str, sizes: dict[str, int]) -> Any:
-    config_type, model_type, differences = FAMILIES[family]
-    torch.manual_seed(5)
-    model = model_type(config_type(**(SIZES | sizes | differences))).eval()
-    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    prefix, differences = FAMILIES[family]
+    return random_model(prefix, SIZES | sizes | differences, seed=5)
 
 
 def encoded(values: np.ndarray, kind: str) -> np.ndarray:
