@@ -5,6 +5,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker vllm_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
+# The tests start hundreds of processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner bench-operations image clients phoenix screenshots soak explore protos clean
 
