@@ -36,9 +36,12 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 	$(BIN)/tandem pull
 	$(MAKE) --no-print-directory test-main test-kernels
 
+# In CI, after `make vllm`: of tests/vllm, the contract of the engine.
+WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' --ignore tests/vllm/test_two_pools.py
+
 test-main: setup  ## The tests of `make test` but those of test-kernels
 	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30 $(WITH_VLLM))
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/kernels $(if $(CI),--durations=30)
@@ -47,7 +50,7 @@ vllm: setup  ## Install vLLM's CPU build, and the default model for it, under th
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.install_peers vllm
 
-test-vllm: vllm  ## The tests of workers with real vLLM inside (4 minutes)
+test-vllm: vllm  ## The tests of workers with real vLLM inside (5 minutes)
 	$(BIN)/python -m pytest -q tests/vllm
 
 demo: setup  ## Three questions through two pools, with a waterfall of each

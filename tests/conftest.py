@@ -42,6 +42,7 @@ ALLOWED_SKIPS = {
 # Files that take longest. They start first, in this order, so that no process computes alone at the end of a run: one
 # that computes beside one that waits.
 LONG_FILES = (
+    "tests/vllm/test_engine.py",
     "tests/faults/test_processes.py",
     "tests/simulation/test_seeds.py",
     "tests/integration/test_cli.py",
