@@ -42,11 +42,11 @@ ALLOWED_SKIPS = {
 # Files that take longest. They start first, in this order, so that no process computes alone at the end of a run: one
 # that computes beside one that waits.
 LONG_FILES = (
-    "tests/vllm/test_engine.py",
-    "tests/faults/test_processes.py",
+    "tests/vllm/test_engine.py",  # two engines compute while they start, and so do the next two files
     "tests/simulation/test_seeds.py",
-    "tests/integration/test_cli.py",
     "tests/unit/engine/cpu/test_sanitizer.py",
+    "tests/faults/test_processes.py",
+    "tests/integration/test_cli.py",
     "tests/faults/test_links.py",
     "tests/integration/test_transports.py",
     "tests/faults/test_ray.py",

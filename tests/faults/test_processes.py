@@ -197,12 +197,21 @@ async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: st
 @pytest.mark.parametrize("transport", ["nixl"])
 async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> None:
     """Each attempt loses its worker; the decode worker then prefills alone."""
-    scene = await Scene.at(fleet, "during", seed=400)
-    await fleet.kill(scene.prefill.name)
-    (second,) = [service for service in fleet.pool("prefill") if service.alive]
-    await until(lambda: second.load.num_running, "the other one has it now")
-    await fleet.kill(second.name)
-    await scene.ends_well(attempts=3)
+    for scene_seed in range(400, 400 + 100 * MAX_SCENES, 100):
+        scene = await Scene.at(fleet, "during", scene_seed)
+        await fleet.kill(scene.prefill.name)
+        second = await only_busy(fleet, "prefill", scene.stream, but=scene.prefill)
+        if second is not None:
+            await fleet.kill(second.name)
+        await scene.stream.right()
+        assert scene.stream.answer.finished is not None
+        was_in_time = scene.stream.answer.finished.attempts == 3
+        await scene.ends_well(attempts=3 if was_in_time else 2)
+        if was_in_time:
+            return
+        await fleet.heal()
+        await fleet.settle()
+    raise AssertionError(f"{MAX_SCENES} scenes have missed the second attempt")
 
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
