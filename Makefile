@@ -102,7 +102,7 @@ bench-migrate: setup  ## Measure what streams feel of moves, drains and the deat
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.migrate
 
-bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (50 minutes; COARSE=1: only up to 1,000 workers, 10 minutes)
+bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour; COARSE=1: only up to 1,000 workers, 10 minutes)
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(if $(COARSE),--coarse)
 
 bench-operations: setup  ## Measure a roll, a switch of a role, a live change and the start from zero, under load (3 minutes)
