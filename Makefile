@@ -50,7 +50,7 @@ vllm: setup  ## Install vLLM's CPU build, and the default model for it, under th
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.install_peers vllm
 
-test-vllm: vllm  ## The tests of workers with real vLLM inside (5 minutes)
+test-vllm: vllm  ## The tests of workers with real vLLM inside (6 minutes)
 	$(BIN)/python -m pytest -q tests/vllm
 
 demo: setup  ## Three questions through two pools, with a waterfall of each

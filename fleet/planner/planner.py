@@ -156,10 +156,10 @@ class Planner:
         else:
             self._forecasts.clear()
             wanted = self._grown(sizes, self._cheapest(sizes, outlook))
-            if wanted != sizes:
-                self._quiet.grew(now)
             if wanted == sizes:
                 self._why += "; no larger size is allowed"
+            else:
+                self._quiet.grew(now)
         if wanted == sizes:
             return []
         before, after = outlook.times(sizes), outlook.times(wanted)
