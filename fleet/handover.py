@@ -9,16 +9,20 @@ changes by `tandem config` and `tandem roll`, and a roll under way goes on to th
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.errors import TandemError
+from core.errors import TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
 from fleet.spec import FleetSpec
+
+KEEP_INTERVAL_S = 1.0  # between two looks whether the record is still true
 
 
 class HandoverStore(Protocol):
@@ -94,6 +98,35 @@ class Handover:
             return cls(fields["started_text"], dict(fields["sizes"]), tuple(fields["pinned"]), config, roll)
         except (ValueError, KeyError, TypeError):
             return None
+
+
+class HandoverKeeper:
+    """Keeps the record of this supervisor in the store."""
+
+    def __init__(self, store: HandoverStore, present: Callable[[], Handover]) -> None:
+        self._store, self._present = store, present
+        self._written: Handover | None = None
+        self._writing = asyncio.Lock()
+
+    async def read(self) -> str:
+        """The record of the earlier supervisor; empty if Ray does not answer."""
+        with contextlib.suppress(WorkerUnavailable):
+            return await self._store.read()
+        return ""
+
+    async def keep(self) -> None:
+        """Write the record, if it has changed."""
+        async with self._writing:
+            handover = self._present()
+            if handover != self._written:
+                with contextlib.suppress(WorkerUnavailable):  # Ray is away for a moment; `keep_always` tries again
+                    await self._store.write(handover.as_json())
+                    self._written = handover
+
+    async def keep_always(self) -> None:
+        while True:
+            await self.keep()
+            await asyncio.sleep(KEEP_INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True)

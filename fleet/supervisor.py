@@ -57,7 +57,7 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.handover import Handover, HandoverStore, KeptConfig, KeptRoll, take_over
+from fleet.handover import Handover, HandoverKeeper, HandoverStore, KeptConfig, KeptRoll, take_over
 from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.notes import NoteRing
@@ -72,7 +72,6 @@ from runtime.shared_port import PortClaim
 MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
 MACHINES_INTERVAL_S = 1.0
-KEEP_INTERVAL_S = 1.0  # between two looks whether the record for the next supervisor is still true
 PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S
 
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
@@ -124,9 +123,7 @@ class Supervisor:
         self._planning: asyncio.Task[None] | None = None
         self._leaving_machines = leaving_machines
         self._find_services = find_services
-        self._store = store
-        self._kept: Handover | None = None  # the record in the store, by this supervisor
-        self._keeping = asyncio.Lock()
+        self._keeper = None if store is None else HandoverKeeper(store, self._handover)
         self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
 
     async def start(self) -> None:
@@ -145,8 +142,8 @@ class Supervisor:
             await self._adopt(found)
         self._has_begun = True
         self._post(Tick())
-        if self._store is not None:
-            self._spawn(self._keep_always())
+        if self._keeper is not None:
+            self._spawn(self._keeper.keep_always())
         if self._leaving_machines is not None:
             self._spawn(self._watch_machines(self._leaving_machines))
         self._planning = self._spawn(
@@ -155,9 +152,7 @@ class Supervisor:
 
     async def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
         services = [(one.machine, _started(one.member, one.endpoint)) for _, one in found]
-        record = ""
-        with contextlib.suppress(WorkerUnavailable):  # it has no record then, and says so
-            record = "" if self._store is None else await self._store.read()
+        record = "" if self._keeper is None else await self._keeper.read()
         takeover = await asyncio.to_thread(take_over, record, self._spec, services)
         self._specs, adopted = takeover.specs, takeover.adopted
         self._planner.pin(takeover.pinned)
@@ -173,21 +168,10 @@ class Supervisor:
             self._spawn(self._live(member, host.set_config(self._specs[adopted.revision_of(member)].live)))
         self._post(adopted)
 
-    async def _keep_always(self) -> None:
-        while True:
-            await self._keep()
-            await asyncio.sleep(KEEP_INTERVAL_S)
-
     async def _keep(self) -> None:
-        """Write the record for the next supervisor, if it has changed."""
-        if self._store is None:
-            return
-        async with self._keeping:
-            handover = self._handover()
-            if handover != self._kept:
-                with contextlib.suppress(WorkerUnavailable):  # Ray is away for a moment; `_keep_always` tries again
-                    await self._store.write(handover.as_json())
-                    self._kept = handover
+        """The next supervisor knows the order of an operator before he has his answer."""
+        if self._keeper is not None:
+            await self._keeper.keep()
 
     def _handover(self) -> Handover:
         status, roll = self._fleet_status(), None

@@ -15,7 +15,7 @@ from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet import supervisor
+from fleet import handover
 from fleet.events import (
     Drained,
     FleetAdopted,
@@ -131,8 +131,8 @@ def record(config: KeptConfig, roll: KeptRoll | None = None, started: FleetSpec 
 
 def test_a_record_can_be_read_again_and_one_of_another_version_is_none() -> None:
     kept = KeptConfig.of(4, spec_of(7.0))
-    handover = Handover("{}", {"decode": 2}, ("decode",), kept, KeptRoll(kept, True, ("decode-0.1",)))
-    assert Handover.from_json(handover.as_json()) == handover
+    written = Handover("{}", {"decode": 2}, ("decode",), kept, KeptRoll(kept, True, ("decode-0.1",)))
+    assert Handover.from_json(written.as_json()) == written
     assert [Handover.from_json(text) for text in ("", "[]", "{}", '{"config": 1}')] == [None] * 4
 
 
@@ -275,7 +275,7 @@ async def test_a_roll_outlives_the_supervisor() -> None:
 
 
 async def test_a_record_that_could_not_be_written_is_written_when_ray_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "KEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(handover, "KEEP_INTERVAL_S", 0.01)
     site = Generation(spec_of(), Store())
     async with living(site) as alive:
         site.store.is_away = True
