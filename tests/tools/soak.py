@@ -219,6 +219,7 @@ async def soak_processes(
                 code, out, err = await tandem("roll", "--router", fleet.address)
                 assert code == 0, (out, err)
                 assert "killed" not in out, out
+                counts["roll"] += 1
                 counts["drain"] += sum("has drained" in line and "router" not in line for line in out.splitlines())
             is_over = True
             await asyncio.gather(*asking)
