@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from core.errors import DeviceLost, TransportError
-from engine.gpu.copies import pieces_by_access
+from engine.gpu.copies import runs_by_access
 from engine.gpu.cuda_driver import IPC_HANDLE_BYTES, Allocation, load_driver
 from engine.gpu.device_queue import Mark, open_queue
 from engine.gpu.digests import scratch_shape
@@ -109,8 +109,8 @@ class CudaDeviceMemory:
 
     def start_copies(self, copies: Sequence[tuple[int, int, int]]) -> int:
         with _as_transport_error("start copies"), self._copying.computing():
-            for access_bytes, pieces in pieces_by_access(copies).items():
-                ops.copy_runs(self._upload(pieces), access_bytes)
+            for access_bytes, runs in runs_by_access(copies).items():
+                ops.copy_runs(self._upload(runs.table), runs.num_pieces, access_bytes)
             mark = self._copying.mark()
         self._last_handle += 1
         self._in_flight[self._last_handle] = mark

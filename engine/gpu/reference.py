@@ -126,8 +126,8 @@ def _attend(
     attended[row : row + num_tokens] = result.transpose(0, 1).to(attended.dtype)
 
 
-def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:  # noqa: ARG001 - kernels use it
-    for source, target, num_bytes in runs.tolist():
+def copy_runs(runs: torch.Tensor, num_pieces: int, access_bytes: int) -> None:  # noqa: ARG001 - kernels use them
+    for source, target, num_bytes, _ in runs.tolist():
         ctypes.memmove(target, source, num_bytes)
 
 

@@ -70,11 +70,11 @@ def _elementwise() -> Iterator[Variant]:
 
 
 def _copies() -> Iterator[Variant]:
-    runs = meta(16384, 3, dtype=torch.int64)
+    runs = meta(512, 4, dtype=torch.int64)
     for access_bytes, instruction in ((16, "E.128"), (8, "E.64"), (4, "E"), (2, "E.U16"), (1, "E.U8")):
         yield Variant(
             f"copy_runs {access_bytes} bytes",
-            partial(KERNELS["copy_runs"], runs, access_bytes),
+            partial(KERNELS["copy_runs"], runs, 16_384, access_bytes),
             in_ci=access_bytes == 16,
             instructions=(f"LDG.{instruction}", f"STG.{instruction}"),
         )

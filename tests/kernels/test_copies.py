@@ -11,10 +11,10 @@ from engine.gpu import copies, reference
 
 def copy(runs: list[tuple[int, int, int]]) -> dict[int, int]:
     """Copy by the kernel. Returns the number of pieces by the bytes of an access."""
-    pieces = copies.pieces_by_access(runs)
-    for access_bytes, table in pieces.items():
-        copies.copy_runs(torch.from_numpy(table), access_bytes)
-    return {access_bytes: len(table) for access_bytes, table in pieces.items()}
+    by_access = copies.runs_by_access(runs)
+    for access_bytes, (table, num_pieces) in by_access.items():
+        copies.copy_runs(torch.from_numpy(table), num_pieces, access_bytes)
+    return {access_bytes: num_pieces for access_bytes, (_, num_pieces) in by_access.items()}
 
 
 def test_runs_of_several_pieces_arrive_and_nothing_else_changes() -> None:
@@ -59,22 +59,16 @@ def test_odd_addresses_and_lengths_use_smaller_accesses(
     assert found == {access_bytes: 1}
 
 
-def test_pieces_cover_their_runs_once() -> None:
-    random = np.random.default_rng(1)
-    runs = [
-        (int(source) << 24, int(target) << 24, int(count))
-        for source, target, count in random.integers(1, 20 * copies.PIECE_BYTES, (200, 3))
-    ]
-    pieces = np.concatenate(list(copies.pieces_by_access(runs).values()))
+def test_many_runs_of_many_lengths_arrive() -> None:
+    lengths = [16 * count for count in np.random.default_rng(1).integers(1, 5000, 60).tolist()]
+    source = torch.randint(0, 256, (sum(lengths),), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    begins = np.cumsum([0, *lengths[:-1]]).tolist()
 
-    assert (pieces[:, 2] > 0).all()
-    assert (pieces[:, 2] <= copies.PIECE_BYTES).all()
-    joined: dict[tuple[int, int], int] = {}
-    for source, target, count in pieces.tolist():  # a run's pieces follow each other
-        begin = (source >> 24 << 24, target >> 24 << 24)
-        assert (source - begin[0], target - begin[1]) == (joined.get(begin, 0),) * 2
-        joined[begin] = joined.get(begin, 0) + count
-    assert joined == {(source, target): count for source, target, count in runs}
+    found = copy([(source.data_ptr() + at, target.data_ptr() + at, n) for at, n in zip(begins, lengths, strict=True)])
+
+    assert torch.equal(target, source)
+    assert found == {16: sum(-(-length // copies.PIECE_BYTES) for length in lengths)}
 
 
 def test_nothing_to_copy_launches_nothing() -> None:
@@ -84,6 +78,6 @@ def test_nothing_to_copy_launches_nothing() -> None:
 
 def test_the_reference_copies_the_same() -> None:
     source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    runs = torch.tensor([[source.data_ptr() + 16, target.data_ptr(), 32]])
-    reference.copy_runs(runs, 16)
+    runs = torch.tensor([[source.data_ptr() + 16, target.data_ptr(), 32, 0]])
+    reference.copy_runs(runs, 1, 16)
     assert target.tolist() == [*range(16, 48)] + [0] * 32
