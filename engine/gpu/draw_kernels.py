@@ -174,6 +174,31 @@ def _share_above(key, logits, vocab_size, temperature, top, MASS_BITS: tl.conste
 
 
 @triton.jit
+def _quarter(few, many, num_kept, logits, vocab_size, TILE: tl.constexpr):
+    """The bounds of the quarter with the place: fewer than `num_kept` tokens are above `few`. -> few, many"""
+    gap = few.to(tl.int64) - many.to(tl.int64)
+    low = (many + (gap >> 2)).to(tl.int32)
+    middle = (many + (gap >> 1)).to(tl.int32)
+    high = (many + (gap * 3 >> 2)).to(tl.int32)
+    above_low = tl.zeros([TILE], tl.int32)
+    above_middle = tl.zeros([TILE], tl.int32)
+    above_high = tl.zeros([TILE], tl.int32)
+    for start in range(0, vocab_size, TILE):
+        places = start + tl.arange(0, TILE)
+        inside = places < vocab_size
+        keys = key_of(tl.load(logits + places, mask=inside, other=float("-inf")))
+        above_low += (inside & (keys > low)).to(tl.int32)
+        above_middle += (inside & (keys > middle)).to(tl.int32)
+        above_high += (inside & (keys > high)).to(tl.int32)
+    low_is_many = tl.sum(above_low, axis=0) >= num_kept
+    middle_is_many = tl.sum(above_middle, axis=0) >= num_kept
+    high_is_many = tl.sum(above_high, axis=0) >= num_kept
+    few = tl.where(high_is_many, few, tl.where(middle_is_many, high, tl.where(low_is_many, middle, low)))
+    many = tl.where(high_is_many, high, tl.where(middle_is_many, middle, tl.where(low_is_many, low, many)))
+    return few, many
+
+
+@triton.jit
 def _settle(
     logits,
     rows,
@@ -209,16 +234,13 @@ def _settle(
     has_top_p = top_p < 1.0
     mass = tl.zeros([], tl.int64)
     if has_top_p:
-        # Of the tokens that top_k keeps. By halves, between a logit with fewer tokens above it and one with as many.
+        # Of the tokens that top_k keeps. By quarters, between a logit with fewer tokens above it and one with as many.
         few = key_of(top)
         many = key_of(tl.where(has_top_k, top - 50.0 * temperature, float("-inf"))) - 1
         count, mass = _share_above(many, logits, vocab_size, temperature, top, MASS_BITS, TILE)
         if has_top_k & (count > num_kept):
             while few.to(tl.int64) - many.to(tl.int64) > 1:
-                middle = ((few.to(tl.int64) + many.to(tl.int64)) >> 1).to(tl.int32)
-                count, above = _share_above(middle, logits, vocab_size, temperature, top, MASS_BITS, TILE)
-                few = tl.where(count < num_kept, middle, few)
-                many = tl.where(count < num_kept, many, middle)
+                few, many = _quarter(few, many, num_kept, logits, vocab_size, TILE)
             count, above = _share_above(few, logits, vocab_size, temperature, top, MASS_BITS, TILE)
             mass = above + (num_kept - count) * _masses(value_of(few), top, temperature, MASS_BITS)
 
