@@ -143,7 +143,7 @@ class PoolEnd:
 
 def start_owner(num_blocks: int, rehearse: bool) -> ChildProcess:
     command = [sys.executable, "-m", "benchmarks.gpu_sections.pool", str(num_blocks), *["--rehearse"] * rehearse]
-    return ChildProcess("the owner of the pool", command, {"PYTHONPATH": str(ROOT)}, ROOT)
+    return ChildProcess("the owner of the pool", command, directory=ROOT)
 
 
 def random_bytes(num_bytes: int, device: torch.device, seed: int) -> torch.Tensor:
