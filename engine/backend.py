@@ -27,7 +27,7 @@ from engine.gpu.errors import sort_error
 from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
 from engine.ops import Ops, TorchOps
-from engine.quantized_linear import DequantizedLinear
+from engine.quantized_linear import DequantizedLinear, Fp8Products
 from engine.sampling import Draw
 from engine.weights import Dequantize
 from model_files.catalogue import default_cache_dir
@@ -81,7 +81,7 @@ def choose_linear_method(
 ) -> LinearMethod:
     """The method for the model's matrix products. Without a kernel, and on CPUs with AMX: oneDNN."""
     if config.quantization == FP8:
-        return DequantizedLinear()
+        return Fp8Products()
     if config.quantization != "none":
         return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
     if config.kernels == "torch" or device.type != "cpu":

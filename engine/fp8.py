@@ -2,8 +2,9 @@
 
     weight = code * scale        codes -448 to 448, 3 bits of mantissa; scale = the row's largest weight / 448
 
-Products take inputs as they are: only the weights are rounded. The embedding and the head stay in the dtype of the
-model, because their rounding errors do most harm. `engine/quantization.py` has the integer formats.
+A product takes codes on both sides: the inputs of each token get codes and a scale of their own, as a row does. So a
+token's result depends on no other token of the step. The embedding and the head stay in the dtype of the model, because
+their rounding errors do most harm. `engine/quantization.py` has the integer formats.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
 
 FP8 = "fp8"  # the name of the option
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
+# The scale of a row is its largest size / 448. A row of zeros counts as one with this size.
+SMALLEST_MAXIMUM = 1e-30
 _ROWS_AT_ONCE = 4096
 
 
@@ -25,6 +30,7 @@ class Fp8Matrix:
         self.dtype = dtype  # of dequantized rows
         self.codes = torch.empty(num_rows, num_columns, dtype=CODES, device=device)
         self.scales = torch.empty(num_rows, dtype=torch.float32, device=device)
+        self._one = torch.ones((), device=device)  # a scale that changes nothing
 
     @property
     def shape(self) -> torch.Size:
@@ -41,12 +47,9 @@ class Fp8Matrix:
     def put(self, first_row: int, weight: torch.Tensor) -> None:
         """Quantize rows and write them from `first_row` on. # weight: any float [rows, num_columns], on any device"""
         for start in range(0, len(weight), _ROWS_AT_ONCE):  # so the float32 rows need no large temporary
-            some = weight[start : start + _ROWS_AT_ONCE].to(self.device).float()
-            scales = some.abs().amax(-1) / LARGEST_CODE
-            inverse = torch.where(scales > 0, 1 / scales, 0.0)
+            some = weight[start : start + _ROWS_AT_ONCE].to(self.device)
             place = slice(first_row + start, first_row + start + len(some))
-            self.codes[place] = (some * inverse[:, None]).clamp_(-LARGEST_CODE, LARGEST_CODE).to(CODES)
-            self.scales[place] = scales
+            quantize_rows(some, self.codes[place], self.scales[place])
 
     def slot(self, first_row: int, num_rows: int) -> Fp8Slot:
         return Fp8Slot(self, first_row, num_rows)
@@ -54,6 +57,20 @@ class Fp8Matrix:
     def dequantized(self) -> torch.Tensor:
         """# -> self.dtype [num_rows, num_columns]"""
         return dequantized(self.codes, self.scales, self.dtype)
+
+    def products(self, codes: torch.Tensor) -> torch.Tensor:
+        """Sums of products of codes, without the scales. # e4m3 [T, num_columns] -> float32 [T, num_rows]"""
+        one, whole = self._one, ScalingType.TensorWise
+        return F.scaled_mm(codes, self.codes.t(), one, whole, one, whole, output_dtype=torch.float32)
+
+
+def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """# values: any float [rows, columns]; codes: e4m3 [rows, columns]; scales: float32 [rows]"""
+    wide = values.float()
+    largest = wide.abs().amax(-1).clamp_(min=SMALLEST_MAXIMUM)
+    scaled = wide * (LARGEST_CODE / largest)[:, None]
+    codes.copy_(scaled.clamp_(-LARGEST_CODE, LARGEST_CODE).to(CODES))
+    scales.copy_(largest / LARGEST_CODE)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

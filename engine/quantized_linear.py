@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.fp8 import CODES, Fp8Matrix, quantize_rows
 from engine.linear import Embedding, Linear, LinearThenOps, Matrix, PlainLinear
 from engine.ops import TorchOps
 
@@ -20,6 +21,22 @@ class DequantizedLinear(LinearThenOps):
 
     def prepare_embedding(self, table: Matrix) -> Embedding:
         return self._plain.prepare_embedding(_plain(table))
+
+
+class Fp8Products(DequantizedLinear):
+    """Multiplies the codes of fp8 matrices with codes of its inputs, as the GPU engine does, by torch's operations."""
+
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        if not isinstance(weight, Fp8Matrix):
+            return super().prepare(weight, bias)
+
+        def multiply(inputs: torch.Tensor) -> torch.Tensor:
+            codes, scales = torch.empty_like(inputs, dtype=CODES), inputs.new_empty(len(inputs), dtype=torch.float32)
+            quantize_rows(inputs, codes, scales)
+            products = weight.products(codes) * (weight.scales * scales[:, None])
+            return (products if bias is None else products + bias.float()).to(inputs.dtype)
+
+        return multiply
 
 
 def _plain(weight: Matrix) -> torch.Tensor:

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Operators without a synchronisation, whose memory and launches do not depend on values. tandem:: are our own.
 _NAMES = """
-_reshape_alias _to_copy _unsafe_view add add_ addmm alias as_strided cat chunk clamp clamp_min clone contiguous
-copy_ detach embedding expand fill_ flatten ge gt index_select linear lt matmul
+_reshape_alias _scaled_mm _scaled_mm_v2 _to_copy _unsafe_view add add_ addmm alias as_strided cat chunk clamp clamp_min
+clone contiguous copy_ detach embedding expand fill_ flatten ge gt index_select linear lt matmul
 mean mm mul mul_ narrow pow reshape rms_norm _fused_rms_norm rsqrt select sigmoid
 silu slice split split_with_sizes squeeze sub t to transpose unsqueeze view where zero_ zeros zeros_like
 """

@@ -1,113 +1,118 @@
-"""The Triton kernel of `fp8_linear`: inputs of the model's dtype times a matrix of e4m3 codes.
+"""The Triton kernels around a product of 8-bit codes (e4m3): `quantize_rows` before it, `scale_products` behind it.
 
-A program computes the outputs of some rows of the matrix for some tokens. The codes are the left operand: they become
-the inputs' dtype in registers, from which Hopper's tensor cores read a left operand. The scale of a row is a factor of
-its sums. With few tokens the product is bound by reading the codes, so a program has few rows and reads far ahead; with
-many tokens it is bound by the tensor cores, so a program has many of both.
+The product itself is torch's `scaled_mm`. Both kernels are bound by memory. Behind a product of many tokens,
+`scale_products` would cost more than a product that scales its own rows (engine/gpu/linear.py).
 """
 
 from __future__ import annotations
-
-import os
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from engine.fp8 import LARGEST_CODE, SMALLEST_MAXIMUM
+from engine.gpu.attention_tiles import INTERPRETED
+
+_MAX_TILE = 16_384  # values that a program of quantize_rows holds in registers
+_SCALED_TILE = 1024
 
 
-class _Tiles(NamedTuple):
-    rows: int  # of the matrix
-    tokens: int
-    columns: int  # at a time
-    warps: int
-    stages: int  # tiles of columns in flight
+@triton.jit
+def rounded_to_codes(values):
+    """Round float32 to the values of e4m3. The interpreter's conversion loses carries, and cuts off small values."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    is_small = tl.abs(values) < 0.015625  # 2^-6: the codes below are multiples of 2^-9, as float32 is near 1.5 * 2^14
+    return tl.where(is_small, (values + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
 
 
-def _tiles(num_tokens: int, dtype: torch.dtype) -> _Tiles:
-    if dtype is torch.float32:  # exact products without tensor cores, for comparisons
-        return _Tiles(32, 16, 32, 4, 2)
-    if num_tokens <= 16:
-        return _Tiles(32, 16, 256, 4, 4)
-    if num_tokens <= 32:
-        return _Tiles(32, 32, 256, 4, 4)
-    if num_tokens <= 64:
-        return _Tiles(64, 64, 128, 4, 4)
-    return _Tiles(128, 128, 64, 8, 4)
-
-
-def fp8_linear(
-    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor
-) -> None:
-    num_tokens, num_columns = inputs.shape
-    num_rows = codes.shape[0]
-    if num_tokens == 0:
+def quantize_rows(inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    num_rows, size = inputs.shape
+    if num_rows == 0:
         return
-    assert codes.shape == (num_rows, num_columns)
-    assert outputs.shape == (num_tokens, num_rows)
     assert codes.is_contiguous()
-    assert inputs.stride(1) == outputs.stride(1) == scales.stride(0) == 1
-    tiles = _tiles(num_tokens, inputs.dtype)
-    # Programs of the same rows follow each other, so all but the first find the codes in the cache.
-    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, tiles.rows))
-    _fp8_linear[grid](
+    assert inputs.stride(1) == scales.stride(0) == 1
+    tile = min(triton.next_power_of_2(size), _MAX_TILE)
+    _quantize_rows[(num_rows,)](
         inputs,
         codes,
         scales,
-        scales if bias is None else bias,
-        outputs,
-        num_tokens,
-        num_rows,
-        num_columns,
+        size,
         inputs.stride(0),
-        outputs.stride(0),
-        HAS_BIAS=bias is not None,
-        UPCAST=_INTERPRETED,
-        ROWS=tiles.rows,
-        TOKENS=tiles.tokens,
-        COLUMNS=tiles.columns,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        INTERPRETED=INTERPRETED,
+        LARGEST_CODE=LARGEST_CODE,
+        SMALLEST_MAXIMUM=SMALLEST_MAXIMUM,
+        TILE=tile,
+        num_warps=min(max(tile // 512, 1), 16),
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _fp8_linear(
+@triton.jit
+def _quantize_rows(
     inputs,
     codes,
     scales,
-    bias,
-    outputs,
-    num_tokens,
-    num_rows,
-    num_columns,
-    inputs_stride,
-    outputs_stride,
-    HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    size,
+    stride,
+    INTERPRETED: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    SMALLEST_MAXIMUM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    is_token, is_row = tokens < num_tokens, rows < num_rows
-    left = codes + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    right = inputs + tokens.to(tl.int64)[None, :] * inputs_stride + columns[:, None]
-    sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    for start in range(0, num_columns, COLUMNS):
-        inside = start + columns < num_columns
-        weights = tl.load(left + start, mask=is_row[:, None] & inside[None, :], other=0.0)
-        values = tl.load(right + start, mask=is_token[None, :] & inside[:, None], other=0.0)
-        if UPCAST:  # the interpreter's products in bfloat16 are wrong
-            sums += tl.dot(weights.to(tl.float32), values.to(tl.float32), input_precision="ieee")
-        else:
-            sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
-    sums = sums * tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
+    row = tl.program_id(0).to(tl.int64)
+    inputs += row * stride
+    codes += row * size
+    places = tl.arange(0, TILE)
+    sizes = tl.zeros([TILE], tl.float32)
+    for start in range(0, size, TILE):
+        values = tl.load(inputs + start + places, mask=start + places < size, other=0.0)
+        sizes = tl.maximum(sizes, tl.abs(values.to(tl.float32)))
+    largest = tl.maximum(tl.max(sizes, axis=0), SMALLEST_MAXIMUM)
+    inverse = LARGEST_CODE / largest
+    for start in range(0, size, TILE):
+        inside = start + places < size
+        values = tl.load(inputs + start + places, mask=inside, other=0.0).to(tl.float32) * inverse
+        values = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE)  # the inverse is rounded
+        if INTERPRETED:
+            values = rounded_to_codes(values)
+        tl.store(codes + start + places, values.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, largest / LARGEST_CODE)
+
+
+def scale_products(
+    products: torch.Tensor,
+    token_scales: torch.Tensor,
+    row_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    outputs: torch.Tensor,
+) -> None:
+    num_tokens, num_rows = products.shape
+    if num_tokens == 0:
+        return
+    assert products.is_contiguous()
+    assert outputs.is_contiguous()
+    _scale_products[(num_tokens, triton.cdiv(num_rows, _SCALED_TILE))](
+        products,
+        token_scales,
+        row_scales,
+        row_scales if bias is None else bias,
+        outputs,
+        num_rows,
+        HAS_BIAS=bias is not None,
+        TILE=_SCALED_TILE,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _scale_products(
+    products, token_scales, row_scales, bias, outputs, num_rows, HAS_BIAS: tl.constexpr, TILE: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = rows < num_rows
+    scale = tl.load(row_scales + rows, mask=inside, other=0.0) * tl.load(token_scales + token)
+    result = tl.load(products + token * num_rows + rows, mask=inside, other=0.0) * scale
     if HAS_BIAS:
-        sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    places = outputs + tokens.to(tl.int64)[:, None] * outputs_stride + rows[None, :]
-    tl.store(places, tl.trans(sums).to(outputs.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(outputs + token * num_rows + rows, result.to(outputs.dtype.element_ty), mask=inside)

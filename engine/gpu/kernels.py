@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.gpu import copies, digests, elementwise, sampling_kernels
+from engine.gpu import copies, digests, elementwise, fp8_kernels, sampling_kernels
 from engine.gpu.decode_attention import decode_attention
 from engine.gpu.draw_kernels import draw_tokens
-from engine.gpu.fp8_kernels import fp8_linear
 from engine.gpu.prefill_attention import prefill_attention
 from engine.gpu.rope_cache import rope_and_cache
 
@@ -19,7 +18,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
-    "fp8_linear": fp8_linear,
+    "quantize_rows": fp8_kernels.quantize_rows,
+    "scale_products": fp8_kernels.scale_products,
     "argmax": sampling_kernels.argmax,
     "adjust_logits": sampling_kernels.adjust_logits,
     "restore_logits": sampling_kernels.restore_logits,

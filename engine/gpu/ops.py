@@ -60,9 +60,14 @@ CONTRACTS = {
     # XXH3_64 (seed 0) of blocks. memory: uint8 [num_blocks, block_bytes], block_bytes divisible by 8 and at least 248
     # blocks: int32 [n]; sums: int64 scratch, shape engine.gpu.digests.scratch_shape; digests: int64 [n], as unsigned
     "block_digests": "(Tensor memory, Tensor blocks, Tensor(a!) sums, Tensor(b!) digests) -> ()",
-    # outputs = inputs @ (codes * scales).T + bias, sums in float32.
-    # inputs: [T, in]; codes: float8_e4m3fn [out, in]; scales: float32 [out]; bias: [out]; outputs: [T, out]
-    "fp8_linear": "(Tensor inputs, Tensor codes, Tensor scales, Tensor? bias, Tensor(a!) outputs) -> ()",
+    # codes * scales = inputs, rounded: scales[t] = the largest size in inputs[t] / 448.
+    # inputs: [T, in]; codes: float8_e4m3fn [T, in]; scales: float32 [T]
+    "quantize_rows": "(Tensor inputs, Tensor(a!) codes, Tensor(b!) scales) -> ()",
+    # outputs[t, o] = products[t, o] * token_scales[t] * row_scales[o] + bias[o].
+    # products: float32 [T, out]; both scales: float32; bias: [out]; outputs: [T, out]
+    "scale_products": (
+        "(Tensor products, Tensor token_scales, Tensor row_scales, Tensor? bias, Tensor(a!) outputs) -> ()"
+    ),
     # The highest logit of each row, ties to the lowest id. logits: float32 [S, vocab]; ids: int32 [S or more]
     "argmax": "(Tensor logits, Tensor(a!) ids) -> ()",
     # Bias and penalties of rows; `AdjustedRows` in engine/gpu/sampling_plan.py has the shapes.

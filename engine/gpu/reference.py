@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from engine.fp8 import LARGEST_CODE
-from engine.gpu.tile_sizes import SMALLEST_MAXIMUM
+from engine.fp8 import LARGEST_CODE, SMALLEST_MAXIMUM, quantize_rows
 
 
 def add_rms_norm(
@@ -144,11 +143,15 @@ def block_digests(
         digests[index] = int.from_bytes(digest, "big", signed=True)
 
 
-def fp8_linear(
-    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor
+def scale_products(
+    products: torch.Tensor,
+    token_scales: torch.Tensor,
+    row_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    outputs: torch.Tensor,
 ) -> None:
-    products = F.linear(inputs.float(), codes.float()) * scales
-    outputs.copy_(products if bias is None else products + bias.float())
+    scaled = products * (row_scales * token_scales[:, None])
+    outputs.copy_(scaled if bias is None else scaled + bias.float())
 
 
 REFERENCES: dict[str, Callable[..., None]] = {
@@ -159,5 +162,6 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "prefill_attention": prefill_attention,
     "copy_runs": copy_runs,
     "block_digests": block_digests,
-    "fp8_linear": fp8_linear,
+    "quantize_rows": quantize_rows,
+    "scale_products": scale_products,
 }

@@ -11,20 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.fp8 import LARGEST_CODE
+from engine.fp8 import LARGEST_CODE, SMALLEST_MAXIMUM
 from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, scale_strides
-from engine.gpu.tile_sizes import SMALLEST_MAXIMUM
+from engine.gpu.fp8_kernels import rounded_to_codes
 
 HEADS_PER_PROGRAM = 16
-
-
-@triton.jit
-def _rounded_to_codes(values):
-    """Round float32 to the values of e4m3. The interpreter's conversion loses carries, and cuts off small values."""
-    bits = values.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    is_small = tl.abs(values) < 0.015625  # 2^-6: the codes below are multiples of 2^-9, as float32 is near 1.5 * 2^14
-    return tl.where(is_small, (values + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit(
@@ -97,7 +88,7 @@ def rope_and_cache_kernel(
         inverse = (LARGEST_CODE / largest)[:, None]
         first, second = first * inverse, second * inverse
         if INTERPRETED:
-            first, second = _rounded_to_codes(first), _rounded_to_codes(second)
+            first, second = rounded_to_codes(first), rounded_to_codes(second)
         scale = scales + block * scales_block + layer.to(tl.int64) * scales_layer + place_in_block
         scale += kind * scales_kind + kv_head * scales_kv_head
         is_head = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)

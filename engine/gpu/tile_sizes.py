@@ -6,5 +6,3 @@ from __future__ import annotations
 PREFILL_TILE_TOKENS = 64
 # One program of a kernel of sampling reads this many logits of a row.
 SAMPLING_SPLIT = 4096
-# The scale of a row in a pool of 8 bits is its largest size / 448. A row of zeros counts as one with this size.
-SMALLEST_MAXIMUM = 1e-30

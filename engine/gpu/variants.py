@@ -45,7 +45,7 @@ def variants() -> Iterator[Variant]:
     yield from _sampling()
     yield from _attention()
     yield from _attention_with_scales()
-    yield from _fp8_linear()
+    yield from _fp8_products()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -186,17 +186,23 @@ class AttentionStep:
         KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended, self.scales)
 
 
-def _fp8_linear() -> Iterator[Variant]:
-    """The matrices of an 8B model; batches on both sides of each change of tiles."""
+def _fp8_products() -> Iterator[Variant]:
+    """The rows of an 8B model, and a row of more than one tile."""
     for dtype in DTYPES:
-        for num_tokens in (1, 32, 64, 2048):
-            for size, num_rows, has_bias in ((4096, 28_672, False), (14_336, 4096, False), (4096, 6144, True)):
-                inputs, outputs = meta(num_tokens, size, dtype=dtype), meta(num_tokens, num_rows, dtype=dtype)
-                codes, scales = meta(num_rows, size, dtype=CODES), meta(num_rows, dtype=torch.float32)
-                bias = meta(num_rows, dtype=dtype) if has_bias else None
+        for size in (4096, 14_336, 28_672):
+            inputs, codes = meta(256, size, dtype=dtype), meta(256, size, dtype=CODES)
+            products, scales = meta(256, size, dtype=torch.float32), meta(size, dtype=torch.float32)
+            in_ci = dtype is torch.bfloat16 and size == 14_336
+            yield Variant(
+                f"quantize_rows {dtype} {size}",
+                partial(KERNELS["quantize_rows"], inputs, codes, scales[:256]),
+                in_ci,
+                ("LDG.E.128",),
+            )
+            for bias in (None, meta(size, dtype=dtype)):
                 yield Variant(
-                    f"fp8_linear {dtype} {num_tokens} x {size} x {num_rows}{' with bias' if has_bias else ''}",
-                    partial(KERNELS["fp8_linear"], inputs, codes, scales, bias, outputs),
-                    in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
-                    instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
+                    f"scale_products {dtype} {size}{'' if bias is None else ' with bias'}",
+                    partial(KERNELS["scale_products"], products, scales[:256], scales, bias, inputs),
+                    in_ci=in_ci and bias is not None,
+                    instructions=("LDG.E.128",),
                 )
