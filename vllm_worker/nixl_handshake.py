@@ -11,7 +11,6 @@ the first hand-off shakes hands, as it did.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import astuple
 from typing import Any
 
 from vllm_worker.handoff import EngineAddress
@@ -26,7 +25,9 @@ async def shake_hands(llm: Any, address: EngineAddress) -> str:
     """`llm` is vLLM's AsyncLLM. Returns the error, or an empty text. Raises whatever goes wrong."""
     async with asyncio.timeout(TIMEOUT_S):
         await _greeted(address.remote_host, address.remote_port)
-        errors = await llm.collective_rpc("tandem_begin_handshake", args=astuple(address))
+        engine = (address.remote_engine_id, address.remote_host, address.remote_port)
+        sizes = {"tp_size": address.tp_size, "dcp_size": address.dcp_size, "pp_size": address.pp_size}
+        errors = await llm.collective_rpc("tandem_begin_handshake", args=engine, kwargs=sizes)
         while not any(errors):
             await asyncio.sleep(POLL_S)
             errors = await llm.collective_rpc("tandem_handshake_error")
@@ -54,14 +55,19 @@ async def _greeted(host: str, port: int) -> None:
 class WorkerExtension:
     """A base class of vLLM's worker: no name may be one of vLLM's. The methods return at once."""
 
-    def tandem_begin_handshake(self, engine_id: str, host: str, port: int, *sizes: int) -> str:
-        """Begin a handshake on the connector's own thread. Returns why not; empty if it has begun."""
+    def tandem_begin_handshake(self, engine_id: str, host: str, port: int, **sizes: int) -> str:
+        """Begin a handshake on the connector's own thread. Returns why not; empty if it has begun.
+
+        The sizes go by name: vLLM 0.26 took the third one for another parameter, and its first hand-off ended the
+        engine.
+        """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector: Any = getattr(get_kv_transfer_group(), "connector_worker", None)
-        if not hasattr(connector, "_ensure_handshake"):
+        try:
+            self._tandem_handshake = connector._ensure_handshake(engine_id, host, port, **sizes)  # None: done before
+        except (AttributeError, TypeError):
             return "this version of vLLM shakes hands in another way"
-        self._tandem_handshake = connector._ensure_handshake(engine_id, host, port, *sizes)  # None: done before
         return ""
 
     def tandem_handshake_error(self) -> str | None:

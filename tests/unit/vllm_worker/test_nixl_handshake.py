@@ -23,9 +23,20 @@ class FakeConnector:
         self.handshake = handshake
         self.calls: list[tuple[Any, ...]] = []
 
-    def _ensure_handshake(self, *arguments: Any) -> Future[None] | None:
-        self.calls.append(arguments)
+    def _ensure_handshake(
+        self, engine_id: str, host: str, port: int, tp_size: int, dcp_size: int = 1, pp_size: int = 1
+    ) -> Future[None] | None:
+        self.calls.append((engine_id, host, port, tp_size, dcp_size, pp_size))
         return self.handshake
+
+
+class EarlierConnector(FakeConnector):
+    """That of vLLM 0.26."""
+
+    def _ensure_handshake(  # type: ignore[override]
+        self, engine_id: str, host: str, port: int, tp_size: int, pp_size: int = 1, notif_agents_only: bool = False
+    ) -> None:
+        self.calls.append((engine_id, host, port, tp_size, pp_size, notif_agents_only))
 
 
 class FakeLlm:
@@ -38,11 +49,13 @@ class FakeLlm:
         monkeypatch.setitem(sys.modules, self._module.__name__, self._module)
         self._workers = [(connector, WorkerExtension()) for connector in connectors]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
         results = []
         for connector, worker in self._workers:
             self._module.get_kv_transfer_group = lambda: SimpleNamespace(connector_worker=connector)  # type: ignore[attr-defined]  # noqa: B023
-            results.append(getattr(worker, method)(*args))
+            results.append(getattr(worker, method)(*args, **(kwargs or {})))
         return results
 
 
@@ -80,11 +93,12 @@ async def test_the_error_of_one_process_is_the_error(monkeypatch: pytest.MonkeyP
     assert "mismatch" in await shake_hands(FakeLlm(monkeypatch, FakeConnector(), FakeConnector(failed)), address)
 
 
-@pytest.mark.parametrize("connector", [None, object()])
+@pytest.mark.parametrize("connector", [None, object(), EarlierConnector()])
 async def test_another_version_of_vllm_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, address: EngineAddress, connector: object
 ) -> None:
     assert "another way" in await shake_hands(FakeLlm(monkeypatch, connector), address)
+    assert not getattr(connector, "calls", [])
 
 
 async def test_a_peer_that_is_dead_or_stopped_reaches_no_thread_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
