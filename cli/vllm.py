@@ -43,7 +43,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         on_gpu=bool(placement.gpus),
         host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",
         side_port=_free_port(),
-        args=(*_step_sizes(config), *vllm.args),
+        args=(*memory_arguments(placement), *_step_sizes(config), *vllm.args),
         adapters=vllm.adapter_directories,
     )
     return VllmService(
@@ -54,6 +54,12 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         Limits(config.worker.step_timeout_s, step.max_waiting, step.max_running, step.slo_itl_ms / 1e3),
         load_credentials(config.security),
     )
+
+
+def memory_arguments(placement: Placement) -> list[str]:
+    """By itself, vLLM takes nearly the whole GPU of a worker that has a share of one."""
+    share = placement.gpus or 0.0
+    return ["--gpu-memory-utilization", f"{share:g}"] if 0 < share < 1 else []
 
 
 def _step_sizes(config: TandemConfig) -> list[str]:

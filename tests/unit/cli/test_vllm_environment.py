@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from rich.console import Console
 from cli.checks import check_before_start
 from cli.compose import _load_tokenizer
 from cli.findings import Finding, Health
+from cli.vllm import memory_arguments
 from cli.vllm_environment import check_machine, check_options, environment, python_of, torch_version, variables
 from core.config import TandemConfig, VllmConfig, from_mapping
 from core.errors import ConfigError
+from tests.support.deployment import place
 from vllm_worker.adapters import adapter_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -133,6 +136,13 @@ def test_a_directory_without_an_adapter_is_refused_by_name(tmp_path: Path, conte
         (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(ConfigError, match=error):
         adapter_arguments({"sql": str(tmp_path)}, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted"), [(None, []), (0.0, []), (1.0, []), (4.0, []), (0.45, ["--gpu-memory-utilization", "0.45"])]
+)
+def test_a_share_of_a_gpu_bounds_the_memory_that_vllm_takes(gpus: float | None, wanted: list[str]) -> None:
+    assert memory_arguments(replace(place(0), gpus=gpus)) == wanted
 
 
 def test_tensor_parallel_workers_take_whole_gpus() -> None:
