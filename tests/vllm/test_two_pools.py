@@ -12,15 +12,17 @@ import json
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import jsonschema
 import psutil
 import pytest
 
+from core.lifecycle import ServiceRole
 from core.scheduling.block_pool import Column
-from tandem_client import AsyncClient
+from router.routing.worker_record import WorkerRecord
+from tandem_client import AsyncClient, Completion
 from tests.support.vllm_fleet import BLOCK_SIZE, LEASE_S, VllmProcess, require_vllm, routed, started_workers
 from tests.support.waiting import until
 
@@ -55,12 +57,19 @@ EDGES = [k * BLOCK_SIZE + edge for k in (1, 2, 4, 8) for edge in (-1, 0, 1)] + [
 PROMPTS = [prompt_of(number, num_tokens) for number, num_tokens in enumerate(EDGES)] * 2
 
 
-async def answers(client: AsyncClient, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[tuple[int, ...]]:
+async def completions(
+    client: AsyncClient, prompts: list[list[int]], max_tokens: int, cache_salt: str = ""
+) -> list[Completion]:
+    options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "cache_salt": cache_salt}
     calls = [
-        client.complete(prompt, TIMEOUT_S, max_tokens=max_tokens, ignore_eos=True, **SAMPLINGS[place % len(SAMPLINGS)])
+        client.complete(prompt, TIMEOUT_S, **options, **SAMPLINGS[place % len(SAMPLINGS)])
         for place, prompt in enumerate(prompts)
     ]
-    return [answer.token_ids for answer in await asyncio.gather(*calls)]
+    return await asyncio.gather(*calls)
+
+
+async def answers(client: AsyncClient, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in await completions(client, prompts, max_tokens)]
 
 
 async def test_a_pair_shakes_hands_before_its_first_hand_off(workers: Workers) -> None:
@@ -174,41 +183,61 @@ def all_workers(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> I
         yield workers | more
 
 
+def computes(record: WorkerRecord | None) -> bool:
+    """A report of the worker has open calls of this router; that of a decode worker also sequences in decode."""
+    if record is None or len(record.dispatched) == len(record.on_the_way):
+        return False
+    return record.role is ServiceRole.PREFILL or record.load.num_decoding > 0
+
+
 @contextlib.asynccontextmanager
-async def twelve_streams(workers: Workers, victim: str) -> AsyncIterator[tuple[asyncio.Task[Any], list[Any]]]:
-    """Streams of which the victim serves some, and the tokens that they should have."""
-    prompts = [prompt_of(3000 + number, 60 + number) for number in range(12)]
+async def twelve_streams(
+    workers: Workers, role: str, fault: str
+) -> AsyncIterator[tuple[VllmProcess, Callable[[], Awaitable[None]]]]:
+    """A worker of this role that computes some of the streams, and a check to await after its fault.
+
+    The router chooses the workers of the streams, so the victim is one that it has chosen. Each fault has a cache salt
+    of its own: with cached prompts, a prefill worker would have next to nothing to compute.
+    """
+    prompts = [prompt_of(3000 + number, 150 + number) for number in range(12)]
     alive = [worker for worker in workers.values() if worker.process.poll() is None]
-    async with routed(alive, local_prefill="never" if victim.startswith("prefill") else "auto") as (client, router):
+    pool = [worker for worker in alive if worker.endpoint.role.value == role]
+    async with routed(alive, local_prefill="never" if role == "prefill" else "auto") as (client, router):
+        view = router._shell.view  # type: ignore[union-attr]
         undisturbed = await answers(client, prompts, 48)
-        calls = asyncio.create_task(answers(client, prompts, 48))
-        record = router._shell.view.worker(workers[victim].endpoint.service_id)  # type: ignore[union-attr]
-        assert record is not None
-        await until(lambda: record.dispatched, "the victim has a request", 30.0)
-        yield calls, undisturbed
+        calls = asyncio.create_task(completions(client, prompts, 48, cache_salt=f"{role} {fault}"))
+
+        def computing() -> list[VllmProcess]:
+            return [worker for worker in pool if computes(view.worker(worker.endpoint.service_id))]
+
+        async def go_on() -> None:
+            found = await calls
+            assert [answer.token_ids for answer in found] == undisturbed
+            assert max(answer.num_attempts for answer in found) > 1, "the fault hit no request"
+
+        await until(computing, f"no {role} worker computes a request", 30.0)
+        yield computing()[0], go_on
 
 
-@pytest.mark.parametrize("victim", ["decode-2", "prefill-1"])
-async def test_twelve_streams_survive_a_worker_that_stands_still(all_workers: Workers, victim: str) -> None:
-    stopped = psutil.Process(all_workers[victim].process.pid)
-    async with twelve_streams(all_workers, victim) as (calls, undisturbed):
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_twelve_streams_survive_a_worker_that_stands_still(all_workers: Workers, role: str) -> None:
+    async with twelve_streams(all_workers, role, "stands still") as (victim, go_on):
+        stopped = psutil.Process(victim.process.pid)
         stopped.suspend()
         try:
             await until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the victim is stopped")
-            assert await calls == undisturbed
+            await go_on()
             assert stopped.status() == psutil.STATUS_STOPPED, "it did not stay stopped"
         finally:
             stopped.resume()
 
 
 @pytest.mark.parametrize(
-    ("victim", "part"),
-    [("decode-1", "engine"), ("prefill-1", "engine"), ("decode-2", "worker"), ("prefill-0", "worker")],
+    ("role", "part"), [("decode", "engine"), ("prefill", "engine"), ("decode", "worker"), ("prefill", "worker")]
 )
-async def test_twelve_streams_survive_a_kill(all_workers: Workers, victim: str, part: str) -> None:
-    """Runs last: nobody starts the victim again."""
-    process = all_workers[victim]
-    async with twelve_streams(all_workers, victim) as (calls, undisturbed):
-        os.kill(process.engine().pid if part == "engine" else process.process.pid, signal.SIGKILL)
-        assert await calls == undisturbed
-        await until(lambda: not process.group(), "processes of the victim still run", 20.0)
+async def test_twelve_streams_survive_a_kill(all_workers: Workers, role: str, part: str) -> None:
+    """Runs last: nobody starts the victim again. Two prefill workers and two of three decode workers end here."""
+    async with twelve_streams(all_workers, role, f"{part} killed") as (victim, go_on):
+        os.kill(victim.engine().pid if part == "engine" else victim.process.pid, signal.SIGKILL)
+        await go_on()
+        await until(lambda: not victim.group(), "processes of the victim still run", 20.0)
