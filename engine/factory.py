@@ -22,8 +22,7 @@ def build_runner(
 ) -> Runner:
     """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`.
 
-    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, takes no grammars, and
-    proposes no drafts.
+    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, and proposes no drafts.
     """
     drafter = None if config.speculation == "off" else Lookup()
     if resolve_model(config.model, cache_dir).kind is SourceKind.FAKE:
@@ -35,7 +34,7 @@ def build_runner(
 
         if config.speculation == "lookup":
             raise ConfigError("[engine] speculation = lookup: the engine on a GPU computes no guessed tokens; use auto")
-        return GpuRunner(config, cache_dir, limits=limits, share=gpu_share)
+        return GpuRunner(config, cache_dir, limits=limits, share=gpu_share, grammars=grammars)
     from engine.torch_runner import TorchRunner
 
     return TorchRunner(config, cache_dir, grammars=grammars, drafter=drafter)

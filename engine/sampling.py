@@ -71,16 +71,8 @@ class Sampler:
         self._others = [row for row in range(len(self.chunks)) if row not in bare]
 
     def begin_masks(self, grammars: Grammars | None, promised: PromisedTokens = NO_TOKENS) -> Callable[[], Masks]:
-        """Let another thread find what the grammars of the rows allow, while the model runs."""
-        if not self._written:
-            return lambda: NO_MASKS
-        assert grammars is not None, "the worker has refused grammars"
-        rows = []
-        for view, start, num_tokens, _, is_promised, drafts in self._sampling:
-            if view.sampling.grammar:
-                last = (promised[view.sequence_id],) if is_promised else ()
-                rows.append(GrammarRow(view, start + num_tokens - len(last), last, drafts))
-        return grammars.begin(rows)
+        """As the function of this name."""
+        return begin_masks(self._sampling if self._written else (), grammars, promised)
 
     def sample(
         self,
@@ -139,6 +131,21 @@ class Sampler:
         else:
             token_id = choose(logits, chunk, promised, draw, barred, allowed)
         return with_logprobs(logits, token_id, sampling.num_logprobs)
+
+
+def begin_masks(
+    sampling: Iterable[ScheduledChunk], grammars: Grammars | None, promised: PromisedTokens
+) -> Callable[[], Masks]:
+    """Let another thread find what the grammars of chunks that sample allow, while the model runs."""
+    rows = []
+    for view, start, num_tokens, _, is_promised, drafts in sampling:
+        if view.sampling.grammar:
+            last = (promised[view.sequence_id],) if is_promised else ()
+            rows.append(GrammarRow(view, start + num_tokens - len(last), last, drafts))
+    if not rows:
+        return lambda: NO_MASKS
+    assert grammars is not None, "the worker has refused grammars"
+    return grammars.begin(rows)
 
 
 def _rows_of(chunk: ScheduledChunk) -> list[ScheduledChunk]:

@@ -64,7 +64,7 @@ def run_apart(computer: StepComputer, chunks: list[ScheduledChunk]) -> None:
     """Compute a step without promised tokens, and wait for its end."""
     with computer.queue.computing():
         plan = computer.sampler.prepare(chunks)
-        rows = computer.launch(computer.stage_apart(chunks, {}), None, plan)
+        rows = computer.sample(computer.launch(computer.stage_apart(chunks, {}), None), plan)
         assert rows is not None
     computer.sampler.collect(rows)
 

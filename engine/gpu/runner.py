@@ -3,6 +3,9 @@
     submit(k + 1)    arrange, start the upload; launch if a graph computes the step and step k is launched
     collect(k)       launch step k, and a submitted step k + 1 behind it, if they are not; wait; the tokens of step k
 
+A step with a row whose output has a grammar is launched ahead without its sampling, which needs the tokens of the step
+before: collect(k) finds the masks while the device computes, and launches the sampling of step k.
+
 So a step begins on the device as soon as the step before has ended, while the host still handles the tokens of that
 step. A step without a graph takes the host long to launch: it is launched ahead only behind another such step, which
 takes the device as long. Promised tokens stay on the device. With device "cpu" the same code runs on the references of
@@ -28,6 +31,7 @@ from core.config import EngineConfig
 from core.cost.model_work import ModelSizes
 from core.errors import ConfigError, OutOfDeviceMemory, TandemError
 from core.kv_layout import KVLayout
+from core.output_grammar import Grammars, Masks
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
@@ -40,12 +44,13 @@ from engine.gpu.sampling import SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
 from engine.gpu.step_attention import NumSplits, OperatorOps, fixed_splits
 from engine.gpu.step_buffers import StagedStep
-from engine.gpu.step_computer import StepComputer
+from engine.gpu.step_computer import Logits, StepComputer
 from engine.kv_pool import KVPool, PoolOrder
 from engine.loading import ModelSetup, load_model
 from engine.model import Model
 from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
+from engine.sampling import NO_MASKS, begin_masks
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
 
@@ -67,6 +72,7 @@ class _Step:
     error: Exception | None = None  # of the preparation or the launch
     begun: Mark | None = None
     ended: Mark | None = None
+    logits: Logits | None = None  # launched, and not sampled yet
     rows: SampledRows | None = None
 
 
@@ -87,6 +93,7 @@ class GpuRunner:
         pool_order: PoolOrder = PoolOrder.BLOCK_MAJOR,  # layer-major pools cannot be transferred
         with_graphs: bool = True,
         queue: DeviceQueue | None = None,  # replaces that of the device
+        grammars: Grammars | None = None,
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
@@ -96,7 +103,8 @@ class GpuRunner:
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
         self.proposes = False
-        self.takes_grammars = False  # a step is launched before the tokens are known that its masks depend on
+        self.takes_grammars = grammars is not None
+        self._grammars = grammars
         self.device_seconds = 0.0
         self._device = device
         if device.type == "cuda":
@@ -204,20 +212,24 @@ class GpuRunner:
                 raise found from error
             step.launched, step.error = True, found
 
-    def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:  # noqa: ARG002 - they are on the device
+    def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:
+        masks_of = begin_masks((chunk for chunk in step.chunks if chunk.samples), self._grammars, promised)
         with self._launch_lock:
             if not step.launched:
                 self._launch(step)
+            masks = masks_of()
+            if step.logits is not None:
+                self._sample(step, masks)
             if step.error is not None:
-                return self._compute_after(step, step.error)
+                return self._compute_after(step, step.error, masks)
             newest = self._submitted[-1]
             if newest is not step and (newest.bucket is not None or step.bucket is None):
                 self._launch_ahead(step, newest)
-        return self._collect(step)
+        return self._collect(step, masks)
 
     def _launch_ahead(self, before: _Step | None, step: _Step) -> None:
         """Launch a step behind the step before."""
-        is_ready = before is None or (before.launched and before.error is None)
+        is_ready = before is None or (before.launched and before.logits is None and before.error is None)
         if self._queue.launches_ahead and step.staged is not None and not step.launched and is_ready:
             self._launch(step)
 
@@ -229,14 +241,28 @@ class GpuRunner:
         try:
             with torch.inference_mode(), self._queue.computing():
                 step.begun = self._queue.mark()
-                step.rows = computer.launch(step.staged, step.bucket, step.plan)
+                step.logits = computer.launch(step.staged, step.bucket)
+        except Exception as error:  # noqa: BLE001 - `_compute` raises it when the step is collected
+            step.error = error
+        else:
+            if not step.plan.written:
+                self._sample(step, NO_MASKS)
+
+    def _sample(self, step: _Step, masks: Masks) -> None:
+        assert step.logits is not None
+        assert step.plan is not None
+        computer = self._open()
+        try:
+            with torch.inference_mode(), self._queue.computing():
+                step.rows = computer.sample(step.logits, step.plan, masks)
                 if step.rows is not None:
                     computer.keep_ids(step.rows)
                 step.ended = self._queue.mark()
-        except Exception as error:  # noqa: BLE001 - `_compute` raises it when the step is collected
+        except Exception as error:  # noqa: BLE001 - as above
             step.error = error
+        step.logits = None
 
-    def _collect(self, step: _Step) -> Computed:
+    def _collect(self, step: _Step, masks: Masks) -> Computed:
         assert step.begun is not None
         assert step.ended is not None
         try:
@@ -245,9 +271,9 @@ class GpuRunner:
             self.device_seconds = step.ended.seconds_since(step.begun)
         except Exception as error:
             raise _sorted(error) from error
-        return Computed(_alone(sampled))
+        return Computed(_alone(sampled, masks), masks.failed)
 
-    def _compute_after(self, step: _Step, error: Exception) -> Computed:
+    def _compute_after(self, step: _Step, error: Exception, masks: Masks) -> Computed:
         """Compute a step whose launch has failed in parts, if memory was missing."""
         found = _sorted(error)
         if not isinstance(found, OutOfDeviceMemory):
@@ -264,7 +290,7 @@ class GpuRunner:
         while parts:
             part = parts.popleft()
             try:
-                sampled |= self._compute_part(part, step.rows_before)
+                sampled |= self._compute_part(part, step.rows_before, masks)
             except OutOfDeviceMemory as missing:
                 if len(part) == 1:
                     failed[part[0].sequence.sequence_id] = OutOfDeviceMemory(str(missing))
@@ -276,14 +302,14 @@ class GpuRunner:
         ended.wait()
         self.device_seconds = ended.seconds_since(begun)
         step.error = None
-        return Computed(_alone(sampled), failed)
+        return Computed(_alone(sampled, masks), {**masks.failed, **failed})
 
     def _marked(self) -> Mark:
         with self._queue.computing():
             return self._queue.mark()
 
     def _compute_part(
-        self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]
+        self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int], masks: Masks
     ) -> dict[str, SampledToken]:
         """Raises the sorted errors of the device."""
         computer = self._open()
@@ -291,7 +317,7 @@ class GpuRunner:
             self._queue.free_cached()
             with torch.inference_mode(), self._prepare_lock, self._queue.computing():
                 plan = computer.sampler.prepare(chunks, rows_before)
-                rows = computer.launch(computer.stage_apart(chunks, rows_before), None, plan)
+                rows = computer.sample(computer.launch(computer.stage_apart(chunks, rows_before), None), plan, masks)
                 ended = self._queue.mark()
             ended.wait()
             return {} if rows is None else computer.sampler.collect(rows)
@@ -299,9 +325,9 @@ class GpuRunner:
             raise _sorted(error) from None
 
 
-def _alone(sampled: Mapping[str, SampledToken]) -> dict[str, tuple[SampledToken, ...]]:
-    """This runner proposes no drafts, so it samples one token of each sequence."""
-    return {name: (token,) for name, token in sampled.items()}
+def _alone(sampled: Mapping[str, SampledToken], masks: Masks) -> dict[str, tuple[SampledToken, ...]]:
+    """This runner proposes no drafts, so it samples one token of each sequence, but for those whose grammars failed."""
+    return {name: (token,) for name, token in sampled.items() if name not in masks.failed}
 
 
 def _sorted(error: Exception) -> Exception:

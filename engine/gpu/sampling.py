@@ -3,9 +3,10 @@
     prepare (host, any thread) -> sample (launches only; the host does not wait) -> collect (waits for one small copy)
 
 The logits stay on the device. Token ids and the log-probabilities that a request asked for are copied to the host.
-The order of a step's work: change the logits of rows with a bias, penalties or min_tokens; take the highest logit of
-each row; draw where the temperature asks for it; change the logits back; find log-probabilities, which are the raw
-logits'. The operators `argmax`, `adjust_logits`, `draw_tokens` and `find_logprobs` of `engine/gpu/ops.py` compute.
+The order of a step's work: change the logits of rows with a bias, penalties or min_tokens; mask the rows whose outputs
+have a grammar (`engine/gpu/grammar_masks.py`); take the highest logit of each row; draw where the temperature asks for
+it; change the logits back; find log-probabilities, which are the raw logits'. The operators `argmax`, `adjust_logits`,
+`draw_tokens` and `find_logprobs` of `engine/gpu/ops.py` compute.
 
 A score may differ from numpy's in its last bits, so a draw differs where the two best scores lie within these bits.
 Counts and masses are integers, so a token depends neither on the number of programs nor on their order.
@@ -18,11 +19,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from core.output_grammar import Masks
 from core.request import MAX_LOGPROBS, SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
+from engine.gpu.grammar_masks import mask_logits
 from engine.gpu.ops import SAMPLING_SPLIT, ops
 from engine.gpu.sampling_plan import NO_ROWS, Planner, SamplingPlan
+from engine.sampling import NO_MASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class DeviceSampler:
         plan: SamplingPlan,
         sampled_before: torch.Tensor | None = None,
         highest: torch.Tensor | None = None,
+        masks: Masks = NO_MASKS,
     ) -> SampledRows:
         """Launch the sampling of a step on the current stream, behind the logits. The host does not wait.
 
@@ -97,6 +102,7 @@ class DeviceSampler:
         # logits: float32 [S, vocab], rows contiguous
         # sampled_before: int32 [rows of the step before], None if the plan has no promised token that matters
         # highest: int32 [S or more], what `argmax` found in these logits, if it ran already
+        # masks: of the plan's `written` rows; a row that has failed is sampled without one
         """
         assert logits.shape == (plan.num_rows, self._vocab_size), "one row of logits for each chunk that samples"
         assert logits.dtype is torch.float32, "sampling is exact in float32"
@@ -106,8 +112,9 @@ class DeviceSampler:
         result = torch.empty(plan.num_rows + num_asked * (1 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=self._device)
         token_ids = result[: plan.num_rows]
         saved = self._adjust(logits, plan, sampled_before)
+        unmasked = mask_logits(logits, plan.written, masks) if plan.written else None
         if not plan.all_drawn:
-            if highest is None or plan.adjusted is not None:
+            if highest is None or plan.adjusted is not None or plan.written:
                 ops.argmax(logits, token_ids)
             else:
                 token_ids.copy_(highest[: plan.num_rows])
@@ -115,6 +122,8 @@ class DeviceSampler:
             rows = plan.drawn
             scratch = (self._highest, self._scores, self._best_ids)
             ops.draw_tokens(logits, rows.rows, rows.top_k, rows.settings, rows.keys, *scratch, token_ids)
+        if unmasked is not None:
+            unmasked.restore(logits)
         if saved is not None:
             self._restore(logits, plan, sampled_before, saved)
         if plan.logprob_rows is not None:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,14 @@ class AdjustedRows:
     promised: torch.Tensor  # int32 [A] row of the sequence's last token among the rows of the step before; -1: known
 
 
+class WrittenRow(NamedTuple):
+    """A row whose output has a grammar. Its mask comes with the tokens of the step before."""
+
+    row: int
+    chunk: ScheduledChunk
+    barred: Sequence[int]  # tokens that end the output, before min_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """`row_of` has the row of each sequence that samples, in the order of the rows."""
@@ -61,6 +70,7 @@ class SamplingPlan:
     num_logprobs: Sequence[int]  # [L] most likely tokens of each of these rows
     logprob_names: Sequence[str]  # [L]
     reads_promised: bool  # whether a penalty counts a promised token
+    written: Sequence[WrittenRow] = ()  # the rows whose outputs have a grammar
     uploaded: Mark | None = None  # the tensors are on the device from here on
 
     @property
@@ -112,13 +122,19 @@ class Planner:
             num_logprobs=[chunks[row].sequence.sampling.num_logprobs or 0 for row in asked],
             logprob_names=[chunks[row].sequence.sequence_id for row in asked],
             reads_promised=any(chunks[entry[0]].promised for entry in entries),
+            written=[
+                WrittenRow(row, chunk, barred_tokens(chunk, self._eos_token_ids))
+                for row, chunk in enumerate(chunks)
+                if chunk.sequence.sampling.grammar
+            ],
             uploaded=uploaded,
         )
 
     def _entries(self, chunk: ScheduledChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of a row whose logits change, their counts, and the biases of the first of these tokens."""
         sampling = chunk.sequence.sampling
-        barred = barred_tokens(chunk, self._eos_token_ids) if sampling.min_tokens else []
+        bars = sampling.min_tokens and not sampling.grammar  # else the mask of the row bars them, if it may
+        barred = barred_tokens(chunk, self._eos_token_ids) if bars else []
         biased = dict(sampling.logit_bias)
         penalized = sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
         if not penalized:
@@ -126,7 +142,7 @@ class Planner:
             ids = np.array(list(biased), np.int32)
             return ids, np.full(len(ids), NOT_SEEN, np.int32), np.array(list(biased.values()), np.float64)
         # The history begins with every token that may ever have a bias, so the order stays as tokens are added.
-        last = sampling.stop_tokens(self._eos_token_ids) if sampling.min_tokens else ()
+        last = sampling.stop_tokens(self._eos_token_ids) if bars else ()
         first = [*biased, *(token_id for token_id in sorted(last) if token_id not in biased)]
         biased |= dict.fromkeys(barred, -np.inf)
         end = chunk.start if chunk.promised else chunk.start + chunk.num_tokens

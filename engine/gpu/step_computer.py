@@ -8,9 +8,11 @@ The ids of the newest step stay on the device, because the promised tokens of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from core.output_grammar import Masks
 from core.step import SampledToken, ScheduledChunk
 from engine.gpu.device_queue import DeviceQueue
 from engine.gpu.graphs import DecodeGraphs, GraphResult
@@ -24,10 +26,18 @@ from engine.kv_pool import KVPool
 from engine.loading import ModelSetup
 from engine.model import Model, ModelInputs
 from engine.runner import StepLimits
+from engine.sampling import NO_MASKS
 
 _MIN_ROWS = 8  # that sample; a new worker measures steps of so many sequences
 _WARM_UP_SPLITS = (1, 2)  # more splits need no other kernels
 _FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
+
+
+class Logits(NamedTuple):
+    """Of a step. With a graph, the next step that a graph computes overwrites them."""
+
+    logits: torch.Tensor  # float32 [S or more, vocab]
+    highest: torch.Tensor | None  # int32 [S or more] what `argmax` found, if it ran already
 
 
 class StepComputer:
@@ -67,17 +77,18 @@ class StepComputer:
         """Like `stage`, for some chunks of a step, without a graph. The parts before have ended."""
         return self._set_apart.stage(self.arranger.arrange_apart(chunks, rows_before))
 
-    def launch(self, staged: StagedStep, bucket: int | None, plan: SamplingPlan) -> SampledRows | None:
-        """Launch a step on the current stream. Returns None if no row samples."""
+    def launch(self, staged: StagedStep, bucket: int | None) -> Logits:
+        """Launch a step on the current stream, but for its sampling."""
         if bucket is None:
-            logits, highest = self.logits(staged), None
-        else:
-            self.queue.follow(staged.uploaded)
-            logits, highest = self.graphs.run(bucket, staged)
-            logits = logits[: plan.num_rows]
+            return Logits(self.logits(staged), None)
+        self.queue.follow(staged.uploaded)
+        return Logits(*self.graphs.run(bucket, staged))
+
+    def sample(self, found: Logits, plan: SamplingPlan, masks: Masks = NO_MASKS) -> SampledRows | None:
+        """Launch the sampling of the newest launched step. Returns None if no row samples."""
         if plan.num_rows == 0:
             return None
-        return self.sampler.sample(logits, plan, self._ids, highest)
+        return self.sampler.sample(found.logits[: plan.num_rows], plan, self._ids, found.highest, masks)
 
     def warm_up(self) -> None:
         """Run decode attention with every kind of split, so that no step waits for a compiler."""

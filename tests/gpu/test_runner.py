@@ -14,6 +14,9 @@ from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
 from tests.support.transformers_models import FAMILIES, save_reference
 from tests.unit.engine.driving import Engine, request
+from text.grammars import GrammarReader
+from text.output_format import regex_grammar
+from text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +28,9 @@ REQUESTS = [
     request("drawn", PROMPT[3:20], temperature=0.9, top_p=0.9, top_k=30, seed=4),
     request("penalized", PROMPT[5:70], repetition_penalty=1.5, frequency_penalty=0.4, num_logprobs=2),
     request("short", PROMPT[:1]),
+    request("written", PROMPT[:33], temperature=0.9, seed=4, ignore_eos=False, grammar=regex_grammar("[a-z ]{60}")),
 ]
+READER = GrammarReader(lambda: load_tokenizer(CONFIG.model))
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +41,9 @@ def _need_device() -> None:
 
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_the_tokens_are_those_of_the_cpu(with_graphs: bool) -> None:
-    expected = Engine(TorchRunner(replace(CONFIG, device="cpu")), budget=30).generate(*REQUESTS)
-    runner = GpuRunner(CONFIG, limits=LIMITS, with_graphs=with_graphs)
+    plain = TorchRunner(replace(CONFIG, device="cpu"), grammars=READER)
+    expected = Engine(plain, budget=30).generate(*REQUESTS)
+    runner = GpuRunner(CONFIG, limits=LIMITS, with_graphs=with_graphs, grammars=READER)
     runner._pool.tensor.fill_(float("nan"))
     torch.cuda.synchronize()
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected

@@ -77,9 +77,9 @@ def test_decodes_run_as_graphs_and_prompts_do_not(runner: GpuRunner, monkeypatch
     buckets: list[int | None] = []
     launch = StepComputer.launch
 
-    def noted(computer: StepComputer, staged: Any, bucket: int | None, plan: Any) -> Any:
+    def noted(computer: StepComputer, staged: Any, bucket: int | None) -> Any:
         buckets.append(bucket)
-        return launch(computer, staged, bucket, plan)
+        return launch(computer, staged, bucket)
 
     monkeypatch.setattr(StepComputer, "launch", noted)
     Engine(runner).generate(*REQUESTS[:3])

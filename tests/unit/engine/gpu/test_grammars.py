@@ -1,0 +1,147 @@
+"""Outputs with a grammar on the runner of a GPU: the tokens of the runner of a CPU, in graphs, ahead and in parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import InvalidRequest
+from core.output_grammar import GrammarRow, Masks
+from core.request import Request, SamplingParams
+from core.step import Proposal, ScheduledChunk, SequenceView, StepPlan
+from engine.gpu.device_queue import HostQueue
+from engine.gpu.runner import GpuRunner
+from engine.model import Model, ModelInputs
+from engine.runner import StepLimits, run_step
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.one_ahead import OneAhead
+from text.grammars import GrammarReader
+from text.output_format import choice_grammar, json_schema_grammar, regex_grammar
+from text.tokenizer import load_tokenizer
+
+MODEL = "random:llama3-tiny"
+CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
+LIMITS = StepLimits(max_running=8, max_batched_tokens=64)
+READER = GrammarReader(lambda: load_tokenizer(MODEL))
+PROMPT = [(7 * index + 3) % 250 for index in range(60)]
+SCHEMA = json_schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+WORDS = regex_grammar("[a-z ]{60}")  # longer than any output here
+DRAWN = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
+
+
+def written(name: str, length: int, grammar: str, **sampling: Any) -> Request:
+    return request(name, PROMPT[:length], grammar=grammar, ignore_eos=False, **sampling)
+
+
+ENDLESS = [
+    request("plain", PROMPT[:40]),
+    written("greedy", 17, WORDS, num_logprobs=2),
+    written("drawn", 33, WORDS, **DRAWN),
+    written("penalized", 50, WORDS, repetition_penalty=1.5, frequency_penalty=0.4, logit_bias={98: 3.0}, **DRAWN),
+    request("plain drawn", PROMPT[:20], num_logprobs=1, **DRAWN),
+]
+ENDING = [
+    written("json", 21, SCHEMA, max_tokens=20),
+    written("choice", 9, choice_grammar(["yes", "no"]), min_tokens=8, **DRAWN),
+]
+
+
+def gpu_runner(**options: Any) -> GpuRunner:
+    return GpuRunner(CONFIG, limits=LIMITS, **{"grammars": READER, **options})
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    plain = TorchRunner(CONFIG, grammars=READER)
+    tokens = Engine(plain, budget=30).generate(*ENDLESS, *ENDING)
+    plain.close()
+    return tokens
+
+
+def test_the_expected_outputs_are_of_their_grammars(expected: dict[str, list[int]]) -> None:
+    for name in ("greedy", "drawn", "penalized"):
+        assert all(chr(token_id) in "abcdefghijklmnopqrstuvwxyz " for token_id in expected[name])
+    assert bytes(expected["choice"][:-1]) in (b"yes", b"no"), "a grammar that allows the end alone outdoes min_tokens"
+    assert bytes(expected["json"]).startswith(b"{")
+
+
+@pytest.mark.parametrize("with_graphs", [True, False])
+def test_tokens_are_those_of_the_runner_of_a_cpu(with_graphs: bool, expected: dict[str, list[int]]) -> None:
+    runner = gpu_runner(with_graphs=with_graphs)
+    assert Engine(runner, budget=30).generate(*ENDLESS, *ENDING) == expected
+    assert Engine(runner, budget=30).generate(*ENDLESS[1:2]) == {"greedy": expected["greedy"]}
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_steps_ahead_wait_for_their_masks(
+    launches_ahead: bool, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random plans; now and then a step finds no memory, and is computed in parts."""
+    compute, refused = Model.compute, list[int]()
+
+    def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
+        if len(inputs.token_ids) > 50:  # more than any prompt alone
+            refused.append(len(inputs.token_ids))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return compute(model, inputs)
+
+    runner = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=launches_ahead))
+    monkeypatch.setattr(Model, "compute", scarce)
+    num_promised = 0
+    for seed in range(6):
+        driver = OneAhead(runner, random.Random(seed))
+        found = driver.generate(list(ENDLESS))
+        assert found == {wanted.request_id: expected[wanted.request_id] for wanted in ENDLESS}
+        num_promised += driver.num_promised
+    assert num_promised > 50
+    assert refused, "the memory was never scarce"
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    runner, plain = gpu_runner(), TorchRunner(CONFIG, grammars=READER)
+    digits = regex_grammar("[0-9]{60}")
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, grammar=digits, num_logprobs=4)
+    view = SequenceView("a", PROMPT, 60, [0, 1, 2, 3], sampling)
+    step = StepPlan(0, (ScheduledChunk(view, 0, 60, samples=True, promised=False),))
+    (found,), (wanted,) = (run_step(each, step).sampled["a"] for each in (runner, plain))
+    assert found.token_id == wanted.token_id
+    assert found.token_id not in [token_id for token_id, _ in found.top_logprobs], "else the mask would not show"
+    assert [token_id for token_id, _ in found.top_logprobs] == [token_id for token_id, _ in wanted.top_logprobs]
+    assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+
+
+class OneFails:
+    """Allows every token, but the grammar of "b" has become too complex."""
+
+    def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
+        names = {row.sequence.sequence_id for row in rows}
+        allowed = dict.fromkeys(names - {"b"}, (b"\xff" * 40,))
+        return lambda: Masks(allowed, {name: InvalidRequest("output_format", "too complex") for name in names & {"b"}})
+
+    def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
+        raise AssertionError((rows, guess))
+
+
+def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
+    runner = gpu_runner(grammars=OneFails())
+    chunks = [
+        ScheduledChunk(
+            SequenceView(name, PROMPT[:5], 5, [block], SamplingParams(max_tokens=2, grammar=grammar)), 0, 5, True, False
+        )
+        for block, (name, grammar) in enumerate([("a", "any"), ("b", "any"), ("c", "")])
+    ]
+    output = run_step(runner, StepPlan(0, tuple(chunks)))
+    assert output.sampled.keys() == {"a", "c"}
+    assert output.failed.keys() == {"b"}
+    assert isinstance(output.failed["b"], InvalidRequest)
+
+
+def test_a_runner_without_a_reader_takes_no_grammars() -> None:
+    assert not GpuRunner(CONFIG, limits=LIMITS, with_graphs=False).takes_grammars
+    assert gpu_runner(with_graphs=False).takes_grammars
