@@ -96,3 +96,9 @@ class Fp8Slot:
     def put(self, weight: torch.Tensor) -> None:
         assert weight.shape == self.shape, "the loader must compare shapes first"
         self.matrix.put(self.first_row, weight)
+
+    def put_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """# e4m3 [num_rows, num_columns], float32 [num_rows]"""
+        assert codes.shape == self.shape, "the loader must compare shapes first"
+        rows = slice(self.first_row, self.first_row + self.num_rows)
+        self.matrix.codes[rows], self.matrix.scales[rows] = codes, scales

@@ -17,12 +17,13 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ConfigError
-from engine.fp8 import Fp8Slot
+from engine.fp8 import CODES, Fp8Slot
+from engine.fp8_checkpoint import SCALES, Fp8Checkpoint
 from engine.gguf_groups import exact_groups
 from engine.model_weights import ModelWeights, Slot, allocate_weights
 from engine.quantization import GroupedRows, MatrixSlot, quantize
 from model_files.gguf_file import GGUFFile
-from model_files.model_config import ModelConfig
+from model_files.model_config import ModelConfig, fp8_block_size
 from model_files.model_source import ModelSource, SourceKind, read_json
 
 CPU = torch.device("cpu")
@@ -91,6 +92,10 @@ def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
             slot.put(rows)
         return rows.shape
     if isinstance(slot, Fp8Slot):
+        codes = origin.read_codes(name) if isinstance(origin, SafetensorsWeights) else None
+        if codes is not None and codes[0].shape == slot.shape:
+            slot.put_codes(*codes)
+            return slot.shape
         weight = origin.read(name, slot.device)
         if weight.shape == slot.shape:
             slot.put(weight)
@@ -150,20 +155,36 @@ class SafetensorsWeights:
             self._file_of |= {name: len(self._files) - 1 for name in opened.keys()}  # noqa: SIM118 (no mapping)
         # A checkpoint may hold a second copy of a tied head.
         tied = {"lm_head.weight"} if config.tie_embeddings else set()
-        self._names = {name for name in self._file_of if name not in tied and not _DERIVED.match(name)}
+        self._names = {
+            name for name in self._file_of if name not in tied and not _DERIVED.match(name) and not SCALES.match(name)
+        }
+        self._fp8 = Fp8Checkpoint(self._find, fp8_block_size(read_json(directory / "config.json")))
 
     def names(self) -> set[str]:
         return self._names
 
     def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:  # noqa: ARG002
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor
+        tensor = self._read(name)
+        return self._fp8.dequantized(name, tensor) if tensor.dtype is CODES else tensor
+
+    def read_codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A matrix of codes with a scale for each row; None if the checkpoint has another one."""
+        tensor = self._read(name)
+        scales = self._fp8.row_scales(name, tensor) if tensor.dtype is CODES else None
+        return None if scales is None else (tensor, scales)
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
         return _copy(self.read(name), slot)
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+    def _find(self, name: str) -> torch.Tensor | None:
+        return self._read(name) if name in self._file_of else None
 
 
 # ---- GGUF

@@ -140,6 +140,27 @@ def _scaled(frequency: float, scaling: RopeScaling) -> float:
 HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
+def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that have one scale in a checkpoint of 8-bit floats; None if a row or a whole matrix has one.
+
+    Raises `ConfigError` for every other format of quantized weights.
+    """
+    found = raw.get("quantization_config") or {}
+    method = found.get("quant_method") if isinstance(found, Mapping) else "unknown"
+    if found and method != "fp8" and (method != "compressed-tensors" or found.get("format") != "float-quantized"):
+        raise ConfigError(
+            f"config.json: quantization_config of {method!r} is not supported: quantized safetensors must be of "
+            "8-bit floats (fp8, or float-quantized of compressed-tensors); for other formats use a GGUF file"
+        )
+    match found.get("weight_block_size"):
+        case None:
+            return None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case other:
+            raise ConfigError(f"config.json: weight_block_size must be two sizes, is {other!r}")
+
+
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Convert a config.json of transformers 4 or 5. Raises `ConfigError` for a feature that is not supported."""
     fields = Fields(raw, "config.json")
@@ -148,10 +169,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(HF_FAMILIES)}")
     if fields.text("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
         raise ConfigError("config.json: hidden_act must be silu and mlp_bias false; no other feed-forward is supported")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            "config.json has a quantization_config; quantized safetensors are not supported, use a GGUF file"
-        )
+    fp8_block_size(raw)  # refuses other formats
     always_biased, qk_norm = HF_FAMILIES[family]
     attention_bias = fields.flag("attention_bias")
     rope_theta, scaling = _hf_rope(fields)

@@ -92,6 +92,12 @@ def test_a_sliding_window_limits_max_context(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act must be silu"),
         ({"mlp_bias": True}, "mlp_bias false"),
         ({"quantization_config": {"bits": 4}}, "use a GGUF file"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            "float-quantized",
+        ),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size must be two"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "num_heads must be a multiple of its num_kv_heads, are 4 and 3"),
