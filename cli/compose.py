@@ -77,7 +77,8 @@ def _load_tokenizer(config: TandemConfig, cache_dir: Path | None) -> Any:
     """A `ModelTokenizer`, which also knows the adapters of the workers."""
     from text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.engine.model, config.engine.max_context, cache_dir)
+    engine = config.engine
+    tokenizer = load_tokenizer(engine.model, engine.max_context, cache_dir, own_engine=engine.name == "tandem")
     adapters = tuple(config.vllm.adapter_directories)
     if tokenizer.info.name in adapters:
         raise ConfigError(f"[vllm] adapters: {tokenizer.info.name} is the name of the model")

@@ -35,7 +35,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
     step = config.scheduler.on_device(bool(placement.gpus))
     arguments = EngineArguments(
         model=str(source.path),
-        info=describe(source, engine.max_context),
+        info=describe(source, engine.max_context, own_engine=False),
         dtype=engine.dtype,
         offers=role is ServiceRole.PREFILL,
         lease_s=vllm.lease_s,

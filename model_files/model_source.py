@@ -24,7 +24,7 @@ from model_files.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZ
 from model_files.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
 from model_files.fields import Fields
 from model_files.gguf_file import GGUFFile
-from model_files.model_config import HF_FAMILIES, ModelConfig, config_from_gguf, config_from_hf
+from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
@@ -77,8 +77,8 @@ def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = No
     return describe(resolve_model(spec, cache_dir), max_context)
 
 
-def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
-    """As `load_model_info`, for a resolved source."""
+def describe(source: ModelSource, max_context: int = 0, own_engine: bool = True) -> ModelInfo:
+    """As `load_model_info`, for a resolved source. `own_engine`: raise `ConfigError` for what it cannot compute."""
     if source.kind is SourceKind.FAKE:
         return ModelInfo(
             name=source.name,
@@ -89,7 +89,7 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
             bos_token_id=BYTE_BOS_ID,
         )
     file = GGUFFile(source.path) if source.kind is SourceKind.GGUF and source.path else None
-    if source.kind is SourceKind.HUGGING_FACE and source.path is not None and not is_known_family(source.path):
+    if source.kind is SourceKind.HUGGING_FACE and source.path is not None and not own_engine:
         vocab_size, context_length = _sizes_of(source, source.path, max_context)
     else:
         config = config_from_gguf(file) if file else load_config(source)
@@ -103,11 +103,6 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
     )
-
-
-def is_known_family(directory: Path) -> bool:
-    """Whether Tandem's own engine knows the family of the model. Other engines know more."""
-    return Fields(read_json(directory / "config.json"), "config.json").text("model_type", "") in HF_FAMILIES
 
 
 def _sizes_of(source: ModelSource, directory: Path, max_context: int) -> tuple[int, int]:

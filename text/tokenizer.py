@@ -148,10 +148,15 @@ class ModelTokenizer:
         return self._template.render(chat if isinstance(chat, Chat) else Chat(chat))
 
 
-def load_tokenizer(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelTokenizer:
-    """The tokenizer of a model spec. Raises `ModelNotFound`, or `ConfigError` for a tokenizer that is not supported."""
+def load_tokenizer(
+    spec: str, max_context: int = 0, cache_dir: Path | None = None, own_engine: bool = True
+) -> ModelTokenizer:
+    """The tokenizer of a model spec. Raises `ModelNotFound`, or `ConfigError` for a tokenizer that is not supported.
+
+    `own_engine`: also for a model that Tandem's own engine cannot compute.
+    """
     source = resolve_model(spec, cache_dir)
-    info = describe(source, max_context)
+    info = describe(source, max_context, own_engine)
     if source.kind in (SourceKind.RANDOM, SourceKind.FAKE):
         return ModelTokenizer(info, ByteCodec(), ChatTemplate(BYTE_CHAT_TEMPLATE, {}))
     files = from_gguf(source) if source.kind is SourceKind.GGUF else from_directory(source)

@@ -69,7 +69,7 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._rows: dict[int, _Row] = {}  # by place in the batch
-        self._grammars = GrammarReader(partial(load_tokenizer, vllm_config.model_config.model))
+        self._grammars = GrammarReader(partial(load_tokenizer, vllm_config.model_config.model, own_engine=False))
 
     def is_argmax_invariant(self) -> bool:
         return False
