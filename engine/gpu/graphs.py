@@ -30,16 +30,18 @@ def buckets_up_to(max_running: int) -> list[int]:
     return [*found, max_running]
 
 
-class GraphResult(NamedTuple):
-    logits: torch.Tensor  # float32 [bucket, vocab]
-    highest: torch.Tensor  # int32 [bucket] the argmax of each row
+class StepLogits(NamedTuple):
+    """Of a step. The next run of a graph overwrites those of a graph."""
+
+    logits: torch.Tensor  # float32 [S or more, vocab]
+    highest: torch.Tensor | None  # int32 [S or more] the argmax of each row; None: not found yet
 
 
 class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Compute = Callable[[StepTensors, int], GraphResult]  # (inputs, positions of the longest context)
+Compute = Callable[[StepTensors, int], StepLogits]  # (inputs, positions of the longest context)
 
 
 class DecodeGraphs:
@@ -56,7 +58,7 @@ class DecodeGraphs:
         self._arranger = arranger
         self._compute = compute
         self._max_context = max_context
-        self._graphs: dict[int, tuple[Graph, GraphResult, StepTensors]] = {}
+        self._graphs: dict[int, tuple[Graph, StepLogits, StepTensors]] = {}
         self._fixed = torch.zeros(0, dtype=torch.int32)
 
     def capture(self, buckets: Sequence[int]) -> None:
@@ -75,7 +77,7 @@ class DecodeGraphs:
         """The bucket of the graph for a step; None if no graph is large enough."""
         return min((bucket for bucket in self._graphs if bucket >= num_sequences), default=None)
 
-    def run(self, bucket: int, staged: StagedStep) -> GraphResult:
+    def run(self, bucket: int, staged: StagedStep) -> StepLogits:
         """Launch a graph on the current stream. The next run overwrites the result."""
         graph, result, _ = self._graphs[bucket]
         self._fixed[: len(staged.flat)].copy_(staged.flat)
@@ -94,7 +96,7 @@ class DecodeGraphs:
         block_ids_begin = places(arrays.sizes)[0][-1]
         inputs = tensors_in(self._fixed, self._sizes(bucket, len(self._fixed) - block_ids_begin))
 
-        def compute() -> GraphResult:
+        def compute() -> StepLogits:
             return self._compute(inputs, self._max_context)
 
         if self._queue.device.type != "cuda":

@@ -3,13 +3,13 @@
     submit(k + 1)    arrange, start the upload; launch if a graph computes the step and step k is launched
     collect(k)       launch step k, and a submitted step k + 1 behind it, if they are not; wait; the tokens of step k
 
-A step with a row whose output has a grammar is launched ahead without its sampling, which needs the tokens of the step
-before: collect(k) finds the masks while the device computes, and launches the sampling of step k.
-
 So a step begins on the device as soon as the step before has ended, while the host still handles the tokens of that
 step. A step without a graph takes the host long to launch: it is launched ahead only behind another such step, which
 takes the device as long. Promised tokens stay on the device. With device "cpu" the same code runs on the references of
 the operators, and `CpuGraph` takes the place of CUDA graphs.
+
+A step with a row whose output has a grammar is launched ahead without its sampling, whose masks depend on the tokens of
+the step before: collect(k) finds the masks while the device computes, and launches the sampling of step k.
 
 A step that needs more memory than there is begins again in parts: all chunks of one token, then every prompt chunk
 alone. A chunk that fails alone is in `StepOutput.failed`; the others are computed.
@@ -36,7 +36,7 @@ from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.errors import sort_error
-from engine.gpu.graphs import buckets_up_to
+from engine.gpu.graphs import StepLogits, buckets_up_to
 from engine.gpu.linear import DeviceLinear
 from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_not_fit
 from engine.gpu.pool_size import NUM_PADDING_BLOCKS, PoolSizer
@@ -44,7 +44,7 @@ from engine.gpu.sampling import SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
 from engine.gpu.step_attention import NumSplits, OperatorOps, fixed_splits
 from engine.gpu.step_buffers import StagedStep
-from engine.gpu.step_computer import Logits, StepComputer
+from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
 from engine.loading import ModelSetup, load_model
 from engine.model import Model
@@ -72,7 +72,7 @@ class _Step:
     error: Exception | None = None  # of the preparation or the launch
     begun: Mark | None = None
     ended: Mark | None = None
-    logits: Logits | None = None  # launched, and not sampled yet
+    logits: StepLogits | None = None  # launched, and not sampled yet
     rows: SampledRows | None = None
 
 

@@ -8,14 +8,13 @@ The ids of the newest step stay on the device, because the promised tokens of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from core.output_grammar import Masks
 from core.step import SampledToken, ScheduledChunk
 from engine.gpu.device_queue import DeviceQueue
-from engine.gpu.graphs import DecodeGraphs, GraphResult
+from engine.gpu.graphs import DecodeGraphs, StepLogits
 from engine.gpu.ops import ops
 from engine.gpu.sampling import DeviceSampler, SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
@@ -31,13 +30,6 @@ from engine.sampling import NO_MASKS
 _MIN_ROWS = 8  # that sample; a new worker measures steps of so many sequences
 _WARM_UP_SPLITS = (1, 2)  # more splits need no other kernels
 _FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
-
-
-class Logits(NamedTuple):
-    """Of a step. With a graph, the next step that a graph computes overwrites them."""
-
-    logits: torch.Tensor  # float32 [S or more, vocab]
-    highest: torch.Tensor | None  # int32 [S or more] what `argmax` found, if it ran already
 
 
 class StepComputer:
@@ -77,14 +69,14 @@ class StepComputer:
         """Like `stage`, for some chunks of a step, without a graph. The parts before have ended."""
         return self._set_apart.stage(self.arranger.arrange_apart(chunks, rows_before))
 
-    def launch(self, staged: StagedStep, bucket: int | None) -> Logits:
+    def launch(self, staged: StagedStep, bucket: int | None) -> StepLogits:
         """Launch a step on the current stream, but for its sampling."""
         if bucket is None:
-            return Logits(self.logits(staged), None)
+            return StepLogits(self.logits(staged), None)
         self.queue.follow(staged.uploaded)
-        return Logits(*self.graphs.run(bucket, staged))
+        return self.graphs.run(bucket, staged)
 
-    def sample(self, found: Logits, plan: SamplingPlan, masks: Masks = NO_MASKS) -> SampledRows | None:
+    def sample(self, found: StepLogits, plan: SamplingPlan, masks: Masks = NO_MASKS) -> SampledRows | None:
         """Launch the sampling of the newest launched step. Returns None if no row samples."""
         if plan.num_rows == 0:
             return None
@@ -119,12 +111,12 @@ class StepComputer:
         token_ids = self._token_ids(step, staged.has_promised)
         return self._model.compute(ModelInputs(token_ids, step.sampling_rows, attention))
 
-    def _compute_for_graph(self, step: StepTensors, max_context: int) -> GraphResult:
+    def _compute_for_graph(self, step: StepTensors, max_context: int) -> StepLogits:
         attention = self._attention(step, max_context)
         logits = self._model.compute(ModelInputs(self._token_ids(step, has_promised=True), None, attention))
         highest = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         ops.argmax(logits, highest)
-        return GraphResult(logits, highest)
+        return StepLogits(logits, highest)
 
     def _attention(self, step: StepTensors, max_context: int) -> OperatorAttention:
         pool = self._pool
