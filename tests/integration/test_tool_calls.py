@@ -148,11 +148,12 @@ async def test_deltas_over_grpc_are_those_of_http(
             assert {own.reason for own in answered} == {"tool_calls"}
         for own in direct:
             assert own.num_calls == len(own.calls)
-            assert own.num_deltas > 3 * len(own.calls), "arguments stream"
             for call in own.calls.values():
                 assert call["name"] in ("weather", "now")
                 if own.reason == "FINISH_REASON_STOP":
                     json.loads(call["arguments"])
+        # A client that is slow gets the tokens of several steps in one message, so a short call may come in two.
+        assert max(own.num_deltas / len(own.calls) for own in direct) > 3, "arguments stream"
     await deployment.settle()
 
 
