@@ -108,12 +108,15 @@ async def test_an_idle_worker_goes_there_and_back_and_serves_after_each_switch(d
         await deployment.switch_role(worker, role)
         assert asyncio.get_running_loop().time() - began_at < 2 * MAX_IDLE_S
         await known_as(deployment, worker, role)
+        own = deployment.endpoints[id(worker)]
+        others = [each for each in deployment.endpoints.values() if each.role is not role]  # so no peer takes its place
+        await deployment.router.set_workers([own, *others])
         answers = await asyncio.gather(
             *(deployment.generate(token_ids=prompt[number:], max_tokens=8) for prompt in PROMPTS)
         )
         ends = [answer.finished for answer in answers]
         ids = {(end.prefill_worker if role is P else end.decode_worker) for end in ends if end is not None}
-        assert deployment.endpoints[id(worker)].service_id in ids
+        assert own.service_id in ids
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.token_ids == expected(deployment, prompt[number:], 8)
         await deployment.settle()
