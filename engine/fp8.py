@@ -49,7 +49,7 @@ class Fp8Matrix:
         for start in range(0, len(weight), _ROWS_AT_ONCE):  # so the float32 rows need no large temporary
             some = weight[start : start + _ROWS_AT_ONCE].to(self.device)
             place = slice(first_row + start, first_row + start + len(some))
-            quantize_rows(some, self.codes[place], self.scales[place])
+            self.codes[place], self.scales[place] = quantized(some)
 
     def slot(self, first_row: int, num_rows: int) -> Fp8Slot:
         return Fp8Slot(self, first_row, num_rows)
@@ -64,13 +64,20 @@ class Fp8Matrix:
         return F.scaled_mm(codes, self.codes.t(), one, whole, one, whole, output_dtype=torch.float32)
 
 
-def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """# values: any float [rows, columns]; codes: e4m3 [rows, columns]; scales: float32 [rows]"""
-    wide = values.float()
+def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rows of any float. # [..., D] -> e4m3 [..., D], float32 [...]"""
+    wide = rows.float()
     largest = wide.abs().amax(-1).clamp_(min=SMALLEST_MAXIMUM)
-    scaled = wide * (LARGEST_CODE / largest)[:, None]
-    codes.copy_(scaled.clamp_(-LARGEST_CODE, LARGEST_CODE).to(CODES))
-    scales.copy_(largest / LARGEST_CODE)
+    codes = (wide * (LARGEST_CODE / largest)[..., None]).clamp_(-LARGEST_CODE, LARGEST_CODE).to(CODES)
+    return codes, largest / LARGEST_CODE
+
+
+def scaled(
+    products: torch.Tensor, token_scales: torch.Tensor, row_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Products of codes as products of values, plus `bias` [out]. # float32 [T, out], [T], [out] -> float32 [T, out]"""
+    values = products * (row_scales * token_scales[:, None])
+    return values if bias is None else values + bias.float()
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.fp8 import CODES, Fp8Matrix, quantize_rows
+from engine.fp8 import Fp8Matrix, quantized, scaled
 from engine.linear import Embedding, Linear, LinearThenOps, Matrix, PlainLinear
 from engine.ops import TorchOps
 
@@ -31,10 +31,8 @@ class Fp8Products(DequantizedLinear):
             return super().prepare(weight, bias)
 
         def multiply(inputs: torch.Tensor) -> torch.Tensor:
-            codes, scales = torch.empty_like(inputs, dtype=CODES), inputs.new_empty(len(inputs), dtype=torch.float32)
-            quantize_rows(inputs, codes, scales)
-            products = weight.products(codes) * (weight.scales * scales[:, None])
-            return (products if bias is None else products + bias.float()).to(inputs.dtype)
+            codes, scales = quantized(inputs)
+            return scaled(weight.products(codes), scales, weight.scales, bias).to(inputs.dtype)
 
         return multiply
 

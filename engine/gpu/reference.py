@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from engine.fp8 import LARGEST_CODE, SMALLEST_MAXIMUM, quantize_rows
+from engine.fp8 import quantized, scaled
 
 
 def add_rms_norm(
@@ -53,13 +53,6 @@ def rope_and_cache(
         codes, scales[blocks, layer, kind, :, places] = quantized(rows)
         # torch indexes no elements of 8 bits in floating point
         pool.view(torch.uint8)[blocks, layer, kind, :, places] = codes.view(torch.uint8)
-
-
-def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of rows of any float. # [..., D] -> float8_e4m3fn [..., D], float32 [...]"""
-    largest = rows.float().abs().amax(-1).clamp_(min=SMALLEST_MAXIMUM)
-    codes = (rows.float() * (LARGEST_CODE / largest)[..., None]).to(torch.float8_e4m3fn)
-    return codes, largest / LARGEST_CODE
 
 
 def decode_attention(
@@ -143,6 +136,10 @@ def block_digests(
         digests[index] = int.from_bytes(digest, "big", signed=True)
 
 
+def quantize_rows(inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    codes[:], scales[:] = quantized(inputs)
+
+
 def scale_products(
     products: torch.Tensor,
     token_scales: torch.Tensor,
@@ -150,8 +147,7 @@ def scale_products(
     bias: torch.Tensor | None,
     outputs: torch.Tensor,
 ) -> None:
-    scaled = products * (row_scales * token_scales[:, None])
-    outputs.copy_(scaled if bias is None else scaled + bias.float())
+    outputs.copy_(scaled(products, token_scales, row_scales, bias))
 
 
 REFERENCES: dict[str, Callable[..., None]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.fp8 import CODES, Fp8Matrix, dequantized, quantize_rows
+from engine.fp8 import Fp8Matrix, dequantized, quantized
 from engine.gpu.linear import DeviceLinear
 from engine.gpu.step_attention import OperatorOps
 from tests.unit.engine.gpu.sampling_cases import by_numpy, differing, on_device, some_case
@@ -33,8 +33,7 @@ def test_products_with_fp8_weights_are_those_of_dequantized_codes(num_tokens: in
     inputs, bias = torch.randn(num_tokens, 1536).to(dtype), torch.randn(576).to(dtype)
     matrix = Fp8Matrix(576, 1536, torch.float32, torch.device("cuda"))
     matrix.put(0, torch.randn(576, 1536))
-    codes, scales = torch.empty(inputs.shape, dtype=CODES), torch.empty(num_tokens)
-    quantize_rows(inputs, codes, scales)
+    codes, scales = quantized(inputs)
     expected = dequantized(codes, scales, torch.float32) @ matrix.dequantized().cpu().T + bias.float()
     found = DeviceLinear(OperatorOps()).prepare(matrix, bias.cuda())(inputs.cuda()).cpu()
     # A value between two codes may get the other one on the GPU, where the factor of a row is rounded differently.
