@@ -48,9 +48,9 @@ def runs_by_access(copies: Sequence[tuple[int, int, int]]) -> dict[int, Runs]:
 
 
 def _numbered(copies: npt.NDArray[np.int64]) -> Runs:
-    behind = np.cumsum(-(-copies[:, 2] // PIECE_BYTES))
-    first = np.concatenate(([0], behind[:-1]))
-    return Runs(np.column_stack((copies, first)), int(behind[-1]))
+    counts = -(-copies[:, 2] // PIECE_BYTES)
+    behind = np.cumsum(counts)
+    return Runs(np.column_stack((copies, behind - counts)), int(behind[-1]))
 
 
 def copy_runs(runs: torch.Tensor, num_pieces: int, access_bytes: int) -> None:

@@ -15,16 +15,15 @@ import contextlib
 import struct
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from core.errors import DeviceLost, TransportError
 from engine.gpu.copies import runs_by_access
 from engine.gpu.cuda_driver import IPC_HANDLE_BYTES, Allocation, load_driver
-from engine.gpu.device_queue import Mark, open_queue
+from engine.gpu.device_queue import Mark, open_queue, upload
 from engine.gpu.digests import scratch_shape
 from engine.gpu.errors import sort_error
 from engine.gpu.ops import ops
@@ -110,7 +109,7 @@ class CudaDeviceMemory:
     def start_copies(self, copies: Sequence[tuple[int, int, int]]) -> int:
         with _as_transport_error("start copies"), self._copying.computing():
             for access_bytes, runs in runs_by_access(copies).items():
-                ops.copy_runs(self._upload(runs.table), runs.num_pieces, access_bytes)
+                ops.copy_runs(upload(runs.table, self._pool.device), runs.num_pieces, access_bytes)
             mark = self._copying.mark()
         self._last_handle += 1
         self._in_flight[self._last_handle] = mark
@@ -130,7 +129,7 @@ class CudaDeviceMemory:
         found: list[int] = []
         with _as_transport_error("digests"), self._digesting.computing():
             for first in range(0, len(blocks), batch):
-                ids = self._upload(np.array(blocks[first : first + batch], np.int32))
+                ids = upload(np.array(blocks[first : first + batch], np.int32), self._pool.device)
                 sums = torch.empty(scratch_shape(len(ids), block_bytes), dtype=torch.int64, device=ids.device)
                 digests = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
                 ops.block_digests(memory, ids, sums, digests)
@@ -147,11 +146,6 @@ class CudaDeviceMemory:
             self._driver = load_driver()
         self._driver.enter(self.device)
         return self._driver
-
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Launch the upload on the current stream. Torch keeps the page-locked copy until the upload has ended."""
-        table = torch.from_numpy(array)
-        return table.pin_memory().to(self._pool.device, non_blocking=True) if self._is_cuda() else table
 
     def _measure_copies(self, probe_bytes: int) -> float:
         """Bytes per second of the fastest of some copies inside the device, by the driver."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 
 
@@ -138,6 +139,12 @@ class HostQueue:
 
     def free_cached(self) -> None:
         """The host's allocator keeps no memory of a device."""
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Start the upload on the current stream, without a wait. Torch keeps the page-locked copy until it has ended."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def open_queue(device: torch.device, background: bool = False) -> DeviceQueue:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from core.output_grammar import Masks
+from engine.gpu.device_queue import upload
 from engine.gpu.sampling_plan import WrittenRow
 
 _ROWS_AT_ONCE = 32  # bounds the memory: 10 bytes for each row and token of the vocabulary
@@ -37,7 +38,7 @@ def mask_logits(logits: torch.Tensor, written: Sequence[WrittenRow], masks: Mask
     asked = [row.row for row in masked if row.chunk.sequence.sampling.num_logprobs is not None]
     unmasked = None
     if asked:
-        rows = _to_device(np.array(asked, np.int64), logits.device)
+        rows = upload(np.array(asked, np.int64), logits.device)
         unmasked = Unmasked(rows, logits.index_select(0, rows))
     for first in range(0, len(masked), _ROWS_AT_ONCE):
         _mask(logits, masked[first : first + _ROWS_AT_ONCE], masks)
@@ -46,9 +47,9 @@ def mask_logits(logits: torch.Tensor, written: Sequence[WrittenRow], masks: Mask
 
 def _mask(logits: torch.Tensor, masked: Sequence[WrittenRow], masks: Masks) -> None:
     packed = np.stack([_allowed(row, masks.allowed[row.chunk.sequence.sequence_id][0]) for row in masked])
-    rows = _to_device(np.array([row.row for row in masked], np.int64), logits.device)
+    rows = upload(np.array([row.row for row in masked], np.int64), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = (_to_device(packed, logits.device)[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    allowed = (upload(packed, logits.device)[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
 
 
@@ -61,9 +62,3 @@ def _allowed(row: WrittenRow, mask: bytes) -> np.ndarray:
     later = allowed.copy()
     np.bitwise_and.at(later, barred >> 3, ~(1 << (barred & 7)).astype(np.uint8))
     return later if later.any() else allowed
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without a wait: torch keeps the page-locked copy until the upload has ended."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
