@@ -213,7 +213,7 @@ class GpuRunner:
             step.launched, step.error = True, found
 
     def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:
-        masks_of = begin_masks((chunk for chunk in step.chunks if chunk.samples), self._grammars, promised)
+        masks_of = begin_masks(_written(step), self._grammars, promised)
         with self._launch_lock:
             if not step.launched:
                 self._launch(step)
@@ -323,6 +323,13 @@ class GpuRunner:
             return {} if rows is None else computer.sampler.collect(rows)
         except Exception as error:  # noqa: BLE001 - sorted and raised, without the tensors of the launch
             raise _sorted(error) from None
+
+
+def _written(step: _Step) -> list[ScheduledChunk]:
+    """The chunks with outputs that have a grammar. Without memory for its inputs, a step has no plan yet."""
+    if step.plan is not None:
+        return [row.chunk for row in step.plan.written]
+    return [chunk for chunk in step.chunks if chunk.samples and chunk.sequence.sampling.grammar]
 
 
 def _alone(sampled: Mapping[str, SampledToken], masks: Masks) -> dict[str, tuple[SampledToken, ...]]:

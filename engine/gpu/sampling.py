@@ -112,7 +112,7 @@ class DeviceSampler:
         result = torch.empty(plan.num_rows + num_asked * (1 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=self._device)
         token_ids = result[: plan.num_rows]
         saved = self._adjust(logits, plan, sampled_before)
-        unmasked = mask_logits(logits, plan.written, masks) if plan.written else None
+        unmasked = mask_logits(logits, plan.written, masks)
         if not plan.all_drawn:
             if highest is None or plan.adjusted is not None or plan.written:
                 ops.argmax(logits, token_ids)
