@@ -26,10 +26,15 @@ class Fp8Checkpoint:
         self._find = find
         self._block_size = block_size
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks of a matrix have scales of their own."""
+        return self._block_size is not None
+
     def row_scales(self, name: str, codes: torch.Tensor) -> torch.Tensor | None:
         """None if rows have more than one scale. # -> float32 [rows]"""
         scales = self._scales(name)
-        if scales.numel() not in (1, len(codes)) or self._block_size is not None:
+        if scales.numel() not in (1, len(codes)) or self.has_blocks:
             return None
         return scales.flatten().expand(len(codes))
 

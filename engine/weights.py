@@ -130,6 +130,7 @@ def open_weights(
 
 # Buffers of older checkpoints; the config contains the same values.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
+_CODES_DTYPE = "F8_E4M3"  # the name of CODES in a safetensors file
 
 
 class SafetensorsWeights:
@@ -169,9 +170,11 @@ class SafetensorsWeights:
 
     def read_codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A matrix of codes with a scale for each row; None if the checkpoint has another one."""
-        tensor = self._read(name)
-        scales = self._fp8.row_scales(name, tensor) if tensor.dtype is CODES else None
-        return None if scales is None else (tensor, scales)
+        if self._fp8.has_blocks or self._files[self._file_of[name]].get_slice(name).get_dtype() != _CODES_DTYPE:
+            return None  # without reading the matrix, which the caller will do
+        codes = self._read(name)
+        scales = self._fp8.row_scales(name, codes)
+        return None if scales is None else (codes, scales)
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
         return _copy(self.read(name), slot)
