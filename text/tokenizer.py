@@ -153,7 +153,7 @@ def load_tokenizer(
 ) -> ModelTokenizer:
     """The tokenizer of a model spec. Raises `ModelNotFound`, or `ConfigError` for a tokenizer that is not supported.
 
-    `own_engine`: also for a model that Tandem's own engine cannot compute.
+    `own_engine`: raise `ConfigError` for a model that Tandem's own engine cannot compute, too.
     """
     source = resolve_model(spec, cache_dir)
     info = describe(source, max_context, own_engine)

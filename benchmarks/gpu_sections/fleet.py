@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import statistics
 import sys
 import tempfile
@@ -47,24 +46,15 @@ def run(section: Section) -> None:
 
 
 def measure_fleet(section: Section, name: str, pools: str) -> None:
-    model = [TINY_MODEL, "cpu"] if section.rehearse else [BIG_MODEL, "cuda"]
+    model, device = (TINY_MODEL, "cpu") if section.rehearse else (BIG_MODEL, "cuda")
+    engine = f'[engine]\nmodel = "{model}"\ndevice = "{device}"\n'
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "fleet.toml"
-        config.write_text(
-            f'[engine]\nmodel = "{model[0]}"\ndevice = "{model[1]}"\n[cluster]\n{pools}', encoding="ascii"
-        )
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "cli.main",
-            "serve",
-            "--config",
-            config,
-            "--port",
-            ADDRESS.rpartition(":")[2],
-        ]
+        config.write_text(f"{engine}[cluster]\n{pools}", encoding="ascii")
+        port = ADDRESS.rpartition(":")[2]
+        command = [sys.executable, "-m", "cli.main", "serve", "--config", str(config), "--port", port]
         start = time.perf_counter()
-        with serving(command, os.environ):
+        with serving(command):
             section.add(Line(f"{name}: start of the fleet", time.perf_counter() - start, "s"))
             asyncio.run(measure(section, name))
 
@@ -78,9 +68,8 @@ async def measure(section: Section, name: str) -> None:
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(max(0.0, number / rate))
-            answer = await ask(
-                client, random_prompt(prompt, vocab_size, number + 1), output, TIMEOUT_S, time.perf_counter()
-            )
+            token_ids = random_prompt(prompt, vocab_size, number + 1)
+            answer = await ask(client, token_ids, output, TIMEOUT_S, time.perf_counter())
             assert len(answer.times) == output, answer.error
             return answer
 

@@ -25,14 +25,8 @@ from engine.kv_pool import KVPool
 from engine.rotary import RotaryTable
 
 MATRICES, TINY_MATRICES = [(4096, 28_672), (14_336, 4096)], [(48, 112)]  # (columns, rows)
-PRODUCT_RATIOS = {
-    1: 1.5,
-    32: 1.5,
-    64: 1.2,
-    256: 1.2,
-    512: 1.2,
-    2048: 1.5,
-}  # tokens -> goal: half the bytes, twice the rate
+# tokens -> goal: half the bytes, twice the rate
+PRODUCT_RATIOS = {1: 1.5, 32: 1.5, 64: 1.2, 256: 1.2, 512: 1.2, 2048: 1.5}
 ATTENTION_RATIOS = {"decode_attention": 1.4, "prefill_attention": 0.7}  # half the bytes, and conversions
 SHAPE, BATCH, CONTEXT = Shape(8, 4, 128), 32, 4096
 TINY_SHAPE, TINY_BATCH, TINY_CONTEXT = Shape(2, 2, 16), 2, 40
