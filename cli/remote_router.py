@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from core.errors import ErrorCode, QueueFull, TandemError
 from gateway.router_calls import Metadata, Sink
+from runtime.rpc.api_keys import AUTHORIZATION
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
 T = TypeVar("T")
+
+AUTHORIZED_S = 10.0  # a key that a router has taken is not asked about again for this long
+MAX_AUTHORIZED = 1024  # keys
 
 
 class RemoteRouter:
@@ -22,6 +27,7 @@ class RemoteRouter:
         self.address = address
         self._client = AsyncClient(address, credentials, NO_RETRY)
         self._generating = AsyncClient((address, *others), credentials, NO_RETRY)
+        self._authorized_at: dict[Metadata, float] = {}  # oldest first
 
     async def open(self) -> None:
         await self._client.__aenter__()
@@ -30,6 +36,18 @@ class RemoteRouter:
     async def close(self) -> None:
         await self._generating.__aexit__(None, None, None)
         await self._client.__aexit__(None, None, None)
+
+    async def authorize(self, metadata: Metadata) -> None:
+        """A router that takes a call without work takes the key."""
+        key = tuple(entry for entry in metadata if entry[0] == AUTHORIZATION)
+        now = time.monotonic()
+        if now - self._authorized_at.get(key, float("-inf")) < AUTHORIZED_S:
+            return
+        self._authorized_at.pop(key, None)
+        await self.detokenize(inference_pb2.DetokenizeRequest(), key)
+        self._authorized_at[key] = now
+        if len(self._authorized_at) > MAX_AUTHORIZED:
+            del self._authorized_at[next(iter(self._authorized_at))]
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import Scope
 
 from core.config import GatewayConfig
 from gateway.dashboard import routes
@@ -18,6 +20,7 @@ from gateway.http.middleware import HttpMiddleware
 from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, operations, responses, tokens
+from gateway.routes.calls import passed_on
 from runtime.tracing.telemetry import Telemetry
 
 
@@ -36,7 +39,13 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
             await fleets.close()
 
     metrics = GatewayMetrics()
-    middleware = [Middleware(HttpMiddleware, config=config, metrics=metrics, tracer=Tracer(telemetry))]
+
+    async def authorize(scope: Scope) -> None:
+        await fleets.authorize(passed_on(Request(scope)))
+
+    middleware = [
+        Middleware(HttpMiddleware, config=config, authorize=authorize, metrics=metrics, tracer=Tracer(telemetry))
+    ]
     if config.cors_origins:  # outermost, so refusals have its headers, too
         cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],

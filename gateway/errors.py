@@ -188,7 +188,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     return api_error(error).response()
 
 
-# For Starlette: answers every error of a route in OpenAI's shape.
+# For Starlette: answers every expected error of a route in OpenAI's shape. `HttpMiddleware` answers the others.
 HANDLERS: dict[Any, ExceptionHandler] = dict.fromkeys(
-    (ApiError, TandemError, ModelUnknown, ClientGone, HTTPException, Exception), _answer
+    (ApiError, TandemError, ModelUnknown, ClientGone, HTTPException), _answer
 )

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import TandemError, WorkerUnavailable
-from gateway.router_calls import RouterCalls
+from gateway.router_calls import Metadata, RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
@@ -174,6 +174,19 @@ class Fleets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links():
             await link.router.close()
+
+    async def authorize(self, metadata: Metadata) -> None:
+        """Raises `TandemError` if no fleet takes calls with the API key in `metadata`."""
+        refusal: TandemError | None = None
+        for fleet in self.fleets:
+            try:
+                await fleet.pick().router.authorize(metadata)
+            except TandemError as error:
+                refusal = refusal or error
+            else:
+                return
+        if refusal is not None:
+            raise refusal
 
     def names(self) -> list[str]:
         return [listed.name for listed in self.listed()]

@@ -69,6 +69,9 @@ class RouterCalls(Protocol):
 
     async def close(self) -> None: ...
 
+    async def authorize(self, metadata: Metadata) -> None:
+        """Raise the error that `generate` would raise for the API key in `metadata`."""
+
     async def generate(
         self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
     ) -> None:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from uvicorn.server import ServerState
 
 from core.config import GatewayConfig, TelemetryConfig
 from core.errors import ConfigError
@@ -25,7 +26,9 @@ from gateway.http.tracing import SERVICE
 from runtime.tracing.telemetry import Telemetry
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # longer than the idle time of common clients and proxies, which then never meet a closed connection
+CHECK_INTERVAL_S = 1.0  # of every connection
+LAST_BYTES_S = 0.5  # for the ends of the answers that a drain has cut off
+CHECKED_AT_ONCE = 512  # connections; other work of the loop comes between
 
 
 class _Uvicorn(uvicorn.Server):
@@ -53,11 +56,12 @@ class HttpServer:
             build_app(config, fleets, self._telemetry),
             http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none", proxy_headers=False,
             log_config=None, access_log=False, server_header=False,
-            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=BACKLOG,
             ssl_certfile=config.tls_cert or None, ssl_keyfile=config.tls_key or None,
         )  # fmt: skip
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self.port = config.port
 
     @property
@@ -81,14 +85,31 @@ class HttpServer:
             started.cancel()
             await self._serving
             raise ConfigError("the HTTP server ended while it started; the log says why")
+        self._checking = asyncio.create_task(self._check_connections(self._server.server_state))
+
+    async def _check_connections(self, state: ServerState) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            for number, connection in enumerate(list(state.connections)):
+                assert isinstance(connection, BoundedHttpProtocol)
+                connection.check(loop.time())
+                if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
 
     async def drain(self, timeout_s: float) -> None:
         """A second call does nothing."""
-        if self._server is None or self._serving is None:
+        if self._server is None or self._serving is None or self._checking is None:
             return
         self._options.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]  # any number works
         self._server.should_exit = True
         await asyncio.shield(self._serving)
+        self._checking.cancel()
+        connections = self._server.server_state.connections
+        if connections:
+            await asyncio.sleep(LAST_BYTES_S)
+            for connection in list(connections):
+                connection.transport.abort()
         self._server = None
         await asyncio.to_thread(self._telemetry.close)
 

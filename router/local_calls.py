@@ -35,6 +35,9 @@ class LocalCalls:
     async def close(self) -> None:
         """The router outlives its HTTP server."""
 
+    async def authorize(self, metadata: Metadata) -> None:
+        self._admitted(f"{INFERENCE}/Generate", metadata)
+
     async def generate(
         self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
     ) -> None:

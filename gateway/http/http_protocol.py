@@ -1,38 +1,77 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds for the head of a request, and a way past ASGI for streams.
+"""uvicorn's HTTP protocol with what it lacks: a bound and a deadline in every state, and a way past ASGI for streams.
 
-A request finds its connection in `scope["extensions"][CONNECTION]`. Once the head of a chunked answer is written,
-`write_chunk` writes a chunk of the body to the transport at once.
+    HEAD --head--> BODY --last byte--> ANSWER --last byte--> IDLE --first byte--> HEAD
+      `--------------`-----------------`-- end of the answer, early or by `connection: close` --> closing --> lost
+
+`check`, which the server calls once a second, ends a connection that has outlived its state. One request is open at a
+time: bytes that come behind a request whose answer is open are dropped, and the connection closes after that answer.
+So reading never pauses behind an open answer, and a client that leaves is noticed at once.
+
+A request finds its connection in `scope["extensions"][CONNECTION]`. Once the head of a streamed answer is written,
+`write_chunk` writes a part of the body to the transport at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 CONNECTION = "tandem.connection"
+MAX_CONNECTIONS = 8192  # of a process, at most half of its file descriptors
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers; the bytes between two parts of a chunked body
+MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a connection or request to the end of its head
+BODY_TIMEOUT_S = 60.0  # from the end of the head to the end of the body
+BODY_GRACE_S = 5.0  # for the middleware, which answers status 408 first
+KEEP_ALIVE_S = 75.0  # longer than the idle time of common clients and proxies, which then never meet a closed one
+WRITE_TIMEOUT_S = 60.0  # for a client that takes no byte of its answer; also while the connection closes
+READ_BY_THE_MIDDLEWARE = ("POST", "PUT", "PATCH")  # methods whose body is read before a route runs
+
+
+class State(Enum):
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()  # the request is complete; its own deadline ends it
+    IDLE = auto()
+
+
+class _AnyLength(int):
+    """The length of an answer to HTTP/1.0, which knows no chunks: the connection ends it."""
+
+    def __lt__(self, _: int) -> bool:
+        return False
+
+    def __sub__(self, _: int) -> _AnyLength:
+        return self
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 431 to a larger head, and closes a connection that sends no head in time."""
+    """One connection."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head_bytes = 0
-        self._num_heads = 0  # that are complete
-        self._in_head = True
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._when_room: Callable[[], None] | None = None
+        self._state, self._since = State.HEAD, 0.0
+        self._quiet_bytes = 0  # received since the last part of a request
+        self._made_progress = False
+        self._refusal: tuple[int, str, str] | None = None  # status, code and message
+        self._drops = False  # all that comes
+        self._has_chunks = True
+        self._waiting: list[Callable[[], None]] = []
+        self._unsent: int | None = None  # of a client that is behind
+        self._stalled_since = 0.0
 
     # ---- a stream writes
 
     def write_chunk(self, data: bytes) -> None:
-        """Write `data`, which is not empty, as one chunk of the open answer."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """Write `data`, which is not empty, as a part of the open answer."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data)
 
     @property
     def is_full(self) -> bool:
@@ -41,68 +80,161 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the transport has room again or the connection is lost."""
-        self._when_room = callback
+        self._waiting.append(callback)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._call_when_room()
+        self._unsent = None
+        self._call_waiting()
 
-    def _call_when_room(self) -> None:
-        callback, self._when_room = self._when_room, None
-        if callback is not None:
+    def _call_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
             callback()
 
     # ---- a request arrives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._enter(State.HEAD)
+        if len(self.connections) > min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            self._refuse(503, "overloaded", "this process has too many connections")
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and self._head_timer is None:
-            self._start_timer()
-        was_in_head, num_heads = self._in_head, self._num_heads
-        super().data_received(data)
-        if was_in_head and self._num_heads == num_heads:  # else the end of a head or of a body is in `data`
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self._refuse_head()
+        if self._drops:
+            return
+        if self._state is State.IDLE:
+            self._enter(State.HEAD)
+        self._made_progress = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the answer is one of HTTP/1.1, as if the client had not asked
+        except httptools.HttpParserError as error:
+            self._refusal = self._refusal or (400, "invalid_http", f"not a request of HTTP/1.1: {error}")
+        self._quiet_bytes = 0 if self._made_progress else self._quiet_bytes + len(data)
+        if self._quiet_bytes > MAX_HEAD_BYTES:
+            self._refusal = self._refusal or _HEADERS_TOO_LARGE
+        if self._refusal is not None:
+            self._refuse(*self._refusal)
+        elif self._state is State.BODY and self.scope["method"] not in READ_BY_THE_MIDDLEWARE:
+            self.cycle.keep_alive = False  # nobody reads the rest of the body
+
+    def on_message_begin(self) -> None:
+        if self._is_answering:
+            self._drop()
+        else:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._drops:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._drops or self._state is State.BODY:  # trailers
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._refusal = _HEADERS_TOO_LARGE
+        elif self._refusal is None:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
-        self._num_heads += 1
-        self._stop_timer()
+        self._made_progress = True
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            self._refusal = _HEADERS_TOO_LARGE
+        if self._drops or self._refusal is not None:
+            return
+        self._enter(State.BODY)
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]
         super().on_headers_complete()
+        self._has_chunks = self.scope["http_version"] != "1.0"
+        if not self._has_chunks:
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
+
+    def on_body(self, body: bytes) -> None:
+        self._made_progress = True
+        if self._state is State.BODY and not self._drops:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_head = True
+        self._made_progress = True
+        if self._state is State.BODY and not self._drops:
+            super().on_message_complete()
+            self._enter(State.ANSWER)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # ---- an answer ends
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._state is State.ANSWER:
+            self._enter(State.IDLE)
+        else:  # the rest of the body is still to come
+            self._drop()
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
         super().connection_lost(exc)
-        self._call_when_room()
+        self._call_waiting()
 
-    def _refuse_head(self) -> None:
-        body = (
-            b'{"error": {"message": "headers: larger than %d bytes", "type": "invalid_request_error", '
-            b'"param": null, "code": "headers_too_large"}}' % MAX_HEAD_BYTES
-        )
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        )
+    def _drop(self) -> None:
+        """Take no further byte, and close after the open answer."""
+        self._drops = True
+        if self._is_answering:
+            self.cycle.keep_alive = False
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Close the connection: with this answer, or after the answer to a complete request."""
+        self._drop()
+        if self._is_answering:
+            if self.cycle.response_started or self._state is State.ANSWER:
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.is_closing():
+            return
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
-    def _start_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_timeout)
+    # ---- time passes
 
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _enter(self, state: State) -> None:
+        self._state, self._since = state, self.loop.time()
 
-    def _on_timeout(self) -> None:
-        if not self.transport.is_closing():
+    def check(self, now: float) -> None:
+        """End the connection if it has outlived its state. `now` is the time of the loop."""
+        if self.is_full or self.transport.is_closing():  # it gets no more to write, so less in it means progress
+            unsent = self.transport.get_write_buffer_size()
+            if self._unsent is None or unsent < self._unsent:
+                self._unsent, self._stalled_since = unsent, now
+            elif now - self._stalled_since > WRITE_TIMEOUT_S:
+                self.transport.abort()
+        elif now - self._since > self._limit_s():
             self.transport.close()
+
+    def _limit_s(self) -> float:
+        match self._state:
+            case State.HEAD:
+                return HEAD_TIMEOUT_S
+            case State.BODY:
+                return BODY_TIMEOUT_S + BODY_GRACE_S
+            case State.IDLE:
+                return KEEP_ALIVE_S
+            case State.ANSWER:
+                return float("inf")
+
+
+_HEADERS_TOO_LARGE = (
+    431, "headers_too_large", f"headers: larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS}",
+)  # fmt: skip

@@ -1,42 +1,43 @@
-"""The one layer around the routes: the bound of open requests, the limit of the body, metrics, and the span of a POST.
+"""The one layer around the routes: open requests, the key of the caller, the body, errors, metrics, the span of a POST.
 
-The body is read before a route runs. A body over the limit is refused as soon as its length, or the part that has
-arrived, exceeds the limit. Then the connection closes. Many clients read no answer before they have sent the whole
-body, and an early close would discard the answer. So the middleware receives and drops the rest for at most `LINGER_S`.
+A request is refused by its head if too many are open or its key is unknown, then by its body (gateway/http/body.py).
+After a refusal the connection closes. Many clients read no answer before they have sent the whole body, and an early
+close would discard the answer. So the middleware receives and drops the rest for at most `LINGER_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import GatewayConfig
-from gateway.errors import SERVER_STOPS, ClientGone
+from gateway.errors import ApiError, ClientGone, api_error, server_stops
+from gateway.http.body import BodyReader
+from gateway.http.http_protocol import READ_BY_THE_MIDDLEWARE
 from gateway.http.tracing import TracedRequest, Tracer, current
 from gateway.metrics import GatewayMetrics
 
 MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
-BODY_TIMEOUT_S = 60.0  # for the whole body
 LINGER_S = 2.0
 UNBOUNDED = ("/health", "/ready", "/metrics", "/version")  # answered also when too many requests are open
 
 
-class BodyRefused(Exception):
-    """The body breaks a limit."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
 class HttpMiddleware:
-    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, tracer: Tracer) -> None:
-        self._app, self._metrics, self._tracer = app, metrics, tracer
-        self._max_body_bytes = config.max_body_bytes
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        authorize: Callable[[Scope], Awaitable[None]],
+        metrics: GatewayMetrics,
+        tracer: Tracer,
+    ) -> None:
+        """`authorize` raises `TandemError` for a head whose API key opens no call."""
+        self._app, self._authorize, self._metrics, self._tracer = app, authorize, metrics, tracer
+        self._bodies = BodyReader(config.max_body_bytes)
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,42 +62,30 @@ class HttpMiddleware:
 
     async def _serve(self, scope: Scope, exchange: Exchange) -> None:
         try:
-            if self._num_open > MAX_OPEN_REQUESTS and scope["path"] not in UNBOUNDED:
-                raise BodyRefused(503, "overloaded", f"this gateway process has {MAX_OPEN_REQUESTS} open requests")
-            if scope["method"] in ("POST", "PUT", "PATCH"):
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    exchange.body = await self._read_body(scope, exchange.receive_raw)
+            await self._take(scope, exchange)
             await self._app(scope, exchange.receive, exchange.send)
-        except BodyRefused as error:
-            await _refuse(exchange, error.status, error.code, str(error))
-        except TimeoutError:
-            if exchange.status:
-                raise
-            await _refuse(exchange, 408, "timeout", f"body: not complete after {BODY_TIMEOUT_S:g} s")
         except ClientGone:
             exchange.client_left = True
         except asyncio.CancelledError:  # by the server, after its drain; a stream has told its client already
             if exchange.status:
                 raise
-            await _refuse(exchange, 503, "unavailable", SERVER_STOPS, lingers=False)
+            exchange.has_unread_body = False
+            await exchange.refuse(api_error(server_stops()))
+        except Exception as error:
+            if exchange.status:
+                raise
+            await exchange.refuse(api_error(error))
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises `BodyRefused` and `ClientGone`."""
-        limit = self._max_body_bytes
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
-                raise _too_large(limit)
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise _too_large(limit)
-            more = message.get("more_body", False)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    async def _take(self, scope: Scope, exchange: Exchange) -> None:
+        """Read the request, unless its head refuses it. Raises `ApiError`, `TandemError` and `ClientGone`."""
+        exchange.has_unread_body = scope["method"] in READ_BY_THE_MIDDLEWARE
+        if self._num_open > MAX_OPEN_REQUESTS and scope["path"] not in UNBOUNDED:
+            message = f"this gateway process has {MAX_OPEN_REQUESTS} open requests"
+            raise ApiError(503, message, "server_error", code="overloaded", headers={"retry-after": "1"})
+        if exchange.has_unread_body:
+            await self._authorize(scope)
+            exchange.body = await self._bodies.read(scope, exchange.receive_raw)
+            exchange.has_unread_body = False
 
 
 class Exchange:
@@ -106,6 +95,7 @@ class Exchange:
         self.receive_raw, self._send, self._metrics, self._traced = receive, send, metrics, traced
         self.arrived_at, self.started_at = time.perf_counter(), time.monotonic()
         self.body: bytes | None = None
+        self.has_unread_body = False
         self.status = 0
         self.client_left = self.is_complete = False
         self._is_stream = False
@@ -132,7 +122,17 @@ class Exchange:
             self.is_complete = True
         await self._send(message)
 
-    async def drop_rest_of_body(self) -> None:
+    async def refuse(self, error: ApiError) -> None:
+        """Answer, drop what the client still sends, and close the connection."""
+        answer = error.response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        if self.has_unread_body:
+            await self._drop_rest_of_body()
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _drop_rest_of_body(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while (message := await self.receive_raw())["type"] == "http.request" and message.get("more_body"):
@@ -145,23 +145,3 @@ class Exchange:
             self._metrics.count_disconnect()
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.count_request(route, self.status or 499, time.perf_counter() - self.arrived_at)
-
-
-def _too_large(limit: int) -> BodyRefused:
-    return BodyRefused(413, "request_too_large", f"body: larger than {limit} bytes (gateway.max_body_bytes)")
-
-
-async def _refuse(exchange: Exchange, status: int, code: str, message: str, lingers: bool = True) -> None:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
-    ]  # fmt: skip
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
-    await exchange.send({"type": "http.response.start", "status": status, "headers": headers})
-    await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
-    if lingers:
-        await exchange.drop_rest_of_body()
-    await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,97 @@
+"""The body of a request: bounded in bytes and seconds, alone and together with all other bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.errors import ApiError, ClientGone
+from gateway.http import body
+from gateway.http.body import BodyReader
+
+
+class Upload:
+    """A body that arrives part by part; an empty part is the last one."""
+
+    def __init__(self, reader: BodyReader, length: str = "") -> None:
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        headers = [(b"content-length", length.encode())] if length else []
+        self.reading = asyncio.create_task(reader.read({"headers": headers}, self._receive))
+
+    async def sends(self, *parts: bytes | None) -> None:
+        for part in parts:
+            self._parts.put_nowait(part)
+        for _ in range(5 + len(parts)):
+            await asyncio.sleep(0)
+
+    async def _receive(self) -> dict[str, Any]:
+        part = await self._parts.get()
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(part)}
+
+    async def refusal(self) -> tuple[int, str | None]:
+        with pytest.raises(ApiError) as caught:
+            await self.reading
+        return caught.value.status, caught.value.code
+
+
+async def test_a_body_is_the_sum_of_its_parts() -> None:
+    upload = Upload(BodyReader(10))
+    await upload.sends(b"12345", b"67890", b"")
+    assert await upload.reading == b"1234567890"
+
+
+@pytest.mark.parametrize(("length", "parts"), [("11", []), ("9" * 5000, []), ("", [b"123456", b"789012"])])
+async def test_a_body_over_the_limit_is_refused_by_its_length_or_its_parts(length: str, parts: list[bytes]) -> None:
+    upload = Upload(BodyReader(10), length)
+    await upload.sends(*parts)
+    assert await upload.refusal() == (413, "request_too_large")
+
+
+async def test_a_client_that_leaves_ends_its_body() -> None:
+    upload = Upload(BodyReader(10))
+    await upload.sends(b"1", None)
+    with pytest.raises(ClientGone):
+        await upload.reading
+
+
+async def test_the_time_of_a_body_grows_with_its_bytes_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[float] = []
+
+    class Deadline(asyncio.Timeout):
+        def reschedule(self, when: float | None) -> None:
+            if when:
+                times.append(when - start)
+            super().reschedule(when)
+
+    monkeypatch.setattr(asyncio, "timeout_at", Deadline)
+    upload = Upload(BodyReader(10**9))
+    start = asyncio.get_running_loop().time()
+    second = b"x" * body.LEAST_BYTES_PER_S
+    await upload.sends(b"x", second, second, 100 * second, b"")
+    await upload.reading
+    assert times == pytest.approx([10, 10, 11, 12, 60, 60], abs=0.5)
+
+
+async def test_a_body_that_is_too_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "FIRST_BYTES_S", 0.0)
+    assert await Upload(BodyReader(10)).refusal() == (408, "timeout")
+
+
+async def test_the_largest_body_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
+    reader = BodyReader(1000)
+    small, large, other = Upload(reader), Upload(reader), Upload(reader)
+    await small.sends(b"x" * 30)
+    await large.sends(b"x" * 60)
+    await other.sends(b"x" * 20)
+    assert await large.refusal() == (503, "overloaded")
+    await small.sends(b"")
+    await other.sends(b"x" * 30, b"")
+    assert (len(await small.reading), len(await other.reading)) == (30, 50)
+    alone = Upload(reader)
+    await alone.sends(b"x" * 100, b"")
+    assert len(await alone.reading) == 100, "ended bodies give back their room"
