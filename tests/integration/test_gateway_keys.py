@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
 from tests.support.deployment import Deployment, deploy, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "a prompt that is longer than two blocks of sixteen tokens each"
@@ -62,6 +63,21 @@ async def test_without_a_valid_key_a_request_gets_401(
     assert response.status_code == 401, response.text
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert "key" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_over_the_wire", [False, True])
+async def test_an_unknown_key_is_refused_before_the_body_comes(deployment: Deployment, is_over_the_wire: bool) -> None:
+    fleets = over_the_wire(deployment.router_address) if is_over_the_wire else Fleets([deployment.router.calls])
+    async with serving_gateway(fleets) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        for key, answer in ((key_of("alice"), b"HTTP/1.1 400"), ("unknown", b"HTTP/1.1 401")):
+            body = b"" if answer.endswith(b"401") else b"{}"
+            head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: 2\r\n\r\n"
+            writer.write(head.encode() + body)
+            async with asyncio.timeout(20):
+                whole = await reader.readuntil(b"}}")
+            assert whole.startswith(answer), whole
+        writer.close()
 
 
 async def test_a_key_beyond_its_limit_gets_429_with_the_seconds_to_wait(http: httpx.AsyncClient) -> None:

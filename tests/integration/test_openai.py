@@ -332,8 +332,12 @@ async def test_an_unexpected_fault_is_an_error_with_an_id(
 ) -> None:
     del scripted
     monkeypatch.setattr("gateway.routes.chat.wire_messages", None)
-    with pytest.raises(openai.InternalServerError, match=r"its log names it [0-9a-f]{16}"):
+    with pytest.raises(openai.InternalServerError, match=r"its log names it [0-9a-f]{16}") as failed:
         await scripted_client.chat.completions.create(model="scripted", messages=HELLO)
+    assert failed.value.response.headers["x-request-id"]
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(str(scripted_client.base_url.join("/metrics")))).text
+    assert 'tandem_gateway_requests_total{route="/v1/chat/completions",status="500"} 1.0' in page
 
 
 async def test_a_deadline_in_the_middle_of_a_stream_is_an_event(

@@ -79,6 +79,9 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
             )
             yield inference_pb2.GenerateResponse(finished=finished)
 
+    async def Detokenize(self, _: Any, __: Any) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse()
+
     async def GetModel(self, _: Any, context: Any) -> inference_pb2.GetModelResponse:
         await fail(context, self.failures)
         return inference_pb2.GetModelResponse(
