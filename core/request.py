@@ -139,9 +139,9 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0  # lower goes first
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)  # a secret: who knows it can probe for prompts of its owner
     adapter: str = ""  # name of a LoRA adapter; empty = the model alone
-    tenant: str = ""  # prompts of different tenants get equal shares of a prefill worker
+    tenant: str = field(default="", repr=False)  # prompts of different tenants get equal shares of a prefill worker
     age_s: float = 0.0  # of a call: time since the request arrived at its router, which other clocks cannot tell
     _packed: bytes | None = field(init=False, default=None, repr=False, compare=False)  # token_ids, once packed
 
@@ -158,6 +158,11 @@ class Request:
     @property
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def tenant_name(self) -> str:
+        """The tenant for operators. A request without a user has its cache salt as tenant: the salt is a secret."""
+        return "" if self.tenant == self.cache_salt else self.tenant
 
     def packed_token_ids(self) -> bytes:
         """`token_ids` as little-endian u32. Computed at the first call: a long prompt takes a while."""

@@ -134,10 +134,8 @@ class RequestMetrics:
         self._metrics.record(Metric.TENANT_BYTES, receipt.transferred_bytes, tenant=tenant)
 
     def _tenant_of(self, stream: ChoiceStream) -> str:
-        """A request without a tenant has its cache salt as tenant. The salt is a secret: the label is empty."""
-        tenant = stream.request.tenant
-        if tenant == stream.request.cache_salt:
-            return ""
+        """The label of the tenant: one of the first `MAX_TENANTS`, or `OTHER_TENANTS`."""
+        tenant = stream.request.tenant_name
         if tenant not in self._tenants:
             if len(self._tenants) >= MAX_TENANTS:
                 return OTHER_TENANTS

@@ -255,7 +255,7 @@ class ChoiceStream:
             arrived_at=self.arrived_at,
             ended_at=now,
             arrived_unix_s=time.time() - (now - self.arrived_at),
-            tenant=request.tenant,
+            tenant=request.tenant_name,
             sampling=request.sampling,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(self.token_ids) - self.num_resumed,

@@ -13,13 +13,18 @@ from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.operations.request_metrics import RequestMetrics, reason_of
-from router.operations.request_spans import route_attributes
+from router.operations.request_ring import RequestRing
+from router.operations.request_spans import root_attributes, route_attributes, spans_of
+from router.operations.trace_messages import list_requests, trace_of
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
 from router.routing.policy import Candidate
 from router.serving.choice_stream import ChoiceStream
 from runtime.prometheus.metric_series import Buckets
 from runtime.prometheus.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
 from runtime.prometheus.metrics_page import Metrics
+from runtime.tracing.span_names import Attribute
+from runtime.tracing.trace_context import start_trace
+from tandem_client.stubs.cluster_pb2 import ListRequestsRequest
 
 CANDIDATE = Candidate("p", "d", 64, 16, 5, 0)
 TIMELINE = Timeline(
@@ -59,7 +64,7 @@ class Recorded:
 
 def stream(tenant: str = "", salt: str = "") -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=4), 0, salt, tenant=tenant)
-    text, root, names = cast(Any, None), cast(Any, None), cast(Any, None)
+    text, root, names = cast(Any, None), start_trace({}, 1.0), cast(Any, None)
     return ChoiceStream(0, "model", "chat", request, "r", 10.0, text, root, lambda: None, names)
 
 
@@ -203,8 +208,21 @@ def test_thousands_of_tenants_share_one_series_once_the_limit_is_reached() -> No
     assert counted["tenant-0", "length"] == 2
 
 
-def test_a_cache_salt_is_on_no_page() -> None:
-    recorded = Recorded()
-    recorded.end(tenant="a-secret-salt", salt="a-secret-salt")
+def test_a_cache_salt_is_on_no_page_and_in_no_trace() -> None:
+    recorded, ring, secret = Recorded(), RequestRing(), "a-secret-salt"
+    recorded.end(tenant=secret, salt=secret)
     assert recorded.of(Metric.TENANT_REQUESTS) == {("", "length"): 1}
-    assert "a-secret-salt" not in recorded.metrics.text()
+    salted = stream(secret, secret)
+    salted.result = Finish("r", OUTCOME)
+    ring.add(salted.ended(13.0))
+    shown = [
+        recorded.metrics.text(), list_requests(ring, ListRequestsRequest()), trace_of(ring, "r", "router"),
+        spans_of(salted.ended(13.0), "router"), salted.request,
+    ]  # fmt: skip
+    assert [part for part in shown if secret in str(part)] == []
+
+
+def test_operators_see_the_tenant_of_a_salted_request() -> None:
+    named = stream("acme", "a-secret-salt")
+    named.result = Finish("r", OUTCOME)
+    assert root_attributes(named.ended(13.0))[Attribute.TENANT] == "acme"
