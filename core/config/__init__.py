@@ -16,6 +16,7 @@ from core.config.cluster import (
 )
 from core.config.front import (
     MAX_MIN_INTERVAL_MS,
+    MAX_PRIORITY,
     ApiKeyConfig,
     GatewayConfig,
     ModelRuleConfig,
@@ -32,6 +33,7 @@ from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 __all__ = [
     "ARRAYS",
     "MAX_MIN_INTERVAL_MS",
+    "MAX_PRIORITY",
     "MAX_TRANSFERS",
     "MIN_TOKEN_CHARS",
     "TOKEN_RULE",

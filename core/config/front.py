@@ -11,6 +11,7 @@ from core.config.worker import SchedulerConfig
 
 MAX_MIN_INTERVAL_MS = 60_000
 MAX_KEY_NAME_CHARS = 128
+MAX_PRIORITY = 100  # of a request, and -MAX_PRIORITY the least; lower goes first
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
 MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fit
 
@@ -107,6 +108,7 @@ class ApiKeyConfig:
     operator: bool = False  # may list the fleet, its requests and its metrics
     max_streams: int = 0  # open requests at the same time, for each router; 0 = no limit
     requests_per_minute: int = 0  # for each router; 0 = no limit
+    min_priority: int = 0  # a request with a lower number, which would go first, gets this one
 
     def __post_init__(self) -> None:
         require_given(self, "name")
@@ -122,6 +124,10 @@ class ApiKeyConfig:
             0 <= self.requests_per_minute <= MAX_REQUESTS_PER_MINUTE,
             f"requests_per_minute must be in [0, {MAX_REQUESTS_PER_MINUTE}] (0 = no limit), "
             f"is {self.requests_per_minute}",
+        )
+        require(
+            abs(self.min_priority) <= MAX_PRIORITY,
+            f"min_priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {self.min_priority}",
         )
 
     @property

@@ -1,7 +1,7 @@
 """The callers of a router: each request belongs to the tenant of its API key, and stays inside the limits of the key.
 
-A fleet without keys takes every request as it is. With keys, a request cannot name another tenant, and finds cached
-prefixes of its own tenant only.
+A fleet without keys takes every request as it is. With keys, a request cannot name another tenant, finds cached
+prefixes of its own tenant only, and goes before no request of the priority that its key allows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 
+from core.config import MAX_PRIORITY, ApiKeyConfig
 from core.request import MAX_CACHE_SALT_CHARS
 from router.serving.key_limits import KeyLimits
 from runtime.rpc.api_keys import AUTHORIZATION, ApiKeys, Metadata
@@ -30,7 +31,7 @@ class TenantAdmission:
             return
         key = self._keys.find(metadata)
         if key is not None:
-            _give(request, key.effective_tenant)
+            _give(request, key)
 
     @contextlib.contextmanager
     def admit(self, request: inference_pb2.GenerateRequest, metadata: Metadata, now: float) -> Iterator[None]:
@@ -41,17 +42,19 @@ class TenantAdmission:
             return
         self._limits.admit(key, now)
         try:
-            _give(request, key.effective_tenant)
+            _give(request, key)
             yield
         finally:
             self._limits.release(key)
 
 
-def _give(request: inference_pb2.GenerateRequest, tenant: str) -> None:
-    """A salt that is too long stays, so that validation refuses the request with the length that the client sent."""
-    request.user = tenant
+def _give(request: inference_pb2.GenerateRequest, key: ApiKeyConfig) -> None:
+    """A value out of its limits stays, so that validation refuses the request with the value that the client sent."""
+    request.user = key.effective_tenant
     if len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
-        request.cache_salt = tenant_salt(tenant, request.cache_salt)
+        request.cache_salt = tenant_salt(key.effective_tenant, request.cache_salt)
+    if request.priority >= -MAX_PRIORITY:  # else one tenant would go before all others, in queues and on workers
+        request.priority = max(request.priority, key.min_priority)
 
 
 def tenant_salt(tenant: str, salt: str) -> str:

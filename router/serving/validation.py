@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.config import MAX_MIN_INTERVAL_MS, RouterConfig
+from core.config import MAX_MIN_INTERVAL_MS, MAX_PRIORITY, RouterConfig
 from core.errors import InvalidRequest
 from core.request import (
     MAX_CACHE_SALT_CHARS,
@@ -26,7 +26,6 @@ from router.serving.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
 from text.tokenizer import ModelTokenizer
 
-MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
 
 

@@ -65,6 +65,7 @@ REFUSED = [
     ({"gateway": {"cors_origins": "*"}}, r"\[gateway\] cors_origins must be an array of strings, is '\*'"),
     ({"api_keys": {}}, r"api_keys must be an array of tables"),
     ({"api_keys": [{"name": "a", "sha": ""}]}, r"\[\[api_keys\]\] sha is not an option; known: .*sha256"),
+    ({"api_keys": [{"name": "a", "sha256": "0" * 64, "min_priority": -101}]}, r"min_priority must be in \[-100, 100\]"),
     ({"api_keys": [{"name": "a", "sha256": "0" * 64}] * 2}, r"name and sha256 must be unique"),
     ({"models": [{"name": "a", "aliases": ["b"]}, {"name": "b"}]}, r"names and aliases must be unique"),
     ({"model_rules": [{"name": "auto", "model": "a"}]}, r"model 'a' is not the name of one of"),

@@ -82,6 +82,19 @@ def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
         assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
 
 
+@pytest.mark.parametrize(
+    ("min_priority", "asked", "priority"),
+    [(0, -100, 0), (0, 0, 0), (0, 7, 7), (5, 0, 5), (-10, -100, -10), (-10, -3, -3), (0, -101, -101)],
+)
+def test_no_request_goes_before_the_priority_of_its_key(min_priority: int, asked: int, priority: int) -> None:
+    """What no request may have stays, for validation to refuse."""
+    key = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), min_priority=min_priority)
+    tenants = TenantAdmission(ApiKeys((key,)))
+    request = inference_pb2.GenerateRequest(priority=asked)
+    with tenants.admit(request, headers("alice's key"), 0.0):
+        assert request.priority == priority
+
+
 def test_the_slot_of_a_request_that_fails_is_free_again() -> None:
     tenants = TenantAdmission(ApiKeys((STREAMS,)))
     for _ in range(3):
