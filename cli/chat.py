@@ -7,6 +7,7 @@ import sys
 
 from rich.console import Console
 
+from cli.terminal import print_answer
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
 
@@ -43,7 +44,7 @@ class Conversation:
                     finished = response.finished
                 elif response.HasField("tokens"):
                     pieces.append(response.tokens.text)
-                    print(response.tokens.text, end="", flush=True)
+                    print_answer(response.tokens.text)
         finally:
             if pieces:
                 self.messages.append(inference_pb2.ChatMessage(role="assistant", content="".join(pieces)))
@@ -59,7 +60,7 @@ def chat(connection: AsyncClient, conversation: Conversation, console: Console) 
         client = runner.run(connection.__aenter__())
         try:
             model = runner.run(client.model())
-            console.print(f"[dim]{model.name} at {client.address}. {HELP}[/dim]")
+            console.print(f"{model.name} at {client.address}. {HELP}", style="dim")
             _converse(runner, client, conversation, console)
         finally:
             runner.run(connection.__aexit__(None, None, None))
@@ -78,14 +79,14 @@ def _converse(runner: asyncio.Runner, client: AsyncClient, conversation: Convers
                 if finished is not None:
                     rate = finished.usage.completion_tokens / max(finished.timings.total_ms, 1e-9) * 1e3
                     first_ms = finished.timings.first_token_ms
-                    console.print(f"[dim]first token {first_ms:.0f} ms, {rate:.1f} tokens/s[/dim]")
+                    console.print(f"first token {first_ms:.0f} ms, {rate:.1f} tokens/s", style="dim")
         except EOFError:
             return
         except KeyboardInterrupt:
             if interrupted:
                 return
             interrupted = True
-            console.print(f"\n[dim]{HELP}[/dim]")
+            console.print(f"\n{HELP}", style="dim")
         except CallFailed as error:
             if not sys.stdin.isatty():  # a script needs the exit code
                 raise

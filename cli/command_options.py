@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from cli.terminal import Terminal
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 
-console = Console()
+console = Terminal()
 
 Router = Annotated[str, typer.Option("--router", help="host:port of the router.")]
 Security = Annotated[

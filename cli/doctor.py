@@ -19,6 +19,7 @@ import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cli.checks import check_port
 from cli.findings import Finding, Health, judge, judge_installed, version_of
@@ -40,6 +41,7 @@ MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
 MAX_TCP_RETRIES = 8  # 100 s; Linux has 15: 15 minutes
 TCP_RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
+STYLES = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
 
 PACKAGES = ("ray", "torch", "grpcio", "protobuf", "tokenizers", "opentelemetry-sdk")
 NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12")  # one of them
@@ -171,7 +173,9 @@ def doctor(console: Console, config: TandemConfig) -> int:
     for name in ("", "what", "found"):
         table.add_column(name, overflow="fold")  # show file paths whole
     for finding in findings:
-        text = f"{finding.text}\n[bold]-> {finding.fix}[/]" if finding.fix else finding.text
-        table.add_row(finding.health.value, finding.subject, text)
+        text = Text(finding.text)
+        if finding.fix:
+            text.append(f"\n-> {finding.fix}", style="bold")
+        table.add_row(Text(finding.health.value, style=STYLES[finding.health]), finding.subject, text)
     console.print(table)
     return int(any(finding.health is Health.FAIL for finding in findings))

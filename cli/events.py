@@ -7,14 +7,15 @@ from datetime import datetime
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 
+from core.plain_text import escaped
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 
 
 def event_line(note: cluster_pb2.FleetNote) -> str:
-    """In local time, to the second."""
+    """One line, in local time to the second."""
     at = datetime.fromtimestamp(note.at_unix_ms / 1e3).isoformat(sep=" ", timespec="seconds")
-    return f"{at}  {note.subject} {note.what}" + (f": {note.reason}" if note.reason else "")
+    return escaped(f"{at}  {note.subject} {note.what}" + (f": {note.reason}" if note.reason else ""))
 
 
 async def show_events(connection: AsyncClient, limit: int, as_json: bool, console: Console) -> None:

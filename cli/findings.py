@@ -11,9 +11,9 @@ Version = Callable[[str], str]  # of an installed package; raises PackageNotFoun
 
 
 class Health(Enum):
-    OK = "[green]ok[/]"
-    WARN = "[yellow]WARN[/]"
-    FAIL = "[red]FAIL[/]"
+    OK = "ok"
+    WARN = "WARN"
+    FAIL = "FAIL"
 
 
 @dataclass(frozen=True, slots=True)

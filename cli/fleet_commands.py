@@ -12,6 +12,8 @@ import typer
 
 from cli.command_options import DEFAULT_ROUTER, Router, Security, console
 from cli.config_commands import config_app
+from cli.terminal import SHOWN
+from core.plain_text import escaped
 
 # The range of the message field; the supervisor checks a narrower limit.
 Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
@@ -45,7 +47,7 @@ def status(
     except CallFailed as error:
         if error.code.name not in DOWN_CODES:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {escaped(str(error), SHOWN)}", file=sys.stderr)
         health = Health.DOWN
     sys.exit(health)
 

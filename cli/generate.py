@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
+from cli.terminal import print_answer
 from core.errors import InvalidRequest
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
@@ -61,9 +62,9 @@ async def generate(
                 if several:
                     held.setdefault(chunk.choice, []).append(chunk.text)
                 else:
-                    print(chunk.text, end="", flush=True)
+                    print_answer(chunk.text)
             elif several and response.HasField("finished"):
                 choice = response.finished.choice
-                print(f"[{choice}] {''.join(held.pop(choice, []))}", flush=True)
+                print_answer(f"[{choice}] {''.join(held.pop(choice, []))}\n")
     if not as_json and not several:
         print()

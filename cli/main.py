@@ -23,7 +23,9 @@ from cli.flags import (
 )  # fmt: skip
 from cli.fleet_commands import add_fleet_commands
 from cli.simulate_flags import SIMULATE_FLAGS, values_of
+from cli.terminal import SHOWN
 from core.errors import TandemError
+from core.plain_text import escaped
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate pools.",
@@ -50,7 +52,7 @@ def run() -> None:
             raise
         if isinstance(error, OSError):  # such as a full disk under the output
             _drop_output()
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {escaped(line, SHOWN)}", file=sys.stderr)
         sys.exit(FAILED)
 
 

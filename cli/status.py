@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -91,20 +90,20 @@ def _num_routers(fleet: cluster_pb2.GetFleetResponse) -> int:
     return sum(router.state == worker_pb2.WORKER_STATE_SERVING for router in fleet.routers)
 
 
-def _router_row(router: cluster_pb2.FleetRouter, with_ledger: bool) -> list[str]:
+def _router_row(router: cluster_pb2.FleetRouter, with_ledger: bool) -> list[str | Text]:
     """Columns `run` and `wait`: requests open on workers, requests that wait for a worker."""
-    name = [router.router_id, _state_text(router.state)]
+    name: list[str | Text] = [router.router_id, _state_text(router.state)]
     if with_ledger:
         return name
     known = router.HasField("num_queued")
     return [*name, "", "", str(router.num_in_flight) if known else "-", str(router.num_queued) if known else "-"]
 
 
-def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledger: bool) -> list[str]:
+def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledger: bool) -> list[str | Text]:
     load, ledger = worker.load, worker.load.ledger
     blocks = [ledger.free, ledger.cached, ledger.held, ledger.leased, ledger.incoming]
     total = sum(blocks)
-    name = [worker.worker_id[:-ID_DIGITS_HIDDEN], _state(worker)]
+    name: list[str | Text] = [worker.worker_id[:-ID_DIGITS_HIDDEN], _state(worker)]
     if with_ledger:
         return [*name, *(str(count) for count in blocks), str(load.num_transfers)]
     shares = [(total - ledger.free - ledger.cached) / total, ledger.cached / total] if total else [0.0, 0.0]
@@ -129,7 +128,7 @@ def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
     for worker in response.workers:
         name, num_left_out = worker.worker_id[:-ID_DIGITS_HIDDEN], worker.ledger.num_left_out
         if worker.error:
-            table.add_row(name, f"[red]no answer: {escape(worker.error)}[/]")
+            table.add_row(name, Text(f"no answer: {worker.error}", style="red"))
         for holder in worker.ledger.holders:
             if num_rows == MAX_HOLDER_ROWS:
                 num_left_out += 1
@@ -137,31 +136,31 @@ def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
             table.add_row(name, *_holder_row(holder))
             num_rows += 1
         if num_left_out:
-            table.add_row(name, f"[dim]and {num_left_out} more[/]")
+            table.add_row(name, Text(f"and {num_left_out} more", style="dim"))
     return table
 
 
 def _holder_row(holder: worker_pb2.BlockHolder) -> list[str]:
     return [
-        f"{worker_pb2.HolderKind.Name(holder.kind).removeprefix('HOLDER_KIND_').lower()} {escape(holder.name)}",
+        f"{worker_pb2.HolderKind.Name(holder.kind).removeprefix('HOLDER_KIND_').lower()} {holder.name}",
         worker_pb2.HolderState.Name(holder.state).removeprefix("HOLDER_STATE_").lower(),
         str(holder.num_blocks),
         str(holder.num_counted),
         f"{holder.age_ms / 1e3:.1f} s",
-        escape(holder.peer[:-ID_DIGITS_HIDDEN]),
+        holder.peer[:-ID_DIGITS_HIDDEN],
     ]
 
 
-def _state(worker: cluster_pb2.FleetWorker) -> str:
+def _state(worker: cluster_pb2.FleetWorker) -> Text:
     """The state of the worker, or for how long it has sent no report."""
     if worker.report_age_ms > SILENT_MS:
-        return f"[red]silent {worker.report_age_ms / 1e3:.0f} s[/]"
+        return Text(f"silent {worker.report_age_ms / 1e3:.0f} s", style="red")
     return _state_text(worker.state)
 
 
-def _state_text(state: worker_pb2.WorkerState) -> str:
+def _state_text(state: worker_pb2.WorkerState) -> Text:
     name = worker_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_")
-    return f"[{STATE_STYLES.get(name, 'white')}]{name.lower()}[/]"
+    return Text(name.lower(), style=STATE_STYLES.get(name, "white"))
 
 
 async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> Health:

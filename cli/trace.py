@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cli.explain import candidates_table
 from cli.waterfall import bar_of
+from core.plain_text import escaped
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
@@ -60,11 +61,11 @@ def show_trace(trace: cluster_pb2.Trace, verbose: bool, console: Console) -> Non
 
 def _title(summary: cluster_pb2.RequestSummary, num_choices: int) -> Text:
     title = Text()
-    title.append(summary.request_id, style="bold")
+    title.append(escaped(summary.request_id), style="bold")
     if num_choices > 1:
         title.append(f" choice {summary.choice}")
-    title.append(f"  {summary.end}", style="green" if summary.end in ("stop", "length") else "red")
-    title.append(f"  {summary.total_ms:.1f} ms  trace {summary.trace_id}")
+    title.append(f"  {escaped(summary.end)}", style="green" if summary.end in ("stop", "length") else "red")
+    title.append(f"  {summary.total_ms:.1f} ms  trace {escaped(summary.trace_id)}")
     return title
 
 
@@ -74,18 +75,18 @@ def _show_spans(spans: list[cluster_pb2.Span], verbose: bool, console: Console) 
     span_ms = max((span.start_ms + span.duration_ms - start_ms for span, _ in ordered), default=0.0) or 1.0
     width = max(MIN_BAR, min(MAX_BAR, console.width - NAME_WIDTH - MS_WIDTH))
     for span, depth in ordered:
-        name = ("  " * depth + span.name)[:NAME_WIDTH].ljust(NAME_WIDTH)
+        name = ("  " * depth + escaped(span.name))[:NAME_WIDTH].ljust(NAME_WIDTH)
         bar = bar_of(span.start_ms - start_ms, span.duration_ms, span_ms, width)
         line = Text(name, style="red" if span.error else "")
         line.append(bar, style="red" if span.error else ("cyan" if depth > 1 else "blue"))
         line.append(f"{span.duration_ms:10.1f} ms", style="")
         console.print(line, no_wrap=True, overflow="crop", soft_wrap=True)
         if span.error:
-            console.print(Text("  " * depth + "  " + span.error, style="red"))
+            console.print(Text("  " * depth + "  " + escaped(span.error), style="red"))
         if verbose:
             process = [f"process={span.process}"] if span.process else []
             values = process + [f"{key}={value}" for key, value in sorted(span.attributes.items())]
-            console.print(Text("  " * depth + "  " + "  ".join(values), style="dim"))
+            console.print(Text("  " * depth + "  " + escaped("  ".join(values)), style="dim"))
 
 
 def _in_tree_order(spans: list[cluster_pb2.Span]) -> list[tuple[cluster_pb2.Span, int]]:
@@ -118,7 +119,7 @@ def show_list(requests: Iterable[cluster_pb2.RequestSummary], console: Console) 
         counts = [str(r.usage.prompt_tokens), str(r.usage.cached_tokens), str(r.usage.completion_tokens)]
         style = None if r.end in ("stop", "length") else "red"
         row = [r.request_id, arrived, r.end, path, *counts, first, f"{r.total_ms:.0f} ms", str(r.attempts), r.trace_id]
-        table.add_row(*row, style=style)
+        table.add_row(*map(escaped, row), style=style)
     if not table.row_count:
         console.print("No request has ended yet.")
         return

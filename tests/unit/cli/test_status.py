@@ -13,6 +13,7 @@ from cli import status
 from cli.paths import path_lines
 from cli.pools import NO_DECODE, pool_lines, ready_line, traffic_lines
 from cli.status import Sample, fleet_table, holders_table, rates
+from cli.terminal import Terminal
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from tandem_client.stubs import cluster_pb2, worker_pb2
@@ -38,7 +39,7 @@ def fleet(*workers: cluster_pb2.FleetWorker) -> cluster_pb2.GetFleetResponse:
 
 def text_of(response: cluster_pb2.GetFleetResponse, with_ledger: bool = False) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=90).print(fleet_table(response, {"decode-0.0123456789abcdef": 12.34}, with_ledger))
+    Terminal(file=out, width=90).print(fleet_table(response, {"decode-0.0123456789abcdef": 12.34}, with_ledger))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -107,7 +108,7 @@ def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_
 
 def holders_of(response: cluster_pb2.GetLedgerResponse, width: int = 110) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width).print(holders_table(response))
+    Terminal(file=out, width=width).print(holders_table(response))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 

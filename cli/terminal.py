@@ -1,0 +1,35 @@
+"""The console of every command. Ids, names and errors come from clients and from other machines.
+
+No text is markup, and no text reaches the terminal with a control character: an escape code in the id of a request
+would be obeyed. What has a style is a `rich.text.Text`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from core.plain_text import escaped, is_plain
+
+SHOWN = "\n\t"  # control characters that an output may have
+
+
+class Terminal(Console):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or is_plain(segment.text):  # the codes of rich itself are a segment of their own
+                yield segment
+            else:
+                yield Segment(escaped(segment.text, SHOWN), segment.style)
+
+
+def print_answer(text: str) -> None:
+    """A part of a model's answer: as it is into a file or a pipe, without control characters to a terminal."""
+    print(escaped(text, SHOWN) if sys.stdout.isatty() else text, end="", flush=True)
