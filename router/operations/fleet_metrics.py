@@ -92,8 +92,8 @@ def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
 
 
 def _paths(record: WorkerRecord, router: RouterView) -> Iterator[Reading]:
-    """The paths of a worker to peers that have not left."""
-    paths = [path for path in record.paths.values() if router.worker(path.peer) is not None]
+    """The paths of a worker to peers that have not left. The loop adds and removes paths while this thread reads them."""
+    paths = [path for path in list(record.paths.values()) if router.worker(path.peer) is not None]
     counts = Counter(path.state for path in paths)
     for state in PathState:
         yield Metric.PATHS, counts[state], {"worker": record.worker_id, "state": state.value}

@@ -82,4 +82,4 @@ class Series:
         return known
 
     def snapshot(self) -> list[tuple[Labels, Value]]:
-        return list(self.values.items())
+        return list(self.values.copy().items())  # one call copies, which no other thread can interrupt

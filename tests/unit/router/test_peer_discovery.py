@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
 from core.scheduling.worker_load import WorkerChanges
+from router.operations.fleet_metrics import readings
 from router.requests.events import UpdatePeers, WorkerLost, WorkerReported
 from router.requests.peer_discovery import MAX_ANNOUNCED_PEERS
+from router.routing.worker_record import WorkerRecord
+from runtime.prometheus.metrics import Metric
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, agent
 
 
@@ -106,3 +111,20 @@ def test_a_worker_learns_of_an_absent_peer_that_it_reports_later() -> None:
     router.actions.clear()
     report_for(router, int(CONFIG.worker_lost_s) + 1, P=("dead",), D=("P",))
     assert router.actions == [UpdatePeers("P", (PeerLeft(agent("dead").name),))]
+
+
+def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = DrivenRouter(prefill=["P"], decode=["D"])
+    report_for(router, 1, P=(), D=("P", "late"))
+    view, worker = router.machine.view, router.machine.view.worker
+    reports = iter([("late",), ("P", "late", "other")])
+
+    def worker_and_a_report_meanwhile(worker_id: str) -> WorkerRecord | None:
+        report_paths(router, "D", *next(reports, ("P",)))
+        return worker(worker_id.partition("@")[0])
+
+    monkeypatch.setattr(view, "worker", worker_and_a_report_meanwhile)
+    paths = [(labels["state"], value) for metric, value, labels in readings(view)() if metric is Metric.PATHS and value]
+    assert paths == [("fine", 1)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 from runtime.prometheus.metric_series import Buckets, Series
 
 
@@ -37,3 +40,24 @@ def test_each_combination_of_labels_is_counted_apart() -> None:
     for labels in (("a",), ("b",), ("a",)):
         series.add(labels, 2.0)
     assert dict(series.snapshot()) == {("a",): 4.0, ("b",): 2.0}
+
+
+def test_a_scrape_copies_series_while_others_are_added() -> None:
+    """A collection of garbage, which the tuples of the copy can begin, may let another thread run."""
+    series, names = Series(("a",), None), map(str, itertools.count())
+    for name in itertools.islice(names, 50):
+        series.add((name,), 1)
+
+    def add(*_: object) -> None:
+        series.add((next(names),), 1)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(add)
+    try:
+        gc.set_threshold(1)
+        snapshot = series.snapshot()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(add)
+    assert len(series.values) > 50, "a collection ran meanwhile"
+    assert {f"{number}" for number in range(50)} <= {labels[0] for labels, _ in snapshot}
