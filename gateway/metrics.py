@@ -41,7 +41,7 @@ def joined(pages: Sequence[tuple[str, str]]) -> str:
     samples: dict[str, list[str]] = {}
     for address, page in pages:
         family = ""
-        for line in page.splitlines():
+        for line in page.split("\n"):  # a label may hold the other ends of lines
             if line.startswith(("# HELP ", "# TYPE ")):
                 family = line.split(" ", 3)[2]
                 if line not in heads.setdefault(family, []):

@@ -6,6 +6,7 @@ import re
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError
 from core.lifecycle import ServiceRole, Stage
+from core.plain_text import escaped
 from router.operations.request_spans import PROVIDER
 from router.requests.events import Fail, Finish, Outcome
 from router.serving.choice_stream import ChoiceStream
@@ -135,7 +136,7 @@ class RequestMetrics:
 
     def _tenant_of(self, stream: ChoiceStream) -> str:
         """The label of the tenant: one of the first `MAX_TENANTS`, or `OTHER_TENANTS`."""
-        tenant = stream.request.tenant_name
+        tenant = escaped(stream.request.tenant_name)
         if tenant not in self._tenants:
             if len(self._tenants) >= MAX_TENANTS:
                 return OTHER_TENANTS

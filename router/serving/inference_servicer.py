@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
+from core.plain_text import escaped
 from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_messages import CallMessages
@@ -77,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request, self._tokenizer, self._shell.config, new_id, _random_seed, longest, self._grammars,
             )  # fmt: skip
         except TandemError as error:
-            request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
+            request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id
             self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
         streams = [

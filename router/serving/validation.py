@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, MAX_PRIORITY, RouterConfig
 from core.errors import InvalidRequest
+from core.plain_text import is_plain
 from core.request import (
     MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
@@ -119,6 +120,8 @@ def tokenize_prompt(
 
 def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
     _check_length("request_id", wire.request_id, MAX_REQUEST_ID_CHARS)
+    if not is_plain(wire.request_id):
+        raise InvalidRequest("request_id", "must have no control characters")
     _check_length("cache_salt", wire.cache_salt, MAX_CACHE_SALT_CHARS)
     _check_length("user", wire.user, MAX_USER_CHARS)
     if wire.n > MAX_CHOICES:

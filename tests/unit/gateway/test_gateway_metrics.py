@@ -25,6 +25,14 @@ def test_a_request_is_counted_by_route_and_status() -> None:
     assert page.endswith(PAGE), "the page of the only router, as it is"
 
 
+def test_no_character_of_a_label_ends_its_line() -> None:
+    """The text format ends lines at a newline only, and escapes that one in labels."""
+    tenant = "".join(c for c in map(chr, range(0x3000)) if len(f"a{c}b".splitlines()) > 1 and c != "\n")
+    page = joined([(name, PAGE.replace("local", tenant)) for name in ("one:1", "two:2")])
+    (family,) = (found for found in text_string_to_metric_families(page) if found.name == "tandem_requests")
+    assert [sample.labels["path"] for sample in family.samples] == [tenant, tenant]
+
+
 def test_pages_of_several_routers_are_one_valid_page_with_a_label() -> None:
     page = joined([("one:1", PAGE), ("two:2", PAGE.replace("3.0", "4.0"))])
     families = {family.name: family for family in text_string_to_metric_families(page)}

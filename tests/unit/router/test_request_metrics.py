@@ -222,6 +222,12 @@ def test_a_cache_salt_is_on_no_page_and_in_no_trace() -> None:
     assert [part for part in shown if secret in str(part)] == []
 
 
+def test_the_label_of_a_tenant_has_no_control_character() -> None:
+    recorded = Recorded()
+    recorded.end(tenant="a\u2028b\x0b")
+    assert recorded.of(Metric.TENANT_REQUESTS) == {("a\\u2028b\\x0b", "length"): 1}
+
+
 def test_operators_see_the_tenant_of_a_salted_request() -> None:
     named = stream("acme", "a-secret-salt")
     named.result = Finish("r", OUTCOME)

@@ -94,6 +94,8 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
     (text(user="u" * 257), "user", "at most 256"),
     (text(request_id="r" * 129), "request_id", "at most 128"),
+    (text(request_id="\x1b[2J"), "request_id", "no control characters"),
+    (text(request_id="a\u2028b"), "request_id", "no control characters"),
     (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
     (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
