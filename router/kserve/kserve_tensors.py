@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from core.errors import InvalidRequest, ModelNotFound
 from core.model_info import ModelInfo
 from protos import kserve_pb2
+from router.serving.client_json import MAX_JSON_CHARS, check_value, quoted
 from tandem_client.stubs import inference_pb2
 
 TEXT_INPUT, INPUT_IDS = "text_input", "input_ids"
@@ -89,10 +90,11 @@ def _read_parameters(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.
             part, kind = PARAMETERS[name]
             if part == "output_format" and request.HasField(part):
                 raise InvalidRequest(field, "cannot be combined with another form of the output")
+            typed = _typed(field, value, kind)
             try:
-                setattr(getattr(request, part) if part else request, name, _typed(field, value, kind))
+                setattr(getattr(request, part) if part else request, name, typed)
             except (ValueError, TypeError) as error:
-                raise InvalidRequest(field, f"is out of range: {value}") from error
+                raise InvalidRequest(field, f"is out of range: {quoted(str(typed))}") from error
         else:
             raise InvalidRequest(field, f"is unknown; known are {', '.join([*PARAMETERS, 'stop', 'stream'])}")
     return stream
@@ -117,12 +119,15 @@ def _stop_strings(value: object) -> list[str]:
     assert isinstance(text, str)
     if not text.startswith("["):
         return [text]
+    if len(text) > MAX_JSON_CHARS:
+        raise InvalidRequest("parameters.stop", f"must have at most {MAX_JSON_CHARS} characters, has {len(text)}")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return [text]
     if not isinstance(found, list) or not all(isinstance(stop, str) for stop in found):
         raise InvalidRequest("parameters.stop", "must be a string, or a JSON array of strings")
+    check_value("parameters.stop", found)
     return found
 
 

@@ -92,7 +92,7 @@ def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
 
 
 def _paths(record: WorkerRecord, router: RouterView) -> Iterator[Reading]:
-    """The paths of a worker to peers that have not left. The loop adds and removes paths while this thread reads them."""
+    """The paths of a worker to peers that have not left. The loop changes `record.paths` while this thread reads."""
     paths = [path for path in list(record.paths.values()) if router.worker(path.peer) is not None]
     counts = Counter(path.state for path in paths)
     for state in PathState:

@@ -40,12 +40,12 @@ def json_value(field: str, text: str, what: str = "JSON") -> Any:
         raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep") from None
     except ValueError as error:
         raise InvalidRequest(field, f"must be {what}: {error}") from None
-    _check_value(field, value, MAX_JSON_DEPTH)
+    check_value(field, value)
     return value
 
 
-def _check_value(field: str, value: object, levels: int) -> None:
-    """Refuse what a template cannot write as UTF-8 JSON again: deep nesting, 1e999, half a surrogate pair."""
+def check_value(field: str, value: object, levels: int = MAX_JSON_DEPTH) -> None:
+    """Raise `InvalidRequest` for what UTF-8 JSON cannot hold again: deep nesting, 1e999, half a surrogate pair."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -57,4 +57,4 @@ def _check_value(field: str, value: object, levels: int) -> None:
         if levels == 0:
             raise InvalidRequest(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
         for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            _check_value(field, item, levels - 1)
+            check_value(field, item, levels - 1)

@@ -246,7 +246,8 @@ def _has_descriptor() -> bool:
 def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
     """The trailing metadata of a call that ends with `error`: field, retry hint and kind."""
     metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
-    if error.field:
+    # The name may be a client's. gRPC would answer INTERNAL in place of the error, which has the name in its message.
+    if error.field and error.field.isascii() and error.field.isprintable():
         metadata.append((FIELD_KEY, error.field))
     metadata += [(key, "true") for key, kind in _ERROR_OF_KEY.items() if isinstance(error, kind)]
     if isinstance(error, QueueFull):
