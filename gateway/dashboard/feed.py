@@ -20,6 +20,9 @@ MAX_REQUESTS = 512  # kept for viewers, as many as the router keeps
 MAX_FEEDS = 32  # pairs of a fleet and a key; the one unused for longest goes first
 
 
+Credentials = tuple[tuple[str, str], ...]  # metadata of a call in the name of a viewer
+
+
 class Feed:
     """The fleet and the last requests, as one router reports them. `await refresh()` before each look.
 
@@ -97,18 +100,14 @@ class Feeds:
     """The feeds by fleet and key."""
 
     def __init__(self) -> None:
-        self._feeds: OrderedDict[tuple[str, str], Feed] = OrderedDict()
+        self._feeds: OrderedDict[tuple[str, Credentials], Feed] = OrderedDict()
 
-    def get(self, model: str, authorization: str, pick: Callable[[], RouterCalls]) -> Feed:
-        key = (model, authorization)
+    def get(self, model: str, credentials: Credentials, pick: Callable[[], RouterCalls]) -> Feed:
+        """`credentials`: of the viewer. The gateway has no key of its own to lend."""
+        key = (model, credentials)
         if key not in self._feeds:
-            self._feeds[key] = Feed(pick, metadata_of(authorization))
+            self._feeds[key] = Feed(pick, credentials)
             if len(self._feeds) > MAX_FEEDS:
                 self._feeds.popitem(last=False)
         self._feeds.move_to_end(key)
         return self._feeds[key]
-
-
-def metadata_of(authorization: str) -> Metadata:
-    """The metadata of a call in the name of a viewer. The gateway has no key of its own to lend."""
-    return [("authorization", authorization)] if authorization else []

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from core.errors import ErrorCode, TandemError
-from gateway.dashboard.feed import Feed, Feeds
+from gateway.dashboard.feed import Credentials, Feed, Feeds
 from gateway.fleets import ModelUnknown, fleets_of
 from gateway.routes.calls import passed_on
 
@@ -102,14 +102,14 @@ def _feed(request: Request) -> Feed:
     if not hasattr(state, "dashboard"):
         state.dashboard = Feeds()
     feeds: Feeds = state.dashboard
-    return feeds.get(model, _authorization(request), lambda: fleets.resolve(model).router)
+    return feeds.get(model, _credentials(request), lambda: fleets.resolve(model).router)
 
 
-def _authorization(request: Request) -> str:
-    given = request.headers.get("authorization", "")
-    if len(given) > MAX_KEY_CHARS:
-        raise HTTPException(400, f"authorization: at most {MAX_KEY_CHARS} characters, has {len(given)}")
-    return dict(passed_on(request, ("authorization",))).get("authorization", "")
+def _credentials(request: Request) -> Credentials:
+    num_chars = sum(map(len, request.headers.getlist("authorization")))
+    if num_chars > MAX_KEY_CHARS:
+        raise HTTPException(400, f"authorization: at most {MAX_KEY_CHARS} characters, has {num_chars}")
+    return passed_on(request, ("authorization",))
 
 
 def _failure(error: TandemError, failing_s: float) -> JSONResponse:

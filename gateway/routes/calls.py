@@ -6,14 +6,15 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from gateway.errors import api_error, refused
+from gateway.errors import ApiError, api_error, refused
 from gateway.schemas.base import Schema
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
@@ -53,13 +54,28 @@ def call_context(request: Request) -> CallContext:
 
 
 def passed_on(request: Request, names: Sequence[str] = PASSED_ON) -> tuple[tuple[str, str], ...]:
-    """The metadata of a gRPC call in the name of the client."""
-    return tuple((name, request.headers[name]) for name in names if _is_metadata(request.headers.get(name, "")))
+    """The metadata of a gRPC call in the name of the client: every value of a header, because two keys are refused."""
+    given = [(name, request.headers.getlist(name)) for name in names]
+    return tuple((name, value) for name, values in given if all(map(_is_metadata, values)) for value in values)
 
 
 def _is_metadata(value: str) -> bool:
     """gRPC carries printable ASCII only. No API key has other characters, so a call without them is refused as well."""
     return bool(value) and value.isascii() and value.isprintable()
+
+
+def refuse_other_sites(headers: Headers, cors_origins: Collection[str]) -> None:
+    """Raise `ApiError` for a body that a page of another site can make a browser send without asking this server.
+
+    Browsers name the page in `origin`, which programs do not send, and ask before they send JSON to another site.
+    """
+    origin = headers.get("origin")
+    if origin is None or "*" in cors_origins or origin in cors_origins:
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"a page of {origin[:128]} may send application/json only; gateway.cors_origins lists other pages"
+        raise ApiError(403, message, "permission_error", code="permission_denied")
 
 
 def _timeout_s(header: str | None, default_s: float) -> float:
@@ -88,7 +104,8 @@ def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
 
 
 async def read_body(request: Request, schema: type[S]) -> S:
-    """Raises `ApiError` that names the field which breaks the schema."""
+    """Raises `ApiError` that names the field which breaks the schema, or the page that may not send the body."""
+    refuse_other_sites(request.headers, request.app.state.config.cors_origins)
     body = await request.body()
     try:
         return schema.model_validate_json(body)

@@ -164,17 +164,22 @@ async def test_a_key_is_passed_on_and_opens_nothing_for_others(client: httpx.Asy
     assert fleet.seen_metadata == [("authorization", fleet.key)]
     assert (await client.get("/dashboard/api/fleet")).status_code == 401
     assert (await client.get("/dashboard/api/trace/req-0001", headers=key)).status_code == 200
+    await client.get("/dashboard/api/fleet", headers=[("Authorization", "Bearer other"), *key.items()])
+    assert [value for _, value in fleet.seen_metadata] == ["Bearer other", fleet.key], "for the router to refuse"
     too_long = {"Authorization": "Bearer " + "k" * 2000}
     assert (await client.get("/dashboard/api/fleet", headers=too_long)).status_code == 400
 
 
 async def test_keys_without_number_take_bounded_room() -> None:
+    def key(number: int) -> feed.Credentials:
+        return (("authorization", f"Bearer {number}"),)
+
     feeds = feed.Feeds()
     fleet: Any = FakeFleet()
-    first = feeds.get("", "Bearer 0", lambda: fleet)
+    first = feeds.get("", key(0), lambda: fleet)
     for number in range(1, feed.MAX_FEEDS + 1):
-        feeds.get("", f"Bearer {number}", lambda: fleet)
-    assert feeds.get("", "Bearer 0", lambda: fleet) is not first
+        feeds.get("", key(number), lambda: fleet)
+    assert feeds.get("", key(0), lambda: fleet) is not first
 
 
 async def test_each_model_shows_its_own_fleet() -> None:
