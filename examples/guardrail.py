@@ -41,7 +41,7 @@ class MaskEmails:
 class ExampleGuardrail:
     async def check_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
         for message in messages:
-            for word in re.findall(r"\w+", message.text.lower()):
+            for word in re.findall(r"[^\W_]+", message.text.lower()):
                 if word in REFUSED_WORDS:
                     raise Refused(f"prompts about {word} are not answered here")
         return messages

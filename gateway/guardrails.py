@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One text of a prompt: the content of a message, the arguments of a call in it, a tool, or a whole text prompt."""
+    """One text of a prompt: the content of a message, a part of a call in it or of a tool, or a whole text prompt."""
 
     role: str  # of the message; "tools", "template_options"; empty: a text prompt
     text: str

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from core.errors import ConfigError
 from examples.guardrail import EMAIL, MASK, ExampleGuardrail
 from gateway import guardrails
+from gateway.errors import ApiError
 from gateway.guardrails import FAILED, GuardedOutput, Message, Refused, check_prompt, load_guardrail
+from gateway.prompt_guardrail import check_chat
+from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 EXAMPLE = "examples.guardrail:build"
 QUESTION = Message("user", "Who are you?")
@@ -116,3 +119,57 @@ async def test_a_guardrail_that_never_answers_refuses(monkeypatch: pytest.Monkey
 def test_a_name_without_a_guardrail_is_refused_at_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_guardrail(name)
+
+
+def texts_of(message: Any, path: str = "") -> dict[str, tuple[Any, str]]:
+    """Every text field at every depth, with one element in each list: the path, the message and the name."""
+    found: dict[str, tuple[Any, str]] = {}
+    for field in message.DESCRIPTOR.fields:
+        at = f"{path}.{field.name}".removeprefix(".")
+        if field.message_type is not None:
+            part = getattr(message, field.name)
+            found |= texts_of(part.add() if field.is_repeated else part, at)
+        elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
+            found[at] = message, field.name
+    return found
+
+
+class Recording(ExampleGuardrail):
+    def __init__(self, **changes: str) -> None:
+        self.seen: list[str] = []
+        self.changes = changes
+
+    async def check_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
+        self.seen = [message.text for message in messages]
+        return [Message(message.role, self.changes.get(message.text, message.text)) for message in messages]
+
+
+async def test_a_guardrail_sees_every_text_of_the_schema_but_what_the_router_allows_no_client_to_choose() -> None:
+    chat, guardrail = ChatPrompt(), Recording()
+    texts = texts_of(chat)
+    for path, (message, name) in texts.items():
+        setattr(message, name, path)
+    await check_chat(guardrail, chat)
+    assert texts.keys() - set(guardrail.seen) == {"messages.role", "tool_choice.name"}
+    assert guardrail.seen[-1] == "messages.content"
+
+
+@pytest.mark.parametrize(
+    "place", ["tools.name", "messages.tool_calls.name", "messages.tool_calls.id", "messages.tool_call_id"]
+)
+async def test_a_name_that_a_guardrail_would_change_refuses_the_prompt(place: str) -> None:
+    chat = ChatPrompt()
+    message, name = texts_of(chat)[place]
+    setattr(message, name, "bomb")
+    with pytest.raises(ApiError) as refused:
+        await check_chat(Recording(bomb="****"), chat)
+    assert (refused.value.status, refused.value.code) == (400, "content_policy_violation")
+    assert name in refused.value.message
+
+
+async def test_a_guardrail_may_rewrite_every_other_text() -> None:
+    chat = ChatPrompt()
+    message, name = texts_of(chat)["tools.description"]
+    setattr(message, name, "bomb")
+    assert await check_chat(Recording(bomb="****"), chat) == (Message("tools", "****"),)
+    assert chat.tools[0].description == "****"
