@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from core.config import TandemConfig
 from gateway.fleets import Fleets
 from gateway.router_calls import RouterCalls
 from gateway.server import HttpServer
+from runtime.log_lines import log_to_stderr
 from runtime.rpc.security import load_credentials
 from tandem_client import Credentials as ClientCredentials
 
@@ -43,6 +45,8 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
 
     def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    log_to_stderr(logging.WARNING)
 
     async def main(config: TandemConfig) -> None:
         interrupted = asyncio.Event()

@@ -24,6 +24,7 @@ from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, RouterControl, Service, WorkerControl, join_address
 from core.traffic import RouterTraffic
+from runtime.log_lines import log_to_stderr
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,6 @@ class Placement:
 # When a step starts, the event loop still encodes the tokens of the previous step. At Python's default of 5 ms the
 # thread of the step waits that long for the interpreter: with 32 streams, a twelfth of a step.
 SWITCH_INTERVAL_S = 1e-4
-
-# Ray writes the standard error of each process into a file.
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 # A server that listens on every address of its machine -> the loopback address where the same machine reaches it.
 LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -86,7 +84,7 @@ class ServiceHost:
         self._stopped = asyncio.Event()
 
     async def start(self, factory: bytes, placement: Placement) -> Endpoint | StartFault:
-        logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+        log_to_stderr(logging.INFO)
         os.environ["OMP_NUM_THREADS"] = str(placement.num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.disable()  # imports create half a million lasting objects, and each collection would scan them all
