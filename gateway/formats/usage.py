@@ -19,12 +19,15 @@ class UsageSum:
         self._finished[finished.choice] = finished
 
     def counts(self) -> tuple[int, int, int]:
-        """(prompt, completion, cached) tokens. A prompt counts once, however many choices continue it."""
-        of_prompts = [end.usage for choice, end in sorted(self._finished.items()) if choice % self._num_choices == 0]
+        """(prompt, completion, cached) tokens. A prompt counts once, by the first of its choices that has ended.
+
+        A choice that a guardrail ends is cancelled, and a cancelled choice has no counts.
+        """
+        of_prompts = {choice // self._num_choices: end.usage for choice, end in sorted(self._finished.items())[::-1]}
         return (
-            sum(usage.prompt_tokens for usage in of_prompts),
+            sum(usage.prompt_tokens for usage in of_prompts.values()),
             sum(end.usage.completion_tokens for end in self._finished.values()),
-            sum(usage.cached_tokens for usage in of_prompts),
+            sum(usage.cached_tokens for usage in of_prompts.values()),
         )
 
     def chat(self) -> dict[str, Any]:

@@ -154,11 +154,13 @@ def test_a_filtered_choice_ends_in_every_form() -> None:
     assert answer.result()["incomplete_details"] == {"reason": "content_filter"}
 
 
-def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
+def test_a_prompt_counts_once_however_many_choices_continue_it_and_whichever_a_guardrail_ends() -> None:
     usage = UsageSum(2, False)
-    for choice in range(4):
-        event = end(choice)
-        usage.add(event)
+    for choice in (1, 2):
+        usage.add(end(choice))
+    assert usage.counts() == (10, 4, 8)
+    for choice in (0, 3):
+        usage.add(end(choice))
     assert usage.counts() == (10, 8, 8)
     assert usage.responses()["total_tokens"] == 18
 
