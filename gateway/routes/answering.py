@@ -19,6 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, json_bytes, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
+from runtime.rpc.api_keys import SIBLINGS
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 
@@ -80,7 +81,8 @@ class Call:
 
     async def _generate_one(self, request: GenerateRequest, sink: Sink) -> None:
         request.min_interval_ms = self.context.min_interval_ms
-        await self.model.router.generate(request, sink, self.context.timeout_s, self.context.metadata)
+        metadata = (*self.context.metadata, (SIBLINGS, str(len(self.requests))))
+        await self.model.router.generate(request, sink, self.context.timeout_s, metadata)
 
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id} | warning_headers(self.warnings)

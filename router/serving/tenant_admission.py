@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator
 
 from core.config import MAX_PRIORITY, ApiKeyConfig
 from core.request import MAX_CACHE_SALT_CHARS
 from router.serving.key_limits import KeyLimits
-from runtime.rpc.api_keys import AUTHORIZATION, ApiKeys, Metadata
+from runtime.rpc.api_keys import AUTHORIZATION, SIBLINGS, ApiKeys, Metadata
 from tandem_client.stubs import inference_pb2
 
 
@@ -35,17 +36,26 @@ class TenantAdmission:
 
     @contextlib.contextmanager
     def admit(self, request: inference_pb2.GenerateRequest, metadata: Metadata, now: float) -> Iterator[None]:
-        """`claim`, and count the request as open inside this context. Raises `KeyLimitReached`, too."""
+        """`claim`, and count the request as open inside this context.
+
+        Raises `KeyLimitReached`, too, and `InvalidRequest` for calls that can never be open together.
+        """
         key = self._keys.find(metadata)
         if key is None:
             yield
             return
-        self._limits.admit(key, now)
+        self._limits.admit(key, now, _num_siblings(metadata))
         try:
             _give(request, key)
             yield
         finally:
             self._limits.release(key)
+
+
+def _num_siblings(metadata: Metadata) -> int:
+    """This call, and those that its HTTP request makes beside it."""
+    value = next((str(value) for name, value in metadata if name == SIBLINGS), "1")
+    return int(value) if re.fullmatch("[0-9]{1,4}", value) else 1
 
 
 def _give(request: inference_pb2.GenerateRequest, key: ApiKeyConfig) -> None:

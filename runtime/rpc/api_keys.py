@@ -21,6 +21,7 @@ KEY_BYTES = 32
 KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by mistake
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
+SIBLINGS = "tandem-sibling-calls"  # metadata: the number of calls that one HTTP request makes at once
 
 Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
 

@@ -30,7 +30,12 @@ def config_of(name: str, **options: object) -> ApiKeyConfig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
-    keys = (config_of("alice"), config_of("bob", requests_per_minute=1), config_of("olga", operator=True))
+    keys = (
+        config_of("alice"),
+        config_of("bob", requests_per_minute=1),
+        config_of("carol", max_streams=2),
+        config_of("olga", operator=True),
+    )
     async with deploy(replace(tiny_config(), api_keys=keys)) as deployed:
         yield deployed
 
@@ -86,6 +91,15 @@ async def test_a_key_beyond_its_limit_gets_429_with_the_seconds_to_wait(http: ht
     assert response.status_code == 429
     assert 30 <= int(response.headers["retry-after"]) <= 60
     assert "'bob' has made 1 requests in the last minute, its limit" in response.json()["error"]["message"]
+
+
+async def test_more_prompts_than_a_key_may_have_open_are_no_reason_to_try_again(http: httpx.AsyncClient) -> None:
+    carol = f"Bearer {key_of('carol')}"
+    assert (await complete(http, carol, prompt=["a", "b"])).status_code == 200
+    refused = await complete(http, carol, prompt=["a", "b", "c"])
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "prompt"
+    assert "retry-after" not in refused.headers
 
 
 async def test_what_needs_no_key_over_grpc_needs_none_over_http(http: httpx.AsyncClient) -> None:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.config import ApiKeyConfig
-from core.errors import KeyLimitReached
+from core.errors import InvalidRequest, KeyLimitReached
 from core.request import MAX_CACHE_SALT_CHARS
 from router.serving.key_limits import WINDOW_S, KeyLimits
 from router.serving.tenant_admission import TenantAdmission, tenant_salt
-from runtime.rpc.api_keys import ApiKeys, hash_of
+from runtime.rpc.api_keys import SIBLINGS, ApiKeys, hash_of
 from tandem_client.stubs import inference_pb2
 
 STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
@@ -35,6 +35,26 @@ def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when
     limits.admit(MINUTE, 60.0)
     with pytest.raises(KeyLimitReached):
         limits.admit(MINUTE, 69.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "num_calls", "limit"), [(STREAMS, 3, "max_streams"), (MINUTE, 4, "requests_per_minute")]
+)
+def test_calls_that_can_never_be_open_together_are_refused_for_good(
+    key: ApiKeyConfig, num_calls: int, limit: str
+) -> None:
+    tenants, allowed = TenantAdmission(ApiKeys((key,))), num_calls - 1
+    metadata = [*headers(f"{key.name}'s key"), (SIBLINGS, str(num_calls))]
+    with (
+        pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused,
+        tenants.admit(inference_pb2.GenerateRequest(), metadata, 0.0),
+    ):
+        pass
+    assert (refused.value.field, refused.value.retryable) == ("prompt", False)
+    for hint in (str(allowed), "many", "-1", "9" * 5000):
+        with tenants.admit(inference_pb2.GenerateRequest(), [*headers(f"{key.name}'s key"), (SIBLINGS, hint)], 99.0):
+            pass
+        tenants = TenantAdmission(ApiKeys((key,)))
 
 
 def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
