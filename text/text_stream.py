@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from text.detokenizer import IncrementalDetokenizer
+from text.stop_strings import StopStrings
 
 
 class TextStream:
     """After `stop_match` is set, the text is complete and further tokens add nothing."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: StopStrings, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
-        self._stop_strings = tuple(stop_strings)
-        self._first_chars = frozenset(stop[0] for stop in self._stop_strings)
-        self._held = ""
+        self._stop_strings = stop_strings
+        self._state, self._held = 0, ""  # of the stop strings: the text that waits
         self._num_unsearched = min_tokens  # of the tokens to come
-        self.has_stop_strings = bool(self._stop_strings)
+        self.has_stop_strings = bool(stop_strings)
         self.stop_match = ""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -34,12 +34,12 @@ class TextStream:
             return self._push_unsearched(token_ids)
         if len(token_ids) == 1:
             return self._release(self._detokenizer.push(token_ids)), 1
-        state, held = self._detokenizer.save(), self._held
+        before = self._detokenizer.save(), self._state, self._held
         text = self._release(self._detokenizer.push(token_ids))
         if not self.stop_match:
             return text, len(token_ids)
-        self._held = held
-        self._detokenizer.restore(state)
+        detokenizer_state, self._state, self._held = before
+        self._detokenizer.restore(detokenizer_state)
         return self._push_one_by_one(token_ids)
 
     def _push_unsearched(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -68,24 +68,14 @@ class TextStream:
     def _release(self, delta: str) -> str:
         if self.stop_match:
             return ""
-        if not self._held and self._first_chars.isdisjoint(delta):
+        if not self._held and self._stop_strings.first_chars.isdisjoint(delta):
             return delta  # no stop string begins here
-        text = self._held + delta
         # The first complete match ends the text, so the division of the text into tokens does not matter. Of two
         # matches with the same end, the longer one counts.
-        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stop_strings if stop in text]
-        if found:
-            _, position, self.stop_match = min(found)
-            self._held = ""
-            return text[:position]
-        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`, and shorter than `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        self._state, num_read, num_matched = self._stop_strings.search(self._state, delta)
+        text = self._held + delta[:num_read]
+        num_held = num_matched or self._stop_strings.depths[self._state]
+        shown, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        if num_matched:
+            self.stop_match, self._held = self._held, ""
+        return shown

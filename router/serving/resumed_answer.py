@@ -14,6 +14,7 @@ from core.request import Request
 from router.serving.choice_calls import ChoiceCalls, calls_of
 from router.serving.output_formats import RequestGrammars
 from tandem_client.stubs import inference_pb2
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
@@ -44,6 +45,7 @@ def read_resumed(
     client_request_id: str,
     tokenizer: ModelTokenizer,
     grammars: RequestGrammars,
+    stop_strings: StopStrings,
 ) -> ResumedAnswer:
     """Raises `InvalidRequest` for tokens that no answer to this request begins with."""
     token_ids, vocab_size, sampling = tuple(wire.resume), tokenizer.info.vocab_size, request.sampling
@@ -58,7 +60,7 @@ def read_resumed(
     num_accepted = grammars.num_accepted(sampling.grammar, token_ids)
     if num_accepted < len(token_ids):
         raise InvalidRequest(FIELD, f"token {token_ids[num_accepted]} at index {num_accepted} breaks the output format")
-    text = TextStream(tokenizer.detokenizer(), wire.stop.stop_strings, sampling.min_tokens)
+    text = TextStream(tokenizer.detokenizer(), stop_strings, sampling.min_tokens)
     known, num_used = text.push(token_ids)
     if num_used < len(token_ids):
         raise InvalidRequest(FIELD, f"has ids behind index {num_used - 1}, where a stop string ended the answer")

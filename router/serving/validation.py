@@ -25,6 +25,7 @@ from router.serving.output_formats import RequestGrammars
 from router.serving.resumed_answer import ResumedAnswer, check_plain, read_resumed
 from router.serving.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
+from text.stop_strings import StopStrings
 from text.tokenizer import ModelTokenizer
 
 MAX_REQUEST_ID_CHARS = 128
@@ -36,7 +37,7 @@ class Generation:
 
     request_id: str
     choices: tuple[Request, ...]
-    stop_strings: tuple[str, ...]
+    stop_strings: StopStrings
     resumed: ResumedAnswer | None  # None: a new answer
 
 
@@ -86,8 +87,9 @@ def prepare(
     first.packed_token_ids()  # here, in a thread, and not on the router's loop
     choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
     request_id = wire.request_id or unique_id
-    resumed = read_resumed(wire, first, request_id, tokenizer, grammars) if wire.resume else None
-    return Generation(request_id, choices, tuple(wire.stop.stop_strings), resumed)
+    stop_strings = StopStrings(wire.stop.stop_strings)
+    resumed = read_resumed(wire, first, request_id, tokenizer, grammars, stop_strings) if wire.resume else None
+    return Generation(request_id, choices, stop_strings, resumed)
 
 
 def tokenize_prompt(

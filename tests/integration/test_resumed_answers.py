@@ -23,6 +23,7 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tandem_client.stubs.inference_pb2 import OutputFormat
 from tests.support.deployment import Deployment, deploy, make_request, place, tiny_config, trailers_of
 from tests.support.waiting import until
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 from text.tokenizer import load_tokenizer
 
@@ -148,7 +149,7 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
         *(routers.resume(request, whole, index, salt) for index in range(1, len(whole.token_ids) + 1))
     )
     for index, rest in enumerate(resumed, start=1):
-        first = TextStream(TOKENIZER.detokenizer(), request.stop.stop_strings, request.stop.min_tokens)
+        first = TextStream(TOKENIZER.detokenizer(), StopStrings(request.stop.stop_strings), request.stop.min_tokens)
         text, _ = first.push(whole.token_ids[:index])
         assert text + rest.text == whole.text, index
         assert whole.token_ids[:index] + rest.token_ids == whole.token_ids

@@ -17,6 +17,7 @@ from router.serving.call_writer import SinkWriter, StreamWriter
 from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 
 PIECES = [b"a", b"b", b"c"]
@@ -26,7 +27,8 @@ def call_of(writer: StreamWriter | SinkWriter, num_choices: int = 1) -> tuple[li
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100_000))
     streams = [
         ChoiceStream(
-            choice, "model", "chat", request, "r", 0.0, TextStream(IncrementalDetokenizer(PIECES.__getitem__), ()),
+            choice, "model", "chat", request, "r", 0.0,
+            TextStream(IncrementalDetokenizer(PIECES.__getitem__), StopStrings(())),
             cast(Any, None), writer.changed, PIECES.__getitem__,
         )
         for choice in range(num_choices)

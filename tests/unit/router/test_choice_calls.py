@@ -16,6 +16,7 @@ from router.serving.resumed_answer import ResumedAnswer
 from runtime.tracing.trace_context import TraceContext
 from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest, Tool
 from text.detokenizer import IncrementalDetokenizer
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 from text.tool_formats import FORMATS
 
@@ -73,7 +74,7 @@ def request_of(seed: int = 7, prompt: tuple[int, ...] = (1, 2)) -> Request:
 
 
 def choice(tool_format: str, *stop_strings: str) -> ChoiceStream:
-    request, text = request_of(), TextStream(IncrementalDetokenizer(TOKENS.__getitem__), stop_strings)
+    request, text = request_of(), TextStream(IncrementalDetokenizer(TOKENS.__getitem__), StopStrings(stop_strings))
     return ChoiceStream(
         0, "model", "chat", request, "mine", 0.0, text, TraceContext(1, 2), asyncio.Event().set, TOKENS.__getitem__,
         ChoiceCalls(FORMATS[tool_format], request, "mine"),

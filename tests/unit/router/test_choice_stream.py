@@ -16,6 +16,7 @@ from router.requests.events import Deliver, Fail
 from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 
 PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND", b""]  # the texts of token ids 0 to 7
@@ -23,7 +24,7 @@ PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND",
 
 def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100_000))
-    text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), stop_strings)
+    text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), StopStrings(stop_strings))
     return ChoiceStream(
         0, "model", "chat", request, "r", 0.0, text, cast(Any, None), (changed or asyncio.Event()).set,
         PIECES.__getitem__,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 
 from text.detokenizer import IncrementalDetokenizer
+from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 
 
 def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
     """A stream after these tokens, and the text that it returned for each."""
     pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
-    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), stop_strings)
+    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(stop_strings))
     return stream, [stream.push((token_id,))[0] for token_id in range(len(pieces))]
 
 
@@ -76,8 +81,35 @@ def test_tokens_after_a_stop_string_add_nothing() -> None:
 @pytest.mark.parametrize("runs", [[1] * 5, [5], [2, 3], [3, 2]])
 def test_the_text_of_the_first_min_tokens_is_not_searched(runs: list[int]) -> None:
     pieces = [b"END", b" E", b"ND", b" E", b"ND"]
-    stream, text, start, num_used = TextStream(IncrementalDetokenizer(pieces.__getitem__), ["END"], 3), "", 0, 0
+    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(["END"]), 3)
+    text, start, num_used = "", 0, 0
     for length in runs:
         released, used = stream.push(range(start, start + length))
         text, num_used, start = text + released, num_used + used, start + length
     assert (text, stream.stop_match, num_used) == ("END END ", "END", 5)
+
+
+def test_the_work_for_a_character_does_not_grow_with_the_stop_strings() -> None:
+    """Counted in lines of Python. The text ends with the start of the first stop string all the time."""
+
+    def lines_for(stop_strings: list[str], num_tokens: int = 1000) -> int:
+        stream, num_lines = TextStream(IncrementalDetokenizer([b"a", b"c"].__getitem__), StopStrings(stop_strings)), 0
+
+        def trace(_: FrameType, event: str, __: Any) -> Any:
+            nonlocal num_lines
+            num_lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for number in range(num_tokens):
+                stream.push((number % 300 == 299,))  # the other character leads back to the start
+        finally:
+            sys.settrace(before)
+        assert not stream.stop_match
+        return num_lines
+
+    longest = "a" * 255
+    hostile = [longest + "z", *("a" + char * 254 + "z" for char in "bcdefghijklmnop")]
+    assert lines_for(hostile) < 1.5 * lines_for(["az"])
