@@ -28,6 +28,7 @@ from core.output_grammar import Grammars
 from core.request import Request
 from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.drafting import Drafter, Proposer
+from engine.histories import Histories
 from engine.sampling import Sampler
 from engine.step_queue import NOTHING_COMPUTED, Computed, PromisedTokens, StepQueue, tokens_of
 from model_files.builtin_configs import FAKE_CONFIGS
@@ -61,6 +62,7 @@ class FakeRunner:
         self.takes_grammars = grammars is not None
         self.proposes = drafter is not None
         self._proposer = Proposer(drafter, grammars)
+        self._histories = Histories()
         self._step_s = step_s
         self._steps = StepQueue(self._prepare, self._compute)
 
@@ -143,7 +145,7 @@ class FakeRunner:
                 logits += [logits_after(self._read(chunk, 0, end), self.info.vocab_size) for end in ends]
         if not logits:
             return NOTHING_COMPUTED
-        sampler = Sampler(chunks, self.info.eos_token_ids)
+        sampler = Sampler(chunks, self.info.eos_token_ids, self._histories)
         masks = sampler.begin_masks(self._grammars, promised)()
         sampled = sampler.sample(np.stack(logits), promised, masks=masks)
         return Computed(sampled, masks.failed, self._proposer.propose(step, promised, sampled))

@@ -26,7 +26,8 @@ import numpy as np
 from core.output_grammar import GrammarRow, Grammars, Masks
 from core.request import SamplingParams, draw_key
 from core.step import SampledToken, ScheduledChunk
-from engine.step_queue import NO_TOKENS, PromisedTokens, tokens_of
+from engine.histories import NO_COUNTS, Counts, Histories
+from engine.step_queue import NO_TOKENS, PromisedTokens
 
 _LARGEST_QUANTILE = 0.99999994  # the largest float32 below 1
 NO_MASKS = Masks()
@@ -51,7 +52,14 @@ class Sampler:
     which ends with this draft.
     """
 
-    def __init__(self, chunks: Iterable[ScheduledChunk], eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[ScheduledChunk],
+        eos_token_ids: frozenset[int] = frozenset(),
+        histories: Histories | None = None,
+    ) -> None:
+        """`histories`: of the sampler of the step before, to count new tokens alone."""
+        self._histories = histories or Histories()
         self._sampling = [chunk for chunk in chunks if chunk.samples]
         self.chunks = self._sampling
         self._has_drafts = any(chunk.drafts for chunk in self._sampling)
@@ -129,8 +137,19 @@ class Sampler:
         if is_plain_greedy(sampling) and not barred and allowed is None:
             token_id = highest
         else:
-            token_id = choose(logits, chunk, promised, draw, barred, allowed)
+            adjusted, position = self._adjusted(logits, chunk, promised), chunk.start + chunk.num_rows
+            token_id = choose_at(adjusted, sampling, position, barred, draw, allowed)
         return with_logprobs(logits, token_id, sampling.num_logprobs)
+
+    def _adjusted(self, logits: np.ndarray, chunk: ScheduledChunk, promised: PromisedTokens) -> np.ndarray:
+        """After bias and penalties. # float32 [vocab]"""
+        view, start, num_tokens, _, is_promised, drafts = chunk
+        if is_plain(view.sampling):
+            return logits
+        if not has_penalties(view.sampling):
+            return adjust(logits, view.sampling)
+        end, newest = (start, (promised[view.sequence_id],)) if is_promised else (start + num_tokens, drafts)
+        return adjust(logits, view.sampling, self._histories.counts(view, end, newest=newest))
 
 
 def begin_masks(
@@ -167,29 +186,12 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
 
 def is_plain(sampling: SamplingParams) -> bool:
     """Whether no bias and no penalty changes the logits."""
-    return (
-        not sampling.logit_bias
-        and sampling.repetition_penalty == 1.0
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-    )
+    return not sampling.logit_bias and not has_penalties(sampling)
 
 
-def choose(
-    logits: np.ndarray,
-    chunk: ScheduledChunk,
-    promised: PromisedTokens = NO_TOKENS,
-    draw: Draw | None = None,
-    barred: Sequence[int] = (),
-    allowed: bytes | None = None,
-) -> int:
-    """The token behind the chunk and its drafts. # logits: float32 [vocab], left unchanged"""
-    view, position = chunk.sequence, chunk.start + chunk.num_rows
-    if is_plain(view.sampling):
-        return choose_at(logits, view.sampling, position, barred, draw, allowed)
-    token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
-    adjusted = adjust(logits, view.sampling, token_ids, view.num_prompt_tokens)
-    return choose_at(adjusted, view.sampling, position, barred, draw, allowed)
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Whether the logits depend on the tokens before."""
+    return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def choose_at(
@@ -244,23 +246,20 @@ def exponentials(key: int, token_ids: np.ndarray) -> np.ndarray:
     return -np.log1p(-np.minimum((bits + 0.5) / 2.0**32, _LARGEST_QUANTILE))
 
 
-def adjust(
-    logits: np.ndarray, sampling: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
-) -> np.ndarray:
-    """Logits after bias and penalties. # float32 [vocab] -> float32 [vocab]"""
+def adjust(logits: np.ndarray, sampling: SamplingParams, counts: Counts = NO_COUNTS) -> np.ndarray:
+    """Logits after bias and penalties. `counts`: of the tokens before. # float32 [vocab] -> float32 [vocab]"""
+    token_ids, num_written = counts
     adjusted = logits.copy()
     if sampling.logit_bias:
         adjusted[list(sampling.logit_bias.keys())] += list(sampling.logit_bias.values())
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(token_ids, dtype=np.int64))
-        penalized = adjusted[seen]
-        adjusted[seen] = np.where(
+        penalized = adjusted[token_ids]
+        adjusted[token_ids] = np.where(
             penalized > 0, penalized / sampling.repetition_penalty, penalized * sampling.repetition_penalty
         )
     if sampling.presence_penalty or sampling.frequency_penalty:
-        output = np.asarray(token_ids[num_prompt_tokens:], dtype=np.int64)
-        written, counts = np.unique(output, return_counts=True)
-        adjusted[written] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        written = num_written > 0
+        adjusted[token_ids[written]] -= sampling.presence_penalty + sampling.frequency_penalty * num_written[written]
     return adjusted
 
 

@@ -14,6 +14,7 @@ from core.output_grammar import Grammars
 from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.backend import choose_backend, sorted_error
 from engine.drafting import Drafter, Proposer
+from engine.histories import Histories
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import KVPool, num_blocks_within
 from engine.loading import ModelSetup, load_model
@@ -50,6 +51,7 @@ class TorchRunner:
         self.takes_grammars = grammars is not None
         self.proposes = drafter is not None
         self._proposer = Proposer(drafter, grammars)
+        self._histories = Histories()  # read and written in `_compute` alone
         self._steps = StepQueue(self._prepare, self._compute)
         self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
         self._model: Model | None = load_model(
@@ -92,7 +94,8 @@ class TorchRunner:
     def _prepare(self, step: StepPlan) -> _StepInputs:
         try:
             with torch.inference_mode():  # a setting of each thread
-                return step, self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
+                sampler = Sampler(step.chunks, self.info.eos_token_ids, self._histories)
+                return step, self._preparer.prepare(step.chunks), sampler
         except RuntimeError as error:
             raise sorted_error(error) from error
 

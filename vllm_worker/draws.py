@@ -15,60 +15,24 @@ import logging
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from core.output_grammar import GrammarRow
-from core.step import SequenceView
-from engine.sampling import adjust, choose_at, is_plain
 from text.grammars import GrammarReader
 from text.tokenizer import load_tokenizer
-from vllm_worker.sampling import EXTRA_ARG, DrawParams, decode_draw_params
+from vllm_worker.drawn_row import DrawnRow
+from vllm_worker.sampling import EXTRA_ARG, decode_draw_params
 
 logger = logging.getLogger(__name__)
-
-
-class _Row:
-    """One request of the batch. `output` grows while vLLM samples."""
-
-    def __init__(self, draw: DrawParams, prompt: list[int], output: list[int]) -> None:
-        self._draw, self._num_prompt, self._output = draw, len(prompt), output  # of vLLM's prompt
-        self._token_ids = list(prompt)
-        self.view = SequenceView(str(id(self)), self._token_ids, draw.num_prompt_tokens, (), draw.sampling)
-
-    def update(self) -> None:
-        self._token_ids += self._output[len(self._token_ids) - self._num_prompt :]
-
-    @property
-    def grammar_row(self) -> GrammarRow | None:
-        return GrammarRow(self.view, len(self._token_ids)) if self._draw.sampling.grammar else None
-
-    @property
-    def name(self) -> str:
-        return self.view.sequence_id
-
-    @property
-    def end(self) -> int:
-        """A token that ends the output."""
-        return min(self._draw.ends)
-
-    def choose(self, logits: np.ndarray, allowed: bytes | None) -> int:
-        """# float32 [vocab], left unchanged"""
-        draw, position = self._draw, len(self._token_ids)
-        if not is_plain(draw.sampling):
-            logits = adjust(logits, draw.sampling, self._token_ids, draw.num_prompt_tokens)
-        late = position - draw.num_prompt_tokens >= draw.sampling.min_tokens
-        return choose_at(logits, draw.sampling, position, () if late else draw.barred, allowed=allowed)
 
 
 class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed where mypy runs
     """A grammar that becomes too complex ends its output: vLLM cannot fail one request of a step."""
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
-        self._rows: dict[int, _Row] = {}  # by place in the batch
+        self._rows: dict[int, DrawnRow] = {}  # by place in the batch
         self._grammars = GrammarReader(partial(load_tokenizer, vllm_config.model_config.model, own_engine=False))
 
     def is_argmax_invariant(self) -> bool:
@@ -99,6 +63,6 @@ class TandemDraws(LogitsProcessor):  # type: ignore[misc]  # vllm is not install
         return logits
 
 
-def _row_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
+def _row_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> DrawnRow | None:
     wire = (params.extra_args or {}).get(EXTRA_ARG)
-    return None if wire is None else _Row(decode_draw_params(wire), prompt or [], output)
+    return None if wire is None else DrawnRow(decode_draw_params(wire), prompt or [], output)

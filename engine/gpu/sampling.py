@@ -54,7 +54,7 @@ class DeviceSampler:
         self._max_rows = max_rows
         self._device = device
         self._queue = queue or open_queue(device)
-        self._planner = Planner(max_rows, self._queue, eos_token_ids)
+        self._planner = Planner(self._queue, eos_token_ids)
         num_splits = -(-vocab_size // SAMPLING_SPLIT)
 
         def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:

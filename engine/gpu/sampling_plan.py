@@ -3,13 +3,12 @@
     S rows of logits    A rows whose logits change (bias, penalties, min_tokens)    D rows that draw
     L rows with log-probabilities    E entries: the tokens of the A rows whose logits change
 
-A penalty needs the counts of a sequence's tokens. `Histories` keeps them by sequence and counts new tokens alone. A
-promised token is not known here, so the device adds that token: `AdjustedRows.promised` tells where it is.
+A penalty needs the counts of a sequence's tokens (engine/histories.py). A promised token is not known here, so the
+device adds that token: `AdjustedRows.promised` tells where it is.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,12 +18,12 @@ import numpy as np
 import torch
 
 from core.request import draw_key
-from core.step import ScheduledChunk, SequenceView
+from core.step import ScheduledChunk
 from engine.gpu.device_queue import DeviceQueue, Mark
-from engine.sampling import barred_tokens, is_plain
+from engine.histories import NOT_SEEN, Histories
+from engine.sampling import barred_tokens, has_penalties, is_plain
 
 NO_ROWS: Mapping[str, int] = MappingProxyType({})
-NOT_SEEN = -1  # count of a token that is in neither the prompt nor the output
 _ALIGNMENT = 16  # bytes
 
 
@@ -89,10 +88,10 @@ class SamplingPlan:
 class Planner:
     """Makes the plans of a sampler. Calls must not overlap."""
 
-    def __init__(self, max_rows: int, queue: DeviceQueue, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, queue: DeviceQueue, eos_token_ids: frozenset[int]) -> None:
         self._queue = queue
         self._eos_token_ids = eos_token_ids
-        self._histories = Histories(2 * max_rows)
+        self._histories = Histories()
 
     def plan(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> SamplingPlan:
         """`rows_before` has the rows of the step before. Raises `KeyError` if it lacks a promised sequence."""
@@ -136,8 +135,7 @@ class Planner:
         bars = sampling.min_tokens and not sampling.grammar  # else the mask of the row bars them, if it may
         barred = barred_tokens(chunk, self._eos_token_ids) if bars else []
         biased = dict(sampling.logit_bias)
-        penalized = sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
-        if not penalized:
+        if not has_penalties(sampling):
             biased |= dict.fromkeys(barred, -np.inf)
             ids = np.array(list(biased), np.int32)
             return ids, np.full(len(ids), NOT_SEEN, np.int32), np.array(list(biased.values()), np.float64)
@@ -209,52 +207,3 @@ def _adjusted(
         "adjusted.penalties": np.array(penalties, np.float64),
         "adjusted.promised": np.array(promised, np.int32),
     }
-
-
-class Histories:
-    """The counts of the tokens of at most `limit` sequences. The one used longest ago is dropped, and counted again."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._histories: OrderedDict[str, _History] = OrderedDict()
-
-    def counts(self, view: SequenceView, end: int, first: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct tokens and counts of the first `end` tokens of the sequence. The tokens `first` come first.
-
-        # -> int32 [n] token ids, int32 [n] counts, as in `AdjustedRows`; valid until the next call for this sequence
-        """
-        history = self._histories.get(view.sequence_id)
-        if history is None or history.view is not view or history.num_tokens > end:
-            history = self._histories[view.sequence_id] = _History(view, first)
-        self._histories.move_to_end(view.sequence_id)
-        if len(self._histories) > self._limit:
-            self._histories.popitem(last=False)
-        history.extend(end)
-        return history.token_ids[: len(history.places)], history.counts[: len(history.places)]
-
-
-class _History:
-    def __init__(self, view: SequenceView, first: Sequence[int]) -> None:
-        self.view = view
-        self.num_tokens = 0  # counted
-        self.places = {token_id: place for place, token_id in enumerate(first)}
-        self.token_ids = np.array(first, np.int32)
-        self.counts = np.full(len(first), NOT_SEEN, np.int32)
-
-    def extend(self, end: int) -> None:
-        """Count the tokens before `end`."""
-        new = self.view.token_ids[self.num_tokens : end]
-        places = np.array([self.places.setdefault(token_id, len(self.places)) for token_id in new], np.int64)
-        if len(self.places) > len(self.token_ids):
-            size = 2 * len(self.places)
-            self.token_ids, self.counts = (
-                np.concatenate((old, np.full(size - len(old), NOT_SEEN, np.int32)))
-                for old in (self.token_ids, self.counts)
-            )
-        self.token_ids[places] = new
-        in_prompt = max(0, min(len(new), self.view.num_prompt_tokens - self.num_tokens))
-        np.maximum.at(self.counts, places[:in_prompt], 0)
-        written = places[in_prompt:]
-        np.maximum.at(self.counts, written, 0)
-        np.add.at(self.counts, written, 1)
-        self.num_tokens = end

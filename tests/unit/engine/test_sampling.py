@@ -14,7 +14,8 @@ from core.errors import TandemError
 from core.output_grammar import Masks
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
-from engine.sampling import Sampler, adjust, choose, choose_at, filtered_distribution
+from engine.histories import Histories
+from engine.sampling import Sampler, adjust, choose_at, filtered_distribution
 
 LOGITS = np.random.default_rng(5).normal(0.0, 2.0, 50).astype(np.float32)
 
@@ -26,6 +27,10 @@ def params(**options: object) -> SamplingParams:
 def chunk(sampling: SamplingParams, token_ids: list[int] | None = None, num_prompt_tokens: int = 1) -> ScheduledChunk:
     tokens = token_ids or [1]
     return ScheduledChunk(SequenceView("a", tokens, num_prompt_tokens, [0], sampling), 0, len(tokens), True, False)
+
+
+def choose(logits: np.ndarray, wanted: ScheduledChunk) -> int:
+    return Sampler([wanted]).sample(logits[None])["a"][0].token_id
 
 
 def naive_distribution(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
@@ -131,9 +136,51 @@ def test_bias_and_penalties_follow_their_formulas() -> None:
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={0: 1.0, 4: -3.0}
     )
     # Prompt 0 1, output 1 2 2: the repetition penalty applies to all tokens, the other two only to the output.
-    adjusted = adjust(logits, sampling, [0, 1, 1, 2, 2], num_prompt_tokens=2)
+    adjusted = adjust(logits, sampling, counts_of([0, 1, 1, 2, 2], num_prompt_tokens=2))
     assert adjusted.tolist() == [3.0 / 2, -2.0 * 2 - 0.75, 4.0 / 2 - 1.0, -4.0, -2.0]
     assert logits.tolist() == [2.0, -2.0, 4.0, -4.0, 1.0]
+
+
+def counts_of(token_ids: list[int], num_prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    seen = sorted(set(token_ids))
+    return np.array(seen, np.int32), np.array([token_ids[num_prompt_tokens:].count(token) for token in seen], np.int32)
+
+
+# Prompt and output of up to three sequences grow; the sampler also guesses tokens, and may fail and step back.
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.lists(st.integers(0, 9), max_size=3)), max_size=30))
+def test_kept_counts_are_those_of_the_whole_sequence(steps: list[tuple[int, int, list[int]]]) -> None:
+    tokens = [[number * 7 % 5 for number in range(40)] for _ in range(3)]
+    views = [SequenceView("a", token_ids, 4, [0], params()) for token_ids in tokens]
+    histories = Histories()
+    for which, end, newest in steps:
+        end = max(end, 4) if newest else end
+        found, counts = histories.counts(views[which], end, newest=newest)
+        wanted = counts_of([*tokens[which][:end], *newest], 4)
+        assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == dict(zip(*map(list, wanted), strict=True))
+
+
+class CountedReads(list[int]):
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_step_reads_the_new_tokens_of_a_penalized_sequence_alone(promised: bool) -> None:
+    tokens, histories = CountedReads(range(40)), Histories()
+    view = SequenceView("a", tokens, 30, [0], params(repetition_penalty=1.3, frequency_penalty=0.5))
+    drawn = []
+    for end in range(40, 140):
+        last = ScheduledChunk(view, end - 1, 1, True, promised)
+        sampled = Sampler([last], histories=histories).sample(LOGITS[None], {"a": tokens[end - 1]})
+        drawn.append(sampled["a"][0].token_id)
+        tokens.append(drawn[-1])
+    assert tokens.num_read < 2 * 140 + 100
+    rows = [ScheduledChunk(view, end - 1, 1, True, False) for end in range(40, 140)]
+    assert drawn == [choose(LOGITS, row) for row in rows], "as without kept counts"
 
 
 def test_greedy_takes_the_highest_logit_after_penalties_and_the_lowest_id_of_ties() -> None:
@@ -232,7 +279,7 @@ def test_a_masked_token_is_that_of_logits_without_the_others(allowed: set[int], 
         one = chunk(sampling, [1, 2, 3])
         masks = Masks({"a": mask_of(*allowed)})
         found = Sampler([one]).sample(LOGITS[None], masks=masks)["a"][0].token_id
-        adjusted = adjust(masked, sampling, [1, 2, 3], 1)
+        adjusted = adjust(masked, sampling, counts_of([1, 2, 3], 1))
         assert found == choose_at(adjusted, sampling, 3)
         assert found in allowed
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.request import Request, SamplingParams
+from core.step import ScheduledChunk, SequenceView
+from engine.sampling import Sampler
+from vllm_worker.drawn_row import DrawnRow
 from vllm_worker.sampling import EXTRA_ARG, decode_draw_params, draw_params_of, encode_draw_params, sampling_arguments
 
 EOS = frozenset({2})
@@ -55,3 +59,28 @@ def test_a_draw_survives_the_wire_with_all_that_chooses_a_token(sampling: dict[s
         assert getattr(draw.sampling, name) == value
     assert draw.num_prompt_tokens == 5
     assert draw.barred == ((2,) if "min_tokens" in sampling else ())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7, "seed": 3, "top_p": 0.9},
+        {"logit_bias": {4: 2.0}},
+        {"min_tokens": 6},
+        {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+    ],
+)
+def test_a_row_of_a_batch_draws_the_tokens_of_the_engine(sampling: dict[str, Any]) -> None:
+    """vLLM takes delivered tokens of a resumed request for its prompt; they are output all the same."""
+    asked = request(delivered=3, **sampling)
+    rng, tokens, output = np.random.default_rng(3), list(asked.token_ids), list[int]()
+    row = DrawnRow(draw_params_of(asked, EOS), list(tokens), output)
+    for _ in range(7):
+        logits = rng.normal(0.0, 3.0, 20).astype(np.float32)
+        logits[2] = 5.0  # the end of the output
+        chunk = ScheduledChunk(SequenceView("a", tokens, 5, (), asked.sampling), 0, len(tokens), True, False)
+        row.update()
+        drawn = row.choose(logits, None)
+        assert drawn == Sampler([chunk], EOS).sample(logits[None])["a"][0].token_id
+        tokens.append(drawn)
+        output.append(drawn)

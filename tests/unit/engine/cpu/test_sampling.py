@@ -56,7 +56,7 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
 ) -> None:
     logits = np.random.default_rng(3).normal(0.0, 20.0, (1, 1000)).astype(np.float32)
     sampling = SamplingParams(max_tokens=1, temperature=temperature, repetition_penalty=repetition_penalty)
-    likeliest = int(adjust(logits[0], sampling, [7], 1).argmax())
+    likeliest = int(adjust(logits[0], sampling, (np.array([7]), np.array([0]))).argmax())
     for draw in (NativeDraw(kernels), draw_token):
         chunk = ScheduledChunk(SequenceView("a", [7], 1, [0], sampling), 0, 1, True, False)
         assert Sampler([chunk]).sample(logits, draw=draw)["a"][0].token_id == likeliest

@@ -11,7 +11,7 @@ import torch
 from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
-from engine.sampling import Sampler, barred_tokens, choose, exponentials, filtered_distribution
+from engine.sampling import Sampler, exponentials, filtered_distribution
 
 EOS = frozenset({2, 5})
 CPU = torch.device("cpu")
@@ -121,5 +121,5 @@ def _within_rounding(case: Case, row: int) -> list[int]:
             tokens.extend(token_ids[scores >= scores.max() - rounding].tolist())
         return tokens[0]
 
-    choose(case.logits[row], chunk, case.promised, draw, barred_tokens(chunk, EOS))
+    Sampler([chunk], EOS).sample(case.logits[row : row + 1], case.promised, draw)
     return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
-from engine.gpu.sampling_plan import Histories
 from engine.gpu.sampling_reference import REFERENCES
+from engine.histories import Histories
 from engine.sampling import Sampler
 from tests.unit.engine.gpu.sampling_cases import CPU, Case, by_numpy, differing, on_device, some_case
 
@@ -129,8 +130,8 @@ def test_flat_rows_of_a_whole_vocabulary_draw_numpy_s_tokens() -> None:
     }
 
 
-def test_histories_count_each_token_once_and_drop_the_oldest() -> None:
-    histories = Histories(2)
+def test_histories_count_each_token_once_and_end_with_their_sequences() -> None:
+    histories = Histories()
     views = {name: SequenceView(name, [4, 4, 7], 2, [0], SamplingParams(max_tokens=9)) for name in "abc"}
     for view in views.values():
         ids, counts = histories.counts(view, 3, [9])
@@ -140,4 +141,6 @@ def test_histories_count_each_token_once_and_drop_the_oldest() -> None:
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {9: 1, 4: 0, 7: 2, 11: 1, 12: 1}
     ids, counts = histories.counts(views["c"], 3, [9])
     assert (ids.tolist(), counts.tolist()) == ([9, 4, 7], [-1, 0, 1]), "a shorter history is counted again"
-    assert len(histories._histories) == 2
+    del view, views["a"], views["b"]
+    gc.collect()
+    assert len(histories._histories) == 1
