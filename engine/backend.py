@@ -28,6 +28,7 @@ from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
 from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear, Fp8Products
+from engine.quick_draw import QuickDraw
 from engine.sampling import Draw
 from engine.weights import Dequantize
 from model_files.catalogue import default_cache_dir
@@ -44,7 +45,7 @@ class Backend:
     attention: AttentionBackend
     ops: Ops
     linear_method: LinearMethod
-    draw: Draw | None = None  # None: `draw_token` of engine/sampling.py
+    draw: Draw
     dequantize: Dequantize | None = None  # None: the gguf package
 
 
@@ -56,7 +57,7 @@ def choose_backend(
     kernels = find_kernels(config, model, device, cache_dir)
     linear_method = choose_linear_method(config, kernels, device, num_threads)
     if kernels is None:
-        return Backend(TorchAttention(pool), TorchOps(), linear_method)
+        return Backend(TorchAttention(pool), TorchOps(), linear_method, QuickDraw())
     torch_prefill = pool.tensor.dtype is torch.bfloat16 and cpu_has_amx_bf16()
     return Backend(
         attention=NativeAttention(kernels, pool, model.num_heads, num_threads, torch_prefill),

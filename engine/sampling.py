@@ -13,7 +13,8 @@ same request was computed in another batch or on another worker, choose another 
 lie within that rounding.
 
 Reported log-probabilities are the model's: log-softmax of the raw logits, before any of the above.
-The code uses numpy only, so the fake runner shares it. With C kernels, `engine/cpu/sampling.py` replaces `draw_token`.
+The code uses numpy only, so the fake runner shares it. `draw_token` is the law of draws:
+`engine/quick_draw.py` finds its token without a sort, and C kernels find it in `engine/cpu/sampling.py`.
 """
 
 from __future__ import annotations
@@ -226,24 +227,37 @@ def draw_token(adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed
     """The token of the filtered distribution of the allowed tokens that `key` draws. # float32 [vocab]"""
     if allowed is not None:
         adjusted = masked(adjusted, allowed)
-    token_ids, probabilities = filtered_distribution(adjusted, sampling)
-    with np.errstate(divide="ignore"):  # a token without probability
-        scores = np.log(probabilities) - np.log(exponentials(key, token_ids))
-    return int(token_ids[scores.argmax()])
+    token_ids, weights = filtered_distribution(adjusted, sampling)
+    return int(token_ids[scores_of(weights, key, token_ids).argmax()])
+
+
+def scores_of(weights: np.ndarray, key: int, token_ids: np.ndarray) -> np.ndarray:
+    """Logarithms of weight / exponential variate: the highest one is drawn. # float64 [n], int [n] -> float64 [n]"""
+    with np.errstate(divide="ignore"):  # a token without weight
+        return np.log(weights) - np.log(exponentials(key, token_ids))
 
 
 def exponentials(key: int, token_ids: np.ndarray) -> np.ndarray:
     """An exponential variate for each token: the same for a key and a token wherever it is drawn.
 
-    The bits come from an integer hash (Wellons, hash-prospector: "lowbias32") with the key added before and inside.
     # int [n] -> float64 [n]
     """
-    first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    bits = token_ids.astype(np.uint32) ^ first
-    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D) + second
-    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
-    bits ^= bits >> np.uint32(16)
+    bits = token_ids.astype(np.uint32)
+    scramble(bits, key, np.empty_like(bits))
     return -np.log1p(-np.minimum((bits + 0.5) / 2.0**32, _LARGEST_QUANTILE))
+
+
+def scramble(bits: np.ndarray, key: int, spare: np.ndarray) -> None:
+    """Turn token ids into random bits, by an integer hash (Wellons, hash-prospector: "lowbias32") with the key added
+    before and inside. # uint32 [n], changed in place; uint32 [n] scratch
+    """
+    bits ^= np.uint32(key & 0xFFFFFFFF)
+    bits ^= np.right_shift(bits, 16, out=spare)
+    bits *= np.uint32(0x7FEB352D)
+    bits += np.uint32(key >> 32)
+    bits ^= np.right_shift(bits, 15, out=spare)
+    bits *= np.uint32(0x846CA68B)
+    bits ^= np.right_shift(bits, 16, out=spare)
 
 
 def adjust(logits: np.ndarray, sampling: SamplingParams, counts: Counts = NO_COUNTS) -> np.ndarray:

@@ -7,17 +7,17 @@ import numpy as np
 from core.output_grammar import GrammarRow
 from core.step import SequenceView
 from engine.histories import History
-from engine.sampling import adjust, choose_at, has_penalties, is_plain
+from engine.sampling import Draw, adjust, choose_at, has_penalties, is_plain
 from vllm_worker.sampling import DrawParams
 
 
 class DrawnRow:
     """`output` grows while vLLM samples."""
 
-    def __init__(self, draw: DrawParams, prompt: list[int], output: list[int]) -> None:
-        self._draw, self._num_prompt, self._output = draw, len(prompt), output  # of vLLM's prompt
+    def __init__(self, params: DrawParams, prompt: list[int], output: list[int]) -> None:
+        self._params, self._num_prompt, self._output = params, len(prompt), output  # of vLLM's prompt
         self._token_ids = list(prompt)
-        self.view = SequenceView(str(id(self)), self._token_ids, draw.num_prompt_tokens, (), draw.sampling)
+        self.view = SequenceView(str(id(self)), self._token_ids, params.num_prompt_tokens, (), params.sampling)
         self._history = History()
 
     def update(self) -> None:
@@ -25,7 +25,7 @@ class DrawnRow:
 
     @property
     def grammar_row(self) -> GrammarRow | None:
-        return GrammarRow(self.view, len(self._token_ids)) if self._draw.sampling.grammar else None
+        return GrammarRow(self.view, len(self._token_ids)) if self._params.sampling.grammar else None
 
     @property
     def name(self) -> str:
@@ -34,15 +34,15 @@ class DrawnRow:
     @property
     def end(self) -> int:
         """A token that ends the output."""
-        return min(self._draw.ends)
+        return min(self._params.ends)
 
-    def choose(self, logits: np.ndarray, allowed: bytes | None) -> int:
+    def choose(self, logits: np.ndarray, allowed: bytes | None, draw: Draw | None = None) -> int:
         """# float32 [vocab], left unchanged"""
-        draw, position = self._draw, len(self._token_ids)
-        if has_penalties(draw.sampling):
+        params, position = self._params, len(self._token_ids)
+        if has_penalties(params.sampling):
             self._history.extend(self.view, position)
-            logits = adjust(logits, draw.sampling, self._history.counts())
-        elif not is_plain(draw.sampling):
-            logits = adjust(logits, draw.sampling)
-        late = position - draw.num_prompt_tokens >= draw.sampling.min_tokens
-        return choose_at(logits, draw.sampling, position, () if late else draw.barred, allowed=allowed)
+            logits = adjust(logits, params.sampling, self._history.counts())
+        elif not is_plain(params.sampling):
+            logits = adjust(logits, params.sampling)
+        late = position - params.num_prompt_tokens >= params.sampling.min_tokens
+        return choose_at(logits, params.sampling, position, () if late else params.barred, draw, allowed)

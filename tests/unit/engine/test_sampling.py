@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from core.output_grammar import Masks
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.histories import Histories
-from engine.sampling import Sampler, adjust, choose_at, filtered_distribution
+from engine.quick_draw import QuickDraw
+from engine.sampling import Sampler, adjust, choose_at, draw_token, filtered_distribution
 
 LOGITS = np.random.default_rng(5).normal(0.0, 2.0, 50).astype(np.float32)
 
@@ -103,6 +105,48 @@ def test_draws_follow_the_filtered_distribution(options: dict[str, float]) -> No
     expected = np.append(expected[~rare], expected[rare].sum()) + 1e-9
     # Above mean + 4 standard deviations of chi-square less than once in a thousand; the seeds never change.
     assert ((found - expected) ** 2 / expected).sum() < len(found) + 4 * math.sqrt(2 * len(found))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_draw_without_a_sort_takes_the_token_of_the_law(seed: int) -> None:
+    rng, draw = np.random.default_rng(seed), QuickDraw()
+    for size in rng.choice([1, 2, 3, 15, 60, 300, 5000], 4):
+        logits = rng.normal(0.0, rng.choice([0.0, 0.1, 1.0, 4.0, 20.0]), size)
+        match rng.integers(4):
+            case 0:
+                logits = logits.round()  # ties
+            case 1:
+                logits[rng.random(size) < 0.5] = -np.inf
+                logits[rng.integers(size)] = 1.0
+            case 2:
+                logits = (4.0 * logits).round() / 4.0 + rng.choice([1000.0, -5000.0])
+        row = logits.astype(np.float32)
+        flags = rng.random(size) < 0.7
+        flags[row.argmax()] = True
+        allowed = None if rng.random() < 0.7 else np.packbits(flags, bitorder="little").tobytes()
+        sampling = params(
+            temperature=rng.choice([1e-5, 0.01, 0.3, 1.0, 2.5, 100.0]),
+            top_k=int(rng.choice([0, 0, 0, 1, 2, 7, size // 2, size - 1, size, 2**33])),
+            top_p=rng.choice([1.0, 1.0, 1e-6, 0.2, 0.5, 0.9, 0.95, 0.999, 0.9999999]),
+            min_p=rng.choice([0.0, 0.0, 1e-300, 1e-6, 0.05, 0.5, 1.0]),
+        )
+        for key in rng.integers(2**63, size=5).tolist():
+            assert draw(row, sampling, key, allowed) == draw_token(row, sampling, key, allowed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *FILTERS, {"top_k": 50_000}, {"temperature": 2.0, "top_p": 0.999}, {"top_p": 0.9, "min_p": 0.02}],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_a_whole_vocabulary_needs_no_sort(options: dict[str, float], spread: float) -> None:
+    row = np.random.default_rng(8).normal(0.0, spread, 150_000).astype(np.float32)
+    draw, keys = QuickDraw(), range(3)
+    with patch("engine.quick_draw.draw_token", side_effect=AssertionError("the law sorts all tokens")):
+        drawn = [draw(row, params(**options), key) for key in keys]
+    assert drawn == [draw_token(row, params(**options), key) for key in keys]
 
 
 def test_the_positions_of_a_seed_draw_independently() -> None:

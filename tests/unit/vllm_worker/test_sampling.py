@@ -10,6 +10,7 @@ import pytest
 
 from core.request import Request, SamplingParams
 from core.step import ScheduledChunk, SequenceView
+from engine.quick_draw import QuickDraw
 from engine.sampling import Sampler
 from vllm_worker.drawn_row import DrawnRow
 from vllm_worker.sampling import EXTRA_ARG, decode_draw_params, draw_params_of, encode_draw_params, sampling_arguments
@@ -80,7 +81,7 @@ def test_a_row_of_a_batch_draws_the_tokens_of_the_engine(sampling: dict[str, Any
         logits[2] = 5.0  # the end of the output
         chunk = ScheduledChunk(SequenceView("a", tokens, 5, (), asked.sampling), 0, len(tokens), True, False)
         row.update()
-        drawn = row.choose(logits, None)
+        drawn = row.choose(logits, None, QuickDraw())
         assert drawn == Sampler([chunk], EOS).sample(logits[None])["a"][0].token_id
         tokens.append(drawn)
         output.append(drawn)
