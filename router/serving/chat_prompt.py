@@ -15,7 +15,6 @@ from text.chat import Chat
 from text.tokenizer import ModelTokenizer
 
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
-FIRST_ROLES = ("system", "developer")
 MAX_CHAT_MESSAGES = 1024
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128  # of one message
@@ -42,7 +41,7 @@ def check_chat(wire: inference_pb2.ChatPrompt, tokenizer: ModelTokenizer, max_ch
     messages = []
     for position, message in enumerate(wire.messages):
         field = f"chat.messages[{position}]"
-        _check_role(field, message, position, tokenizer)
+        _check_role(field, message, tokenizer)
         messages.append(_to_message(field, message, names))
     return Chat(messages, _check_tools(wire), _check_options(wire.template_options_json, tokenizer))
 
@@ -54,14 +53,11 @@ def _num_chars(message: inference_pb2.ChatMessage) -> int:
     return len(message.content) + sum(len(call.arguments_json) for call in message.tool_calls)
 
 
-def _check_role(field: str, message: inference_pb2.ChatMessage, position: int, tokenizer: ModelTokenizer) -> None:
+def _check_role(field: str, message: inference_pb2.ChatMessage, tokenizer: ModelTokenizer) -> None:
+    """The order of the roles is left to the template, which refuses an order that its model does not know."""
     role = message.role
     if role not in CHAT_ROLES:
         raise InvalidRequest(f"{field}.role", f"must be one of {', '.join(CHAT_ROLES)}, is {quoted(role)}")
-    if role in FIRST_ROLES and position > 0:
-        raise InvalidRequest(
-            f"{field}.role", f"must be 'user', 'assistant' or 'tool', is {role!r} (only for the first message)"
-        )
     if message.tool_calls and role != "assistant":
         raise InvalidRequest(f"{field}.tool_calls", f"only the assistant makes calls, the role is {role!r}")
     if message.tool_call_id and role != "tool":

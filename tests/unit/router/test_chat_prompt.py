@@ -51,13 +51,16 @@ def test_a_chat_with_tools_gets_the_form_of_chat_templates() -> None:
     assert chat.options == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("roles", ["system system user", "user system", "system developer user", "assistant user"])
+def test_the_template_decides_on_the_order_of_roles(roles: str) -> None:
+    wire = ChatPrompt(messages=[ChatMessage(role=role, content="hi") for role in roles.split()])
+    assert [message["role"] for message in check(wire).messages] == roles.split()
+
+
 DEEP = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
 MANY = [Tool(name="f")] * (MAX_TOOLS + 1)
 MANY_CALLS = [ToolCall(id="1", name="f")] * (MAX_TOOL_CALLS + 1)
 REFUSED = {
-    "a late developer": (
-        ChatPrompt(messages=[USER, ChatMessage(role="developer")]), "chat.messages[1].role", "only for the first",
-    ),
     "too many tools": (ChatPrompt(messages=[USER], tools=MANY), "chat.tools", "at most 128"),
     "a tool twice": (ChatPrompt(messages=[USER], tools=[Tool(name="f")] * 2), "chat.tools[1].name", "unique"),
     "a name with a space": (with_tool(name="a b"), "chat.tools[0].name", "1 to 64 letters"),

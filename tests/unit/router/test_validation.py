@@ -99,7 +99,6 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
     (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
-    (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only for the first message"),
 ]
 
 
