@@ -53,7 +53,7 @@ class ToolCallParser:
         self._spaces: str | None = None  # after a call: dropped unless other text follows
         self._is_announced = False  # the call that is read now
         self._deltas: list[Delta] = []
-        self.num_calls = 0
+        self.num_calls = self.num_complete_calls = 0
 
     def push(self, text: str) -> list[Delta]:
         """The part that is new after `text`."""
@@ -131,6 +131,7 @@ class ToolCallParser:
             elif not in_arguments:
                 held.append(text[place])
             if call.complete:
+                self.num_complete_calls += 1
                 self._pass_arguments()
                 self._held, self._state = "", self._after_call
                 return place + 1

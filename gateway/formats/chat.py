@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.outputs import AnswerHead, chat_finish_reason, chat_logprobs
+from gateway.formats.outputs import AnswerHead, chat_logprobs
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk, parts_of
 from gateway.routes.calls import json_bytes
@@ -80,7 +80,7 @@ class ChatChunks(Chunks):
     def finished(self, finished: Finished) -> bytes:
         choice = finished.choice
         self.usage.add(finished)
-        reason, more = chat_finish_reason(finished), {"stop_reason": self.head.stop_reason(finished)}
+        reason, more = self.head.finish_reason(finished), {"stop_reason": self.head.stop_reason(finished)}
         return self._begin(choice) + self._event(choice, {}, reason, None, more)
 
     def _begin(self, choice: int) -> bytes:
@@ -135,7 +135,7 @@ class ChatAnswer:
 
     def finished(self, finished: Finished) -> None:
         self._usage.add(finished)
-        reason, stop_reason = chat_finish_reason(finished), self._head.stop_reason(finished)
+        reason, stop_reason = self._head.finish_reason(finished), self._head.stop_reason(finished)
         self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
 
     def filtered(self, _: int) -> None:

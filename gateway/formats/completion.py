@@ -7,7 +7,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.formats.chat import Chunks
-from gateway.formats.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs
+from gateway.formats.outputs import AnswerHead, CompletionLogprobs
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
 from tandem_client.stubs.inference_pb2 import Finished
@@ -28,7 +28,7 @@ class CompletionChunks(Chunks):
     def finished(self, finished: Finished) -> bytes:
         self.usage.add(finished)
         more = {"stop_reason": self.head.stop_reason(finished)}
-        reason = FINISH_REASONS[finished.finish_reason]
+        reason = self.head.finish_reason(finished)
         return self._event(finished.choice, self._take_echo(finished.choice), reason, None, more)
 
     def chunk(self, chunk: Chunk) -> bytes:
@@ -70,7 +70,7 @@ class CompletionAnswer:
 
     def finished(self, finished: Finished) -> None:
         self._usage.add(finished)
-        reason, stop_reason = FINISH_REASONS[finished.finish_reason], self._head.stop_reason(finished)
+        reason, stop_reason = self._head.finish_reason(finished), self._head.stop_reason(finished)
         self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
 
     def chunk(self, chunk: Chunk) -> None:

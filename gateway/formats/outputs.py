@@ -22,6 +22,12 @@ class AnswerHead:
     created: int  # seconds since the epoch
     eos_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
+    names_tool: bool = False  # `tool_choice` names the tool that is called
+
+    def finish_reason(self, finished: Finished) -> str:
+        """ "tool_calls" if the model chose to call a tool, and its call is complete."""
+        reason = FINISH_REASONS[finished.finish_reason]
+        return "tool_calls" if reason == "stop" and finished.num_tool_calls and not self.names_tool else reason
 
     def stop_reason(self, finished: Finished) -> str | int | None:
         """As vLLM has it: the stop string or the stop token id that ended the choice, null for the end of sequence."""
@@ -29,10 +35,6 @@ class AnswerHead:
         if not match or match in self.stop_strings:
             return match or None
         return None if int(match) in self.eos_token_ids else int(match)
-
-
-def chat_finish_reason(finished: Finished) -> str:
-    return "tool_calls" if finished.num_tool_calls else FINISH_REASONS[finished.finish_reason]
 
 
 def token_text(token: bytes) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway.errors import api_error
 from gateway.formats.chat import sse
-from gateway.formats.outputs import AnswerHead, chat_finish_reason
+from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk, parts_of
 from tandem_client.stubs.inference_pb2 import Finished, ToolCallDelta
@@ -110,7 +110,7 @@ class ResponseAnswer:
 
     def finished(self, finished: Finished) -> list[dict[str, Any]]:
         self._usage.add(finished)
-        return self._end(chat_finish_reason(finished))
+        return self._end(self._head.finish_reason(finished))
 
     def filtered(self, _: int) -> list[dict[str, Any]]:
         return self._end("content_filter")

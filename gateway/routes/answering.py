@@ -48,10 +48,9 @@ class Call:
     context: CallContext
 
     def head(self) -> AnswerHead:
-        stop_strings = tuple(self.requests[0].stop.stop_strings)
-        return AnswerHead(
-            self.id, self.model.name, int(time.time()), frozenset(self.model.info.eos_token_ids), stop_strings
-        )
+        first, eos_token_ids = self.requests[0], frozenset(self.model.info.eos_token_ids)
+        stop_strings, names_tool = tuple(first.stop.stop_strings), bool(first.chat.tool_choice.name)
+        return AnswerHead(self.id, self.model.name, int(time.time()), eos_token_ids, stop_strings, names_tool)
 
     def generate(self, sink: AnswerSink) -> Coroutine[Any, Any, None]:
         """Generates into `sink`. Raises the error of the first call that fails; the others are then cancelled.

@@ -32,9 +32,9 @@ class ChoiceCalls:
         self._id_hash: Any = None  # of the request; None before the first call
 
     @property
-    def num_calls(self) -> int:
+    def num_complete_calls(self) -> int:
         """Of the output so far."""
-        return self._parser.num_calls
+        return self._parser.num_complete_calls
 
     def push(self, text: str) -> Separated:
         """The text outside of calls and the deltas of calls that are complete with `text`."""

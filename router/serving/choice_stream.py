@@ -214,7 +214,7 @@ class ChoiceStream:
 
     @property
     def _num_tool_calls(self) -> int:
-        return 0 if self.calls is None else self.calls.num_calls
+        return 0 if self.calls is None else self.calls.num_complete_calls
 
     def _stop_match(self, reason: FinishReason) -> str:
         if self.text.stop_match or reason is not FinishReason.STOP:

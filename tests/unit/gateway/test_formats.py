@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -135,6 +135,31 @@ def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
     assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
     assert answer.result()["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_calls", "names_tool", "chat", "status"),
+    [
+        ("STOP", 1, False, "tool_calls", "completed"),
+        ("STOP", 1, True, "stop", "completed"),  # the client has chosen the tool
+        ("STOP", 0, False, "stop", "completed"),  # a stop string broke the call off
+        ("LENGTH", 0, False, "length", "incomplete"),
+        ("LENGTH", 1, False, "length", "incomplete"),  # a second call may be incomplete
+    ],
+)
+def test_only_a_model_that_has_called_a_tool_ends_with_tool_calls(
+    reason: str, num_calls: int, names_tool: bool, chat: str, status: str
+) -> None:
+    event = end(reason=FinishReason.Value(f"FINISH_REASON_{reason}"), num_calls=num_calls)
+    head = replace(HEAD, names_tool=names_tool)
+    call = TokenChunk(tool_calls=[ToolCallDelta(index=0, id="c0", name="add"), ToolCallDelta(arguments_json="{")])
+    chunks = chunks_of(ChatChunks(head, 1, UsageSum(1, False), False), [call, event])
+    answer, response = ChatAnswer(head, 1, UsageSum(1, False)), ResponseAnswer(head, {}, UsageSum(1, False))
+    for each in (call, event):
+        push(answer, each)
+        push(response, each)
+    assert answer.result()["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == chat
+    assert (response.result()["status"], response.result()["output"][0]["status"]) == (status, status)
 
 
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])

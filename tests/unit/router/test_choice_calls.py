@@ -32,10 +32,15 @@ OUTPUTS = {  # format -> output, its text
     "llama3_json": (f"\n{FIRST}; {SECOND}".replace("arguments", "parameters") + " ☃", " ☃"),
     "mistral": (f"So ☃: [TOOL [TOOL_CALLS] [{FIRST}, {SECOND}] [", "So ☃: [TOOL  ["),
 }
-BROKEN = {  # an output that max_tokens ends -> its text and its calls
-    f"<tool_call>{FIRST[:-4]}": ("", [("weather", ARGUMENTS[:-3])]),
-    f"<tool_call>{FIRST}\n</tool_c": ("", [("weather", ARGUMENTS)]),
-    '<tool_call>{"name": "wea': ('<tool_call>{"name": "wea', []),
+BROKEN = {  # an output that max_tokens ends -> its text, its calls, and the number of complete ones
+    f"<tool_call>{FIRST[:-4]}": ("", [("weather", ARGUMENTS[:-3])], 0),
+    f"<tool_call>{FIRST}\n</tool_c": ("", [("weather", ARGUMENTS)], 1),
+    f"<tool_call>{FIRST}\n</tool_call>\n<tool_call>{FIRST[:-4]}": (
+        "",
+        [("weather", ARGUMENTS), ("weather", ARGUMENTS[:-3])],
+        1,
+    ),
+    '<tool_call>{"name": "wea': ('<tool_call>{"name": "wea', [], 0),
 }
 
 formats = pytest.mark.parametrize("tool_format", OUTPUTS)
@@ -132,8 +137,8 @@ def test_resumed_at_any_index_a_choice_tells_what_the_client_lacks(tool_format: 
 def test_an_output_that_ends_inside_a_call_tells_what_there_was(output: str) -> None:
     stream = choice("hermes")
     found = Received().take(chunks(stream, output.encode())).take(stream.last_chunk())
-    assert (found.text, [call[1:] for call in found.calls]) == BROKEN[output]
-    assert stream.ended_before(FinishReason.LENGTH).num_tool_calls == len(found.calls)
+    num_complete = stream.ended_before(FinishReason.LENGTH).num_tool_calls
+    assert (found.text, [call[1:] for call in found.calls], num_complete) == BROKEN[output]
 
 
 def test_a_stop_string_ends_the_text_and_the_arguments() -> None:
@@ -145,6 +150,7 @@ def test_a_stop_string_ends_the_text_and_the_arguments() -> None:
     found.take(stream.last_chunk())
     assert stream.text.stop_match == "days"
     assert (found.text, found.calls[0][2]) == ("Ich sehe ☃ nach. <tool\n", '{"city": "Köln \\"}", "')
+    assert stream.ended_before(FinishReason.STOP).num_tool_calls == 0, "half a call is none"
 
 
 def test_ids_are_those_of_the_request_and_differ_between_choices_calls_and_prompts() -> None:
