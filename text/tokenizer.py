@@ -20,6 +20,7 @@ from text.detokenizer import IncrementalDetokenizer, decode_tokens
 from text.file_codec import FileCodec
 from text.special_tokens import BREAK, Codec, Encoded, Marks, encode_framed, markings, refuse_reserved
 from text.tokenizer_files import from_directory, from_gguf
+from text.tool_formats import FORMATS
 
 # ChatML, with tools in the style of Hermes.
 BYTE_CHAT_TEMPLATE = (
@@ -44,6 +45,9 @@ class ModelTokenizer:
         self._template = template
         self._markings = markings(codec.special_tokens)
         self._special_names = {token_id: text.encode() for text, token_id in codec.special_tokens.items()}
+        form = FORMATS.get(self.tool_format)
+        tags = () if form is None else (form.tag, form.end)
+        self._tags = {token_id: text.encode() for text, token_id in codec.special_tokens.items() if text in tags}
 
     @property
     def has_chat_template(self) -> bool:
@@ -134,9 +138,13 @@ class ModelTokenizer:
         """As `token_bytes`; for a special token, its name."""
         return self._codec.token_bytes(token_id) or self._special_names.get(token_id, b"")
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A new detokenizer, for one output."""
-        return IncrementalDetokenizer(self._codec.token_bytes, strip_first_space=self._codec.strip_first_space)
+    def detokenizer(self, with_tags: bool = False) -> IncrementalDetokenizer:
+        """A new detokenizer, for one output. `with_tags`: special tokens that are tags of calls have their text."""
+        token_bytes = self._tagged_bytes if with_tags and self._tags else self._codec.token_bytes
+        return IncrementalDetokenizer(token_bytes, strip_first_space=self._codec.strip_first_space)
+
+    def _tagged_bytes(self, token_id: int) -> bytes:
+        return self._tags.get(token_id) or self._codec.token_bytes(token_id)
 
     def render_chat(self, chat: Chat | Sequence[Message]) -> str:
         """The text of the prompt for a chat, or for messages ({role, content} each).

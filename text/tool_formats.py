@@ -20,7 +20,7 @@ class ToolFormat:
     after: str  # behind the arguments
     separator: str  # between two calls
     end: str = ""  # behind a call or a list of calls, for the parser
-    bare: str = ""  # opens a call without tag, at the start of the output. A tag that is a special token has no text
+    bare: str = ""  # opens a call without tag, at the start of the output
     needs_tag: bool = True  # else the tag is optional, and never written when calls are required
     needs_arguments: bool = True  # else an object with a name alone is a call
     is_list: bool = False

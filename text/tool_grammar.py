@@ -31,9 +31,12 @@ def tool_grammar(
     Returns "" where nothing can be forced.
     """
     form = FORMATS[tool_format]
-    tag = f"<[{special_tokens[form.tag]}]>" if form.tag in special_tokens else _quoted(form.tag)
     is_special = form.tag in special_tokens
-    lines = [f"call_{index}: {_call(form, index, name)}" for index, (name, _) in enumerate(tools)]
+    tag = f"<[{special_tokens[form.tag]}]>" if is_special else _quoted(form.tag)
+    after = _quoted(form.after)
+    if form.end in special_tokens:
+        after = f"{_quoted(form.after.removesuffix(form.end))} <[{special_tokens[form.end]}]>"
+    lines = [f"call_{index}: {_call(form, index, name)} {after}" for index, (name, _) in enumerate(tools)]
     lines += [f"arguments_{index}: %json {_schema(schema)}" for index, (_, schema) in enumerate(tools)]
     lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     opening = f"{tag} " if form.needs_tag else ""
@@ -62,7 +65,7 @@ def tool_grammar(
 
 def _call(form: ToolFormat, index: int, name: str) -> str:
     before = f"{form.before_name}{json.dumps(name)}{form.before_arguments}"
-    return f"{_quoted(before)} arguments_{index} {_quoted(form.after)}"
+    return f"{_quoted(before)} arguments_{index}"
 
 
 def _schema(schema: Mapping[str, Any]) -> str:

@@ -54,11 +54,16 @@ class ChoiceCalls:
         return _short_id(digest) if self._format.has_short_ids else f"call_{digest.hex()}"
 
 
+def can_call(wire: inference_pb2.GenerateRequest, tool_format: str) -> bool:
+    """Whether the output can have calls."""
+    return bool(wire.chat.tools) and tool_format in FORMATS
+
+
 def calls_of(
     wire: inference_pb2.GenerateRequest, tool_format: str, request: Request, client_request_id: str
 ) -> ChoiceCalls | None:
     """For one choice of `wire`, whose own request is `request`; None if its output cannot have calls."""
-    if not wire.chat.tools or tool_format not in FORMATS:
+    if not can_call(wire, tool_format):
         return None
     return ChoiceCalls(FORMATS[tool_format], request, client_request_id)
 

@@ -12,7 +12,7 @@ from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
-from router.serving.choice_calls import calls_of
+from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
@@ -81,6 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id
             self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
+        with_tags = can_call(request, self._tokenizer.tool_format)
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -90,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
                 text=TextStream(
-                    self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
+                    self._tokenizer.detokenizer(with_tags), generation.stop_strings, choice_request.sampling.min_tokens
                 ),
                 trace=self._shell.telemetry.start_trace(headers),
                 changed=writer.changed,

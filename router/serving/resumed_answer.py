@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from core.errors import InvalidRequest
 from core.lifecycle import FinishReason
 from core.request import Request
-from router.serving.choice_calls import ChoiceCalls, calls_of
+from router.serving.choice_calls import ChoiceCalls, calls_of, can_call
 from router.serving.output_formats import RequestGrammars
 from tandem_client.stubs import inference_pb2
 from text.stop_strings import StopStrings
@@ -60,7 +60,8 @@ def read_resumed(
     num_accepted = grammars.num_accepted(sampling.grammar, token_ids)
     if num_accepted < len(token_ids):
         raise InvalidRequest(FIELD, f"token {token_ids[num_accepted]} at index {num_accepted} breaks the output format")
-    text = TextStream(tokenizer.detokenizer(), stop_strings, sampling.min_tokens)
+    detokenizer = tokenizer.detokenizer(can_call(wire, tokenizer.tool_format))
+    text = TextStream(detokenizer, stop_strings, sampling.min_tokens)
     known, num_used = text.push(token_ids)
     if num_used < len(token_ids):
         raise InvalidRequest(FIELD, f"has ids behind index {num_used - 1}, where a stop string ended the answer")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import pytest
 
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from router.requests.events import Deliver
-from router.serving.choice_calls import ChoiceCalls, calls_of
+from router.serving.choice_calls import ChoiceCalls, calls_of, can_call
 from router.serving.choice_stream import ChoiceStream, Chunk
+from router.serving.output_formats import RequestGrammars
 from router.serving.resumed_answer import ResumedAnswer
 from runtime.tracing.trace_context import TraceContext
-from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest, Tool
+from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest, Tool, ToolChoice
+from tests.support.tool_templates import FAMILIES
+from text.chat_template import ChatTemplate
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
+from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer
 from text.tool_formats import FORMATS
 
 TOKENS = [bytes([value]) for value in range(256)]  # a token is a byte
@@ -165,6 +171,50 @@ def test_ids_are_those_of_the_request_and_differ_between_choices_calls_and_promp
     short = [each for seed in range(50) for each in ids(request_of(seed), tool_format="mistral")]
     assert len(set(short)) == 100
     assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in short)
+
+
+class TaggedCodec(ByteCodec):
+    """Its tags of calls are special tokens, which have no text."""
+
+    tags: ClassVar = {"<tool_call>": 259, "</tool_call>": 260, "<|python_tag|>": 261, "[TOOL_CALLS]": 262}
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return super().special_tokens | self.tags
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.tags.values() else super().token_bytes(token_id)
+
+
+@formats
+@pytest.mark.parametrize("required", [True, False])
+def test_a_call_whose_tags_are_special_tokens_is_a_call(tool_format: str, required: bool) -> None:
+    info = replace(load_tokenizer("fake:tiny").info, vocab_size=263)
+    tokenizer = ModelTokenizer(info, TaggedCodec(), ChatTemplate(FAMILIES[tool_format], {}))
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+    choice = ToolChoice(required=True) if required else None
+    wire = GenerateRequest(chat=ChatPrompt(tools=[Tool(name="add", parameters_json=schema)], tool_choice=choice))
+    form = FORMATS[tool_format]
+    call = f'{form.before_name}"add"{form.before_arguments}{{"a": 1}}{form.after}'
+    opening = "" if required else "Wait. "
+    text = f"{opening}{form.tag}[{call}]" if form.is_list else f"{opening}{form.tag}{call}"
+    if required and not form.needs_tag:
+        text = call
+    parts = re.split("(" + "|".join(map(re.escape, TaggedCodec.tags)) + ")", text)
+    token_ids = [
+        one for part in parts for one in ([TaggedCodec.tags[part]] if part in TaggedCodec.tags else part.encode())
+    ]
+    grammars = RequestGrammars(tokenizer)
+    grammar = grammars.grammar_of(wire)
+    assert grammar
+    assert grammars.num_accepted(grammar, token_ids) == len(token_ids)
+    calls = calls_of(wire, tool_format, request_of(), "mine")
+    assert calls is not None
+    told, deltas = calls.finish(tokenizer.detokenizer(with_tags=can_call(wire, tool_format)).push(token_ids))
+    assert told == opening
+    assert "".join(delta.name + delta.arguments_json for delta in deltas) == 'add{"a": 1}'
+    assert calls.num_complete_calls == 1
+    assert tokenizer.detokenizer().push(list(TaggedCodec.tags.values())) == "", "without tools they have no text"
 
 
 def test_only_a_chat_with_tools_of_a_known_format_can_have_calls() -> None:
