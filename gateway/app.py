@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import Scope
 
 from core.config import GatewayConfig
@@ -22,6 +23,13 @@ from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, operations, responses, tokens
 from gateway.routes.calls import passed_on
 from runtime.tracing.telemetry import Telemetry
+
+
+def _with_slash(route: Route) -> list[Route]:
+    """The same route with a slash at its end. A redirect would name the scheme and the host behind a proxy, and many
+    clients follow none for a POST."""
+    is_open = route.path == "/" or route.path.endswith(":path}")
+    return [] if is_open else [Route(f"{route.path}/", route.endpoint, methods=sorted(route.methods or ()))]
 
 
 def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> Starlette:
@@ -52,10 +60,9 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
             expose_headers=["retry-after", "x-request-id", "x-tandem-trace-id", "traceresponse"],
         )  # fmt: skip
         middleware.insert(0, cors)
+    modules = (operations, completions, chat, responses, tokens, routes)
     app = Starlette(
-        routes=[
-            route for module in (operations, completions, chat, responses, tokens, routes) for route in module.ROUTES
-        ],
+        routes=[each for module in modules for route in module.ROUTES for each in (route, *_with_slash(route))],
         middleware=middleware,
         exception_handlers=HANDLERS,
         lifespan=lifespan,

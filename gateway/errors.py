@@ -183,6 +183,10 @@ def _of_http(error: HTTPException) -> ApiError:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"no {request.method} at {request.url.path[:80]}, but {allowed}"
+        return ApiError(405, message, code="method_not_supported", headers={"Allow": allowed}).response()
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, f"no route {request.method} {request.url.path}", code="unknown_url").response()
     return api_error(error).response()

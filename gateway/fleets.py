@@ -202,9 +202,10 @@ class Fleets:
         adapters = [ListedModel(name, name, info, parent=info.name) for info in known for name in info.adapters]
         return models + aliases + rules + adapters
 
-    def resolve(self, model: str, num_prompt_chars: int = 0, tag: str = "") -> ServedModel:
+    def resolve(self, model: str | None, num_prompt_chars: int = 0, tag: str = "") -> ServedModel:
         """The model or adapter that `model` names; empty = the first model. Raises `ModelUnknown`, and `TandemError` if
         the fleet of the model has never answered."""
+        model = model or ""
         if not self._models:
             (fleet,) = self.fleets
             link = fleet.pick()

@@ -35,7 +35,7 @@ async def list_models(request: Request) -> JSONResponse:
 
 
 async def get_model(request: Request) -> JSONResponse:
-    name = request.path_params["name"]
+    name = request.path_params["name"].removesuffix("/")
     for listed in fleets_of(request).listed():
         if listed.name == name:
             return JSONResponse(_described(listed))

@@ -40,7 +40,8 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     context = call_context(request)
     output_format, warnings = text_format(body)
     warnings += check_extra(body.model_extra, RESPONSES)
-    messages = input_messages(body)
+    messages, item_warnings = input_messages(body)
+    warnings += item_warnings
     tools = response_tools(body)
     guardrail = guardrail_of(request)
     num_chars = sum(len(message.content) for message in messages)

@@ -34,7 +34,7 @@ TOKENIZE = {
 
 
 class TokenizeBody(Schema):
-    model: str = ""
+    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
@@ -43,7 +43,7 @@ class TokenizeBody(Schema):
 
 
 class DetokenizeBody(Schema):
-    model: str = ""
+    model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZE_TOKENS)]
 
 

@@ -27,12 +27,12 @@ class ContentPart(Schema):
 
 class FunctionCall(Schema):
     name: str
-    arguments: str = "{}"
+    arguments: str | None = None
 
 
 class MessageToolCall(Schema):
     id: str
-    type: str = "function"
+    type: str | None = None
     function: FunctionCall
 
 
@@ -68,7 +68,7 @@ class ChatBody(SamplingFields):
 
 def num_logprobs(body: ChatBody) -> int | None:
     """The number of most likely tokens for each token; None = no log-probabilities."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs", "needs logprobs to be true")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -94,7 +94,7 @@ def wire_messages(messages: list[Message]) -> tuple[list[ChatMessage], list[str]
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         warnings += check_extra(message.model_extra, MESSAGE, f"{path}.")
-        if message.content is None and not message.tool_calls:
+        if message.content is None and message.role != "assistant":
             raise refused(f"{path}.content", "is required", "missing_required_parameter")
         if message.tool_calls and message.role != "assistant":
             raise refused(f"{path}.tool_calls", "only messages of the assistant have tool calls")
@@ -113,9 +113,9 @@ def wire_messages(messages: list[Message]) -> tuple[list[ChatMessage], list[str]
 
 
 def _wire_call(call: MessageToolCall, path: str) -> ToolCall:
-    _require_function(call.type, f"{path}.type")
+    _require_function(call.type or "function", f"{path}.type")
     check_extra(call.model_extra, CALL, f"{path}.")
-    check_extra(call.function.model_extra, {}, f"{path}.function.")
+    check_extra(call.function.model_extra, CALL, f"{path}.function.")
     return ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments or "{}")
 
 
@@ -148,8 +148,6 @@ def wire_tool(function: FunctionSpec) -> Tool:
 def wire_choice(choice: str | dict[str, Any] | None, parallel: bool | None, has_tools: bool) -> ToolChoice | None:
     """How the model calls the tools; None = as it likes. Raises `ApiError`."""
     if choice in (None, "auto", "none"):
-        if choice == "auto" and not has_tools:
-            raise refused("tool_choice", "needs tools")
         return ToolChoice(single=True) if parallel is False and has_tools and choice != "none" else None
     if not has_tools:
         raise refused("tool_choice", "needs tools")

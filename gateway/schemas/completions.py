@@ -18,6 +18,7 @@ Prompt = str | list[int]
 class CompletionBody(SamplingFields):
     prompt: Any
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -50,3 +51,5 @@ def check_completion(body: CompletionBody) -> None:
     if body.echo and body.logprobs is not None:
         message = "is not supported together with logprobs: the engine computes no log-probabilities of the prompt"
         raise refused("echo", message, "unsupported_parameter")
+    if body.max_tokens == 0:  # checked last: evaluations ask so for the log-probabilities of a prompt
+        raise refused("max_tokens", "must be at least 1, is 0")

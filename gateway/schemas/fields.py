@@ -79,7 +79,7 @@ CHAT: dict[str, FieldRule] = SHARED | {
     "modalities": _refuse("the models here write text only", ["text"]),
     "audio": _refuse("the models here write text only"),
     "web_search_options": _refuse("the gateway searches nothing"),
-    "functions": _refuse("use tools"),
+    "functions": _refuse("use tools", []),
     "function_call": _refuse("use tool_choice", "none", "auto"),
     "best_of": _refuse("use n", 1),
     "echo": _refuse("the prompt of a chat is not repeated", False),
@@ -103,7 +103,7 @@ RESPONSES: dict[str, FieldRule] = SHARED | {
     "previous_response_id": _refuse("nothing is stored; send the earlier messages in input"),
     "conversation": _refuse("nothing is stored; send the earlier messages in input"),
     "background": _refuse("nothing is stored; wait for the answer", False),
-    "include": _refuse("there is nothing to include", []),
+    "include": _refuse("there is nothing to include", [], ["reasoning.encrypted_content"]),
     "prompt": _refuse("prompt templates are stored nowhere; use instructions and input"),
     "max_tool_calls": _refuse("no tool runs inside the gateway"),
     "top_logprobs": _refuse("use /v1/chat/completions", 0),
@@ -117,6 +117,11 @@ MESSAGE: dict[str, FieldRule] = {
     "refusal": _warn("earlier refusals are left out"),
     "reasoning": _warn("earlier reasoning is left out"),
     "reasoning_content": _warn("earlier reasoning is left out"),
+    "reasoning_details": _warn("earlier reasoning is left out"),
+    "thinking_blocks": _warn("earlier reasoning is left out"),
+    "provider_specific_fields": _ignore("are no part of the text"),
+    "cache_control": _ignore("the router finds cached prefixes by itself"),
+    "parsed": _ignore("is the text once more"),
     "annotations": _ignore("are no part of the text"),
     "audio": _refuse("the models here read text only"),
     "function_call": _refuse("use tool_calls"),
@@ -129,6 +134,7 @@ ITEM: dict[str, FieldRule] = {
     "id": _ignore("is no part of the text"),
     "status": _ignore("is no part of the text"),
     "phase": _ignore("is no part of the text"),
+    "parsed_arguments": _ignore("are the arguments once more"),
     "refusal": _refuse("earlier refusals are no input"),
 }
 
@@ -147,7 +153,12 @@ FORMAT: dict[str, FieldRule] = {
     "disable_additional_properties": _warn("set additionalProperties in the schema", False),
     "whitespace_pattern": _warn("a JSON output has at most 20 spaces between two parts"),
 }
-CALL: dict[str, FieldRule] = {"index": _ignore("calls keep their order")}
+CALL: dict[str, FieldRule] = {
+    "index": _ignore("calls keep their order"),
+    "parsed_arguments": _ignore("are the arguments once more"),
+    "provider_specific_fields": _ignore("are no part of the text"),
+    "extra_content": _ignore("is no part of the text"),
+}
 TOOL: dict[str, FieldRule] = {"cache_control": _ignore("the router finds cached prefixes by itself")}
 
 

@@ -17,7 +17,7 @@ from tandem_client.stubs.inference_pb2 import Choices, OutputFormat
 
 
 class JsonSchema(Schema):
-    name: str = ""
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None

@@ -22,11 +22,13 @@ from gateway.schemas.output_format import response_format
 from gateway.schemas.sampling import Count, GenerationFields
 from tandem_client.stubs.inference_pb2 import ChatMessage, OutputFormat, Tool, ToolCall
 
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+
 
 class InputItem(Schema):
     """A message, a call of a tool, or the output of a tool. Clients send earlier output items back unchanged."""
 
-    type: str = "message"
+    type: str | None = None  # of a message
     role: Role | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
@@ -36,8 +38,8 @@ class InputItem(Schema):
 
 
 class TextFormat(Schema):
-    type: str = "text"
-    name: str = ""
+    type: str | None = None
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -64,15 +66,21 @@ class ResponsesBody(GenerationFields):
     parallel_tool_calls: bool | None = None
 
 
-def input_messages(body: ResponsesBody) -> list[ChatMessage]:
-    """The chat that `instructions` and `input` describe. Raises `ApiError` with the path of the field."""
+def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
+    """The chat that `instructions` and `input` describe, and warnings. Raises `ApiError` with the path of the field."""
     messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
+        return [*messages, ChatMessage(role="user", content=body.input)], []
+    warnings = []
     for index, item in enumerate(body.input):
-        path = f"input[{index}]"
+        path, kind = f"input[{index}]", item.type or "message"
+        if kind not in ITEM_TYPES:
+            raise refused(f"{path}.type", f"items of type {kind[:40]!r} are not supported", "unsupported_parameter")
+        if kind == "reasoning":
+            warnings.append(f"{path} has no effect: earlier reasoning is left out")
+            continue
         check_extra(item.model_extra, ITEM, f"{path}.")
-        match item.type:
+        match kind:
             case "message":
                 messages.append(_message(item, path))
             case "function_call":
@@ -89,10 +97,7 @@ def input_messages(body: ResponsesBody) -> list[ChatMessage]:
                 call_id = _required(item.call_id, f"{path}.call_id")
                 text = text_of(item.output, f"{path}.output")
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
-            case _:
-                message = f"items of type {item.type[:40]!r} are not supported"
-                raise refused(f"{path}.type", message, "unsupported_parameter")
-    return messages
+    return messages, warnings
 
 
 def _message(item: InputItem, path: str) -> ChatMessage:
@@ -138,7 +143,7 @@ def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
     if form is None:
         return None, warnings
     check_extra(form.model_extra, {}, "text.format.")
-    return response_format(form.type, form.schema_, "text.format"), warnings
+    return response_format(form.type or "text", form.schema_, "text.format"), warnings
 
 
 def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
@@ -163,6 +168,4 @@ def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
 
 def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
     form = None if body.text is None else body.text.format
-    return (
-        {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True, exclude_defaults=False)
-    )
+    return {"type": "text"} | ({} if form is None else form.model_dump(by_alias=True, exclude_none=True))

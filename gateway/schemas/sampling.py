@@ -34,7 +34,7 @@ TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 class GenerationFields(Schema):
     """null means "not set" for every field."""
 
-    model: str = ""
+    model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -57,7 +57,7 @@ class SamplingFields(GenerationFields, FormatFields):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[BiasedToken, float] | None = None
@@ -88,6 +88,8 @@ def sampling_of(body: GenerationFields) -> SamplingParams:
     }  # fmt: skip
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 of vLLM: all
+    if given["seed"] is not None:  # -1 of vLLM: a random one
+        given["seed"] = None if given["seed"] == -1 else given["seed"] & MAX_SEED
     sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     for key, bias in (getattr(body, "logit_bias", None) or {}).items():
         sampling.logit_bias[int(key)] = bias

@@ -176,7 +176,7 @@ async def test_a_forced_call_of_a_tool_streams_and_has_arguments_of_its_schema(c
     assert answer.choices[0].message.tool_calls is not None
     (call,) = answer.choices[0].message.tool_calls
     assert call.type == "function"
-    assert (call.function.name, answer.choices[0].finish_reason) == ("greet", "tool_calls")
+    assert (call.function.name, answer.choices[0].finish_reason) == ("greet", "stop")
     Person.model_validate_json(call.function.arguments)
     async with client.chat.completions.stream(**options, tool_choice=named) as stream:
         final = (await stream.get_final_completion()).choices[0].message.tool_calls

@@ -86,7 +86,7 @@ def test_an_unexpected_error_keeps_its_text_in_the_log(caplog: pytest.LogCapture
         ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "messages[0].content[0].type", "required"),
         (CHAT % '"n": 17', "n", "16"),
         (CHAT % '"n": "2"', "n", "integer"),
-        (CHAT % '"seed": -1', "seed", "0"),
+        (CHAT % '"seed": 9223372036854775808', "seed", "9223372036854775807"),
         (CHAT % '"top_k": -2', "top_k", "-1"),
         (CHAT % '"stop": [1]', "stop[0]", "string"),
         (CHAT % '"logit_bias": {"a": 1}', "logit_bias.a", "token ids"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from docs.gateway_fields import DOCUMENT, GROUPS, render
 from gateway.errors import ApiError
+from gateway.schemas.base import Schema
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.fields import CHAT, COMPLETION, FieldRule, check_extra
@@ -46,6 +48,21 @@ def test_a_refused_field_is_named(name: str, value: Any, code: str) -> None:
 def test_a_path_precedes_the_name() -> None:
     with pytest.raises(ApiError, match=r"^messages\[2\]\.mood: unknown field"):
         check_extra({"mood": 1}, {}, "messages[2].")
+
+
+def schemas_under(schema: type[Schema]) -> Iterator[type[Schema]]:
+    for each in schema.__subclasses__():
+        yield each
+        yield from schemas_under(each)
+
+
+def test_null_means_not_set_for_every_field_that_may_be_left_out() -> None:
+    fields = [(schema, name) for schema in schemas_under(Schema) for name in schema.model_fields]
+    assert len(fields) > 100
+    for schema, name in fields:
+        field = schema.model_fields[name]
+        if not field.is_required():
+            schema.__pydantic_validator__.validate_assignment(schema.model_construct(), name, None)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ def test_each_field_of_sampling_reaches_the_wire() -> None:
     assert not wire.speculation
 
 
+@pytest.mark.parametrize(("seed", "wire"), [(-1, None), (0, 0), (-2, 2**63 - 2), (-(2**63), 0), (2**63 - 1, 2**63 - 1)])
+def test_a_seed_may_be_negative_and_minus_one_is_random(seed: int, wire: int | None) -> None:
+    sampling = common_request(chat(seed=seed), None, "", "id").sampling
+    assert (sampling.seed if sampling.HasField("seed") else None) == wire
+
+
 def test_a_field_that_is_not_given_stays_unset_on_the_wire() -> None:
     wire = common_request(chat(temperature=None), None, "", "id")
     assert wire.sampling.ListFields() == []
@@ -124,6 +130,7 @@ def test_logprobs_of_a_chat_have_a_switch_and_a_number() -> None:
     assert num_logprobs(chat(logprobs=False)) is None
     assert num_logprobs(chat(logprobs=True)) == 0
     assert num_logprobs(chat(logprobs=True, top_logprobs=5)) == 5
+    assert num_logprobs(chat(logprobs=False, top_logprobs=0)) is None
     with pytest.raises(ApiError, match="top_logprobs: needs logprobs"):
         num_logprobs(chat(top_logprobs=5))
 
@@ -219,7 +226,7 @@ def test_the_items_of_a_response_become_a_chat() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
     body = ResponsesBody.model_validate({"input": items, "instructions": "Be brief."})
-    messages = input_messages(body)
+    messages, _ = input_messages(body)
     assert [message.role for message in messages] == ["system", "user", "assistant", "tool"]
     assert [call.id for call in messages[2].tool_calls] == ["c1", "c2"]
     assert (messages[3].tool_call_id, messages[3].content) == ("c1", "2")
@@ -228,7 +235,7 @@ def test_the_items_of_a_response_become_a_chat() -> None:
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "reasoning"}, "input[0].type"),
+        ({"type": "item_reference"}, "input[0].type"),
         ({"content": "a"}, "input[0].role"),
         ({"type": "function_call", "name": "f"}, "input[0].call_id"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].type"),
