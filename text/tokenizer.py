@@ -123,12 +123,16 @@ class ModelTokenizer:
                 break
         return rendered, marks
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an output; special tokens have none. Raises `InvalidRequest` for an id outside the vocabulary."""
+    def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
+        """The text of an output, where special tokens have none, or of a prompt, `with_special` tokens.
+
+        Raises `InvalidRequest` for an id outside the vocabulary.
+        """
         for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size:
                 raise InvalidRequest("token_ids", f"{token_id} is outside the vocabulary [0, {self.info.vocab_size})")
-        return decode_tokens(token_ids, self._codec.token_bytes, strip_first_space=self._codec.strip_first_space)
+        token_bytes = self.token_name if with_special else self._codec.token_bytes
+        return decode_tokens(token_ids, token_bytes, strip_first_space=self._codec.strip_first_space)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, perhaps part of a character; empty for special tokens."""

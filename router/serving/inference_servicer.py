@@ -134,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
                 )
             text = await self._validation_pool.run(
-                self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids
+                self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids, True
             )
         except TandemError as error:
             await abort(context, error)

@@ -225,7 +225,7 @@ async def test_logprobs_come_with_every_token_the_first_one_too(deployment: Depl
 
 
 async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:
-    sent = "naïve 日本語 🙂 text"
+    sent = "<|im_start|>naïve 日本語 🙂 text<|im_end|>"
     tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=PATIENCE_S)
     back = await deployment.inference.Detokenize(
         inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=PATIENCE_S

@@ -60,6 +60,8 @@ def test_the_tokenizer_of_a_directory_agrees_with_its_library(tmp_path: Path, ma
             token_ids = tokenizer.encode(text, add_special)
             assert token_ids == reference.encode(text, add_special_tokens=add_special).ids
             assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+            named = reference.decode(token_ids, skip_special_tokens=False)
+            assert tokenizer.decode(token_ids, with_special=True) == named
         detokenizer = tokenizer.detokenizer()
         pieces = [detokenizer.push((token_id,)) for token_id in token_ids]
         assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
