@@ -43,6 +43,7 @@ class Credentials:
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""  # in the router's certificate, where its address is not
     api_key: str = field(default="", repr=False)  # one of [[api_keys]] of the fleet
+    through_proxy: bool = False  # use the proxy of http_proxy, https_proxy and no_proxy, which gRPC reads
 
     def headers(self, given: Metadata, operator: bool = False) -> list[tuple[str, str]]:
         """The metadata of a call: `given`, and these credentials."""
@@ -53,7 +54,10 @@ class Credentials:
 
     def open_channel(self, library: ModuleType, address: str) -> Any:
         """A channel of `library`, which is `grpc` or `grpc.aio`. With no certificate it has no TLS."""
-        options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+        options: list[tuple[str, int | str]] = [
+            *CHANNEL_OPTIONS,
+            ("grpc.enable_http_proxy", int(self.through_proxy)),  # by default, gRPC uses one even for 127.0.0.1
+        ]
         if self.server_name:
             options.append(("grpc.ssl_target_name_override", self.server_name))
         if not self.cert and not self.ca:

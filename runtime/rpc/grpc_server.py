@@ -99,6 +99,7 @@ def open_channel(
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel never reuses a broken connection
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_http_proxy", 0),  # http_proxy is for other hosts than those of the fleet
     ]
     if window_bytes:
         options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]

@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor
@@ -27,6 +28,7 @@ from runtime.tracing.trace_file import JsonLinesExporter
 
 CLOSE_TIMEOUT_S = 1.0
 EXPORT_DELAY_MS = 500.0  # a trace is exported at most this long after its end
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 PROJECT = "openinference.project.name"  # resource attribute: the project in which Phoenix shows a trace
 
 AttributeValue = str | int | float | bool | Sequence[str]
@@ -61,7 +63,10 @@ class Telemetry:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
             insecure = not config.otlp_endpoint.startswith("https://")
-            self._add(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
+            # A collector elsewhere may need the proxy of http_proxy. One on this machine needs none.
+            uses_proxy = urlsplit(config.otlp_endpoint).hostname not in LOCAL_HOSTS
+            options: Any = (("grpc.enable_http_proxy", int(uses_proxy)),)
+            self._add(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure, channel_options=options))
 
     def _add(self, exporter: SpanExporter) -> None:
         self._processor.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_DELAY_MS))

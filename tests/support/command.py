@@ -30,9 +30,11 @@ async def start(
     )  # fmt: skip
 
 
-async def tandem(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+async def tandem(
+    *arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
     """Run a command to its end. Returns (exit code, stdout, stderr)."""
-    process = await start(*arguments)
+    process = await start(*arguments, environment=environment)
     async with asyncio.timeout(PATIENCE_S):
         out, err = await process.communicate(stdin.encode())
     assert process.returncode is not None
@@ -64,12 +66,16 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(*arguments: str, program: Sequence[str] = ("cli.main",)) -> AsyncIterator[Served]:
+async def serving(
+    *arguments: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = ("cli.main",)
+) -> AsyncIterator[Served]:
     """`tandem serve` with a fake model of 2 ms a step, as soon as it serves. `program`: as of `start`.
 
     Its processes end with this context, also when the test fails.
     """
-    process = await start("serve", "--model", "fake:slow", "--port", "0", *arguments, program=program)
+    process = await start(
+        "serve", "--model", "fake:slow", "--port", "0", *arguments, environment=environment, program=program
+    )
     try:
         yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))
     finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
@@ -52,6 +54,27 @@ def test_a_full_disk_costs_spans_and_one_warning_and_tears_no_later_line(
     before, torn, after, last = file.read_text().splitlines()
     assert [json.loads(line)["name"] for line in (before, after, last)] == ["before", "after", "last"]
     assert len(torn) == 10
+
+
+def test_a_collector_on_this_machine_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    exported = threading.Event()
+
+    def export(_: bytes, __: grpc.ServicerContext) -> bytes:
+        exported.set()
+        return b""
+
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    handlers = {"Export": grpc.unary_unary_rpc_method_handler(export)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    telemetry = Telemetry(TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{port}"), "tandem-router")
+    telemetry.export(telemetry.start_trace({}), [SpanRecord(SpanName.REQUEST, "a", "b", 0.0, 1.0, {})])
+    assert exported.wait(PATIENCE_S)
+    telemetry.close()
+    server.stop(None)
 
 
 class StuckProvider:

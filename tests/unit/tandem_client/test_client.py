@@ -48,6 +48,28 @@ async def test_a_refusal_names_the_field_and_is_not_retryable(router: ScriptedRo
     assert (failed.value.field, failed.value.retryable, failed.value.retry_after_s) == ("text", False, None)
 
 
+async def test_only_a_client_that_wants_a_proxy_uses_one(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        if not asked.done():
+            asked.set_result(line)
+        writer.close()
+
+    proxy = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+    assert await ask(router.address) == "abc"
+    assert not asked.done()
+    async with AsyncClient(router.address, Credentials(through_proxy=True), NO_RETRY) as client:
+        with pytest.raises(CallFailed):
+            await client.complete("hello", timeout_s=10.0)
+    assert await asked == f"CONNECT {router.address} HTTP/1.1\r\n".encode()
+    proxy.close()
+
+
 async def test_a_full_queue_says_when_to_come_back(router: ScriptedRouter) -> None:
     router.failures = [QueueFull("the queue is full", retry_after_s=2.5)]
     with pytest.raises(CallFailed, match="the queue is full") as failed:
