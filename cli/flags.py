@@ -99,6 +99,11 @@ CHOICE_FLAGS = (
 ROUTE_FLAGS = tuple(flag for flag in REQUEST_FLAGS if flag.name in ("model", "cache-salt"))
 
 
+def _plain(text: str) -> str:
+    """Typer prints help with rich, which takes a name such as [vllm] for a style. (`rich` is slow to import.)"""
+    return text.replace("[", r"\[")
+
+
 def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
     """Replace the `**flags` of a function by one keyword argument per flag; the default of each is None."""
 
@@ -110,7 +115,7 @@ def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
                 flag.parameter,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[flag.type | None, typer.Option(f"--{flag.name}", help=flag.help)],
+                annotation=Annotated[flag.type | None, typer.Option(f"--{flag.name}", help=_plain(flag.help))],
             )
             for flag in table
         ]

@@ -12,20 +12,20 @@ from cli import doctor
 from cli.findings import Finding, Health
 from core.config import TandemConfig, from_mapping
 
-LONG_PATH = "/home/somebody/" + "a-long-name/" * 9 + "model.gguf"
+LONG_PATH = "/home/[somebody]/" + "a-long-name/" * 9 + "model.gguf"
 
 
 @pytest.mark.parametrize(("health", "code"), [(Health.OK, 0), (Health.WARN, 0), (Health.FAIL, 1)])
 def test_a_narrow_terminal_shows_a_finding_whole(health: Health, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def examine(_: TandemConfig) -> list[Finding]:
-        return [Finding("model", health, LONG_PATH, "fix it")]
+        return [Finding("model", health, LONG_PATH, "set [vllm] python")]
 
     monkeypatch.setattr(doctor, "examine", examine)
     console = Console(file=io.StringIO(), width=60)
     assert doctor.doctor(console, TandemConfig()) == code
     shown = "".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert LONG_PATH in shown
-    assert "->fixit" in shown
+    assert "->set[vllm]python" in shown
 
 
 def test_an_interpreter_of_vllm_that_is_missing_is_a_fault_only_of_a_config_that_needs_it() -> None:

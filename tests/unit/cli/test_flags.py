@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
@@ -52,6 +56,20 @@ def test_each_flag_sets_its_field_and_no_other(typed: str, wanted: GenerateReque
     result = CliRunner().invoke(small, typed.split())
     assert result.exit_code == 0, result.output
     assert request == wanted
+
+
+def commands(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands(each, *path, name)
+
+
+def test_help_shows_every_word_of_every_option() -> None:
+    for path, command in commands(get_command(app)):
+        shown = " ".join(CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "1000"}).output.split())
+        for parameter in command.params:
+            written = " ".join((getattr(parameter, "help", "") or "").replace("\\[", "[").split())
+            assert written in shown, (path, parameter.name)
 
 
 def test_every_flag_has_a_row() -> None:
