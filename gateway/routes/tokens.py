@@ -29,6 +29,7 @@ TOKENIZE = {
     "add_generation_prompt": FieldRule(Verdict.REFUSE, "a chat always ends with the start of the answer", (True,)),
     "continue_final_message": FieldRule(Verdict.REFUSE, "a chat always ends with the start of the answer", (False,)),
     "chat_template": FieldRule(Verdict.REFUSE, "the template of the model is always used"),
+    "return_token_strs": FieldRule(Verdict.REFUSE, "send the ids to /detokenize", (False,)),
     "mm_processor_kwargs": FieldRule(Verdict.REFUSE, "the models here read text only"),
 }
 
@@ -39,7 +40,6 @@ class TokenizeBody(Schema):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Schema):
@@ -52,8 +52,6 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", "send either prompt or messages")
-    if body.return_token_strs:
-        raise refused("return_token_strs", "is not supported: send the ids to /detokenize", "unsupported_parameter")
     neutral = (body.prompt is not None,)  # of add_special_tokens: a text has them, a chat has those of its template
     rule = TOKENIZE["add_special_tokens"]
     rules = TOKENIZE | {"add_special_tokens": FieldRule(rule.verdict, rule.reason, neutral)}

@@ -98,7 +98,7 @@ COMPLETION: dict[str, FieldRule] = SHARED | {
 }
 
 RESPONSES: dict[str, FieldRule] = SHARED | {
-    "reasoning": _warn("use /v1/chat/completions with chat_template_kwargs", {}),
+    "reasoning": _warn("use /v1/chat/completions with chat_template_kwargs", {}, {"effort": None, "summary": None}),
     "truncation": _refuse("a prompt is never cut", "disabled"),
     "previous_response_id": _refuse("nothing is stored; send the earlier messages in input"),
     "conversation": _refuse("nothing is stored; send the earlier messages in input"),

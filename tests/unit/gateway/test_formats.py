@@ -25,6 +25,7 @@ from tandem_client.stubs.inference_pb2 import (
 
 HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
 TEXTS = ["Grüße \u2028", '"quoted" \\ \n', "\x00", ""]
+STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
 CALLS = [
     TokenChunk(text="I ask."),
     TokenChunk(
@@ -140,17 +141,17 @@ def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
 @pytest.mark.parametrize(
     ("reason", "num_calls", "names_tool", "chat", "status"),
     [
-        ("STOP", 1, False, "tool_calls", "completed"),
-        ("STOP", 1, True, "stop", "completed"),  # the client has chosen the tool
-        ("STOP", 0, False, "stop", "completed"),  # a stop string broke the call off
-        ("LENGTH", 0, False, "length", "incomplete"),
-        ("LENGTH", 1, False, "length", "incomplete"),  # a second call may be incomplete
+        (STOP, 1, False, "tool_calls", "completed"),
+        (STOP, 1, True, "stop", "completed"),  # the client has chosen the tool
+        (STOP, 0, False, "stop", "completed"),  # a stop string broke the call off
+        (LENGTH, 0, False, "length", "incomplete"),
+        (LENGTH, 1, False, "length", "incomplete"),  # a second call may be incomplete
     ],
 )
 def test_only_a_model_that_has_called_a_tool_ends_with_tool_calls(
-    reason: str, num_calls: int, names_tool: bool, chat: str, status: str
+    reason: FinishReason, num_calls: int, names_tool: bool, chat: str, status: str
 ) -> None:
-    event = end(reason=FinishReason.Value(f"FINISH_REASON_{reason}"), num_calls=num_calls)
+    event = end(reason=reason, num_calls=num_calls)
     head = replace(HEAD, names_tool=names_tool)
     call = TokenChunk(tool_calls=[ToolCallDelta(index=0, id="c0", name="add"), ToolCallDelta(arguments_json="{")])
     chunks = chunks_of(ChatChunks(head, 1, UsageSum(1, False), False), [call, event])
