@@ -9,6 +9,19 @@ from __future__ import annotations
 
 from enum import Enum
 
+MAX_NAME_CHARS = 128  # of a client's text within a message
+MAX_ERROR_CHARS = 2000  # of a message: gRPC loses a longer status, and a collector refuses a larger span
+
+
+def shortened(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """A client's text for an error, a span, a log or a header."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
+def quoted(text: str) -> str:
+    """A client's text as part of a message."""
+    return repr(shortened(text))
+
 
 class ErrorCode(Enum):
     """Each code maps to the gRPC status of the same name (runtime/rpc/grpc_server.py)."""
@@ -33,6 +46,9 @@ class TandemError(Exception):
     retryable = False
     field = ""  # of the request, if a field caused the error
 
+    def __str__(self) -> str:
+        return shortened(super().__str__(), MAX_ERROR_CHARS)
+
 
 class InvalidRequest(TandemError, ValueError):
     """The request breaks a rule. `field` is the field of the request, and `message` states its limit."""
@@ -40,8 +56,8 @@ class InvalidRequest(TandemError, ValueError):
     code = ErrorCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field = shortened(field)
+        super().__init__(f"{self.field}: {message}")
         self.message = message
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import ModelNotFound
+from core.errors import ModelNotFound, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +23,5 @@ class ModelInfo:
             return model
         if model not in ("", self.name):
             also = f", with the adapters {', '.join(self.adapters)}" if self.adapters else ""
-            raise ModelNotFound(f"model {model[:128]!r} is not served here; the served model is {self.name!r}{also}")
+            raise ModelNotFound(f"model {quoted(model)} is not served here; the served model is {self.name!r}{also}")
         return ""

@@ -21,12 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
-from core.errors import ErrorCode, TandemError, WorkerUnavailable
+from core.errors import MAX_ERROR_CHARS, ErrorCode, TandemError, WorkerUnavailable, shortened
 from gateway.fleets import ModelUnknown
 from gateway.http.tracing import note_error
 
 log = logging.getLogger(__name__)
 
+MAX_PARAM_CHARS = 256
 CLIENT_GONE = 499  # the client has closed the connection, so only the access log shows this status
 
 # Code of an error -> HTTP status, type and code of the answer.
@@ -66,11 +67,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        """`message` and `param` are cut: they may hold a text of the client."""
+        self.message = shortened(message, MAX_ERROR_CHARS)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_PARAM_CHARS)
         self.code = code
         self.headers = headers or {}
 
@@ -172,7 +174,7 @@ def _path_of(location: tuple[str | int, ...]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif re.fullmatch("[a-z_0-9]+", part) and part not in ("str", "int", "float", "bool"):
-            path += f".{part}" if path else part
+            path += f".{shortened(part)}" if path else part
     return path
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from core.config import ModelRuleConfig, ServedModelConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import TandemError, WorkerUnavailable, quoted
 from gateway.router_calls import Metadata, RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
@@ -59,7 +59,7 @@ class ModelUnknown(Exception):
     """No fleet serves the model. `names` lists the models that are served."""
 
     def __init__(self, model: str, names: list[str]) -> None:
-        super().__init__(f"model {model!r} is not served here; served: {', '.join(names)}")
+        super().__init__(f"model {quoted(model)} is not served here; served: {', '.join(names)}")
         self.names = names
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from core.errors import ErrorCode, TandemError
+from core.errors import ErrorCode, TandemError, quoted
 from gateway.dashboard.feed import Credentials, Feed, Feeds
 from gateway.fleets import ModelUnknown, fleets_of
 from gateway.routes.calls import passed_on
@@ -67,7 +67,7 @@ async def requests(request: Request) -> JSONResponse:
     """The requests that ended after number `after` of this router, oldest first. At most 512."""
     after = request.query_params.get("after", "0")
     if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
-        raise HTTPException(400, f"after: must be a number of at most {MAX_NUMBER_DIGITS} digits, is {after[:40]!r}")
+        raise HTTPException(400, f"after: must be a number of at most {MAX_NUMBER_DIGITS} digits, is {quoted(after)}")
     feed = await _refreshed(request)
     if isinstance(feed, JSONResponse):
         return feed

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from core.errors import shortened
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord, Telemetry
 from runtime.tracing.trace_context import TraceContext
@@ -25,6 +26,7 @@ from runtime.tracing.trace_context import TraceContext
 SERVICE = "tandem-gateway"
 TRACE_ID_HEADER, RESPONSE_HEADER, REQUEST_ID_HEADER = b"x-tandem-trace-id", b"traceresponse", b"x-request-id"
 REPLACED = (b"traceparent", b"tracestate")
+MAX_PATH_CHARS = 256  # of a span
 FAILED = 400  # this HTTP status and higher ones
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -90,7 +92,7 @@ class Tracer:
         attributes: dict[str, AttributeValue] = {
             Attribute.SPAN_KIND: "CHAIN",
             Attribute.HTTP_METHOD: scope["method"],
-            Attribute.URL_PATH: scope["path"],
+            Attribute.URL_PATH: shortened(scope["path"], MAX_PATH_CHARS),
             Attribute.RESPONSE_ID: request.request_id.decode("latin-1"),
         }
         if status:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
 from gateway.schemas.base import Schema
 
@@ -84,7 +85,7 @@ def _timeout_s(header: str | None, default_s: float) -> float:
     timeout_ms = float(header) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", header) else math.nan
     if not timeout_ms > 0:
         raise refused(
-            TIMEOUT_HEADER, f"must be a number of milliseconds above 0, of at most 12 digits, is {header[:40]!r}"
+            TIMEOUT_HEADER, f"must be a number of milliseconds above 0, of at most 12 digits, is {quoted(header)}"
         )
     return timeout_ms / 1e3
 

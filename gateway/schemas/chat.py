@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from core.errors import quoted
 from gateway.errors import refused
 from gateway.schemas.base import Schema
 from gateway.schemas.fields import CALL, MESSAGE, PART, TOOL, check_extra
@@ -80,7 +81,7 @@ def text_of(content: str | list[ContentPart] | None, path: str) -> str:
     for index, part in enumerate(content):
         where = f"{path}[{index}]"
         if part.type not in TEXT_PARTS:
-            message = f"parts of type {part.type[:40]!r} are not supported: the models here read text only"
+            message = f"parts of type {quoted(part.type)} are not supported: the models here read text only"
             raise refused(f"{where}.type", message, "unsupported_content_part")
         check_extra(part.model_extra, PART, f"{where}.")
         if part.text is None:
@@ -121,7 +122,7 @@ def _wire_call(call: MessageToolCall, path: str) -> ToolCall:
 
 def _require_function(kind: str, path: str) -> None:
     if kind != "function":
-        raise refused(path, f"only tools of type 'function' are supported, one is {kind[:40]!r}")
+        raise refused(path, f"only tools of type 'function' are supported, one is {quoted(kind)}")
 
 
 def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> list[Tool]:
@@ -158,5 +159,5 @@ def wire_choice(choice: str | dict[str, Any] | None, parallel: bool | None, has_
         if choice.get("type") != "function" or not isinstance(name, str) or not name:
             raise refused("tool_choice", 'must be none, auto, required, or {"type": "function", ...} with a name')
     elif choice != "required":
-        raise refused("tool_choice", f"must be none, auto, required or a named function, is {choice[:40]!r}")
+        raise refused("tool_choice", f"must be none, auto, required or a named function, is {quoted(choice)}")
     return ToolChoice(required=True, name=name, single=parallel is False)

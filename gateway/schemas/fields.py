@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from gateway.errors import ApiError, refused
+from core.errors import shortened
+from gateway.errors import refused
 
 
 class Verdict(Enum):
@@ -168,7 +169,7 @@ def check_extra(extra: Mapping[str, Any] | None, rules: Mapping[str, FieldRule],
     for name, value in (extra or {}).items():
         rule = rules.get(name)
         if rule is None:
-            raise ApiError(400, f"{path}{name}: unknown field", param=f"{path}{name}", code="unknown_parameter")
+            raise refused(f"{path}{shortened(name)}", "unknown field", "unknown_parameter")
         if value is None or value in rule.neutral or rule.verdict is Verdict.IGNORE:
             continue
         if rule.verdict is Verdict.REFUSE:

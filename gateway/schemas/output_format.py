@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from core.errors import quoted
 from gateway.errors import ApiError, refused
 from gateway.schemas.base import Schema
 from gateway.schemas.fields import FORMAT, check_extra
@@ -86,7 +87,7 @@ def response_format(kind: str, schema: dict[str, Any] | bool | None, path: str) 
             if schema is None:
                 raise refused(f"{path}.json_schema.schema", "is required", "missing_required_parameter")
             return OutputFormat(json_schema=_json(schema))
-    raise refused(f"{path}.type", f"must be text, json_object or json_schema, is {kind[:40]!r}")
+    raise refused(f"{path}.type", f"must be text, json_object or json_schema, is {quoted(kind)}")
 
 
 def _vllm_formats(

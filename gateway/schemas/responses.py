@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from core.errors import quoted
 from gateway.errors import refused
 from gateway.schemas.base import Schema
 from gateway.schemas.chat import (
@@ -75,7 +76,7 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
     for index, item in enumerate(body.input):
         path, kind = f"input[{index}]", item.type or "message"
         if kind not in ITEM_TYPES:
-            raise refused(f"{path}.type", f"items of type {kind[:40]!r} are not supported", "unsupported_parameter")
+            raise refused(f"{path}.type", f"items of type {quoted(kind)} are not supported", "unsupported_parameter")
         if kind == "reasoning":
             warnings.append(f"{path} has no effect: earlier reasoning is left out")
             continue
@@ -123,8 +124,7 @@ def response_tools(body: ResponsesBody) -> list[Tool]:
     for index, given in enumerate(body.tools or ()):
         path = f"tools[{index}]"
         if given.get("type") != "function":
-            shown = str(given.get("type"))[:40]
-            message = f"only tools of type 'function' are supported, one is {shown!r}"
+            message = f"only tools of type 'function' are supported, one is {quoted(str(given.get('type')))}"
             raise refused(f"{path}.type", message, "unsupported_parameter")
         tool = ResponseTool.model_validate(given)
         check_extra(tool.model_extra, TOOL, f"{path}.")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from core.errors import quoted
 from gateway.errors import refused
 from gateway.schemas.base import Schema
 from gateway.schemas.fields import check_extra
@@ -22,7 +23,7 @@ MAX_CHOICES = 16
 
 def _bias_token(key: str) -> str:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= UINT32):
-        raise ValueError(f"keys must be token ids, one is {key[:40]!r}")
+        raise ValueError(f"keys must be token ids, one is {quoted(key)}")
     return key
 
 

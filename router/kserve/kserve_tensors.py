@@ -10,10 +10,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import InvalidRequest, ModelNotFound
+from core.errors import InvalidRequest, ModelNotFound, quoted, shortened
 from core.model_info import ModelInfo
 from protos import kserve_pb2
-from router.serving.client_json import MAX_JSON_CHARS, check_value, quoted
+from router.serving.client_json import MAX_JSON_CHARS, check_value
 from tandem_client.stubs import inference_pb2
 
 TEXT_INPUT, INPUT_IDS = "text_input", "input_ids"
@@ -58,7 +58,7 @@ class InferRequest:
 def check_model(name: str, version: str, served: ModelInfo) -> None:
     """Raise `ModelNotFound`."""
     if not name or version not in ("", VERSION):
-        raise ModelNotFound(f"model {name[:128]!r} version {version[:32]!r} is not served here, {served.name!r} is")
+        raise ModelNotFound(f"model {quoted(name)} version {quoted(version)} is not served here, {served.name!r} is")
     served.adapter_of(name)
 
 
@@ -69,7 +69,7 @@ def decode_request(wire: kserve_pb2.ModelInferRequest, max_tokens: int) -> Infer
     _read_prompt(wire, request, max_tokens)
     unknown = sorted({output.name for output in wire.outputs} - OUTPUTS.keys())
     if unknown:
-        raise InvalidRequest(f"outputs.{unknown[0][:64]}", f"must be one of {', '.join(OUTPUTS)}")
+        raise InvalidRequest(f"outputs.{shortened(unknown[0])}", f"must be one of {', '.join(OUTPUTS)}")
     wanted = frozenset(output.name for output in wire.outputs) or frozenset(OUTPUTS)
     return InferRequest(request, stream, wanted)
 
@@ -79,7 +79,7 @@ def _read_parameters(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.
     for name, wrapped in wire.parameters.items():
         choice = wrapped.WhichOneof("parameter_choice")
         value = None if choice is None else getattr(wrapped, choice)
-        field = f"parameters.{name[:64]}"
+        field = f"parameters.{shortened(name)}"
         if name in _IGNORED:
             continue
         if name == "stop":
@@ -94,7 +94,7 @@ def _read_parameters(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.
             try:
                 setattr(getattr(request, part) if part else request, name, typed)
             except (ValueError, TypeError) as error:
-                raise InvalidRequest(field, f"is out of range: {quoted(str(typed))}") from error
+                raise InvalidRequest(field, f"is out of range: {shortened(str(typed))}") from error
         else:
             raise InvalidRequest(field, f"is unknown; known are {', '.join([*PARAMETERS, 'stop', 'stream'])}")
     return stream
@@ -106,7 +106,7 @@ def _typed(field: str, value: object, kind: type) -> object:
         try:
             return float(value)
         except ValueError as error:
-            raise InvalidRequest(field, f"must be a number, is {value[:32]!r}") from error
+            raise InvalidRequest(field, f"must be a number, is {quoted(value)}") from error
     allowed = (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
         raise InvalidRequest(field, f"must be of type {kind.__name__}, is {type(value).__name__}")
@@ -136,12 +136,12 @@ def _read_prompt(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.Gene
         raise InvalidRequest("inputs", f"must be one tensor, {TEXT_INPUT} or {INPUT_IDS}; has {len(wire.inputs)}")
     tensor = wire.inputs[0]
     if tensor.name not in INPUTS:
-        raise InvalidRequest(f"inputs.{tensor.name[:64]}", f"must be {TEXT_INPUT} or {INPUT_IDS}")
+        raise InvalidRequest(f"inputs.{shortened(tensor.name)}", f"must be {TEXT_INPUT} or {INPUT_IDS}")
     if wire.raw_input_contents and len(wire.raw_input_contents) != 1:
         raise InvalidRequest("raw_input_contents", f"must have 1 item, has {len(wire.raw_input_contents)}")
     datatype, _ = INPUTS[tensor.name]
     if tensor.datatype != datatype:
-        raise InvalidRequest(f"inputs.{tensor.name}", f"datatype must be {datatype}, is {tensor.datatype[:16]!r}")
+        raise InvalidRequest(f"inputs.{tensor.name}", f"datatype must be {datatype}, is {quoted(tensor.datatype)}")
     raw = wire.raw_input_contents[0] if wire.raw_input_contents else None
     if tensor.name == TEXT_INPUT:
         _check_shape(tensor, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import nsmallest
 from operator import attrgetter
 
-from core.errors import ErrorCode, InvalidRequest, TandemError
+from core.errors import ErrorCode, InvalidRequest, TandemError, quoted
 from core.lifecycle import Stage
 from protos import codec
 from router.operations.request_ring import CAPACITY, RequestRing
@@ -38,7 +38,7 @@ def trace_of(ring: RequestRing, name: str, router_id: str) -> cluster_pb2.Trace:
     """Raises `RequestUnknown`."""
     found = ring.find(name)
     if not found:
-        raise RequestUnknown(f"this router keeps no request {name!r}: it keeps the last {CAPACITY}")
+        raise RequestUnknown(f"this router keeps no request {quoted(name)}: it keeps the last {CAPACITY}")
     _, last = found[-1]
     trace = cluster_pb2.Trace(requests=[_summary(number, ended) for number, ended in found])
     for _, ended in found:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from core.errors import InvalidRequest
-from router.serving.client_json import json_object, quoted
+from core.errors import InvalidRequest, quoted
+from router.serving.client_json import json_object
 from tandem_client.stubs import inference_pb2
 from text.chat import Chat
 from text.tokenizer import ModelTokenizer
@@ -59,9 +59,9 @@ def _check_role(field: str, message: inference_pb2.ChatMessage, tokenizer: Model
     if role not in CHAT_ROLES:
         raise InvalidRequest(f"{field}.role", f"must be one of {', '.join(CHAT_ROLES)}, is {quoted(role)}")
     if message.tool_calls and role != "assistant":
-        raise InvalidRequest(f"{field}.tool_calls", f"only the assistant makes calls, the role is {role!r}")
+        raise InvalidRequest(f"{field}.tool_calls", f"only the assistant makes calls, the role is {quoted(role)}")
     if message.tool_call_id and role != "tool":
-        raise InvalidRequest(f"{field}.tool_call_id", f"only for the role 'tool', the role is {role!r}")
+        raise InvalidRequest(f"{field}.tool_call_id", f"only for the role 'tool', the role is {quoted(role)}")
     if (message.tool_calls or role == "tool") and tokenizer.has_chat_template and not tokenizer.knows_tools:
         at = f"{field}.role" if role == "tool" else f"{field}.tool_calls"
         raise InvalidRequest(at, "the chat template of this model does not know tools")
@@ -104,7 +104,7 @@ def _check_tools(wire: inference_pb2.ChatPrompt) -> list[dict[str, Any]]:
         field = f"chat.tools[{index}]"
         _check_name(f"{field}.name", tool.name)
         if tool.name in names:
-            raise InvalidRequest(f"{field}.name", f"must be unique, {tool.name!r} is there twice")
+            raise InvalidRequest(f"{field}.name", f"must be unique, {quoted(tool.name)} is there twice")
         names.add(tool.name)
         parameters = json_object(f"{field}.parameters_json", tool.parameters_json) or NO_ARGUMENTS
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}

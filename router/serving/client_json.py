@@ -6,16 +6,10 @@ import json
 import math
 from typing import Any, NoReturn
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, quoted
 
 MAX_JSON_CHARS = 64 * 1024  # of one text
 MAX_JSON_DEPTH = 32
-MAX_SHOWN_CHARS = 128
-
-
-def quoted(text: str) -> str:
-    """A client's text for an error message. Shortened: a message beyond the size of a gRPC status would be lost."""
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")
 
 
 def _refuse_constant(name: str) -> NoReturn:

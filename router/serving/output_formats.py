@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from core.errors import InvalidRequest
-from router.serving.client_json import json_object, json_value, quoted
+from core.errors import InvalidRequest, quoted
+from router.serving.client_json import json_object, json_value
 from tandem_client.stubs import inference_pb2
 from text import output_format
 from text.grammars import MAX_GRAMMARS, GrammarReader

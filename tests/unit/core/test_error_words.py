@@ -23,3 +23,9 @@ def test_only_errors_of_unavailable_or_full_services_are_retryable(kind: type[Ta
 def test_a_layout_mismatch_names_each_field_with_both_values() -> None:
     error = LayoutMismatch({"block_size": (16, 32), "dtype": ("bfloat16", "float32")})
     assert str(error) == "KV layouts differ in block_size: 16 here, 32 there, dtype: 'bfloat16' here, 'float32' there"
+
+
+def test_a_message_and_a_field_are_cut() -> None:
+    error = InvalidRequest("f" * 10_000, "m" * 1_000_000)
+    assert len(str(error)) == errors.MAX_ERROR_CHARS + len("...")
+    assert str(error).startswith(f"{error.field}: m")

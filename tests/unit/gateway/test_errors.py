@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
 from gateway.errors import STATUSES, ClientGone, api_error, http_field
 from gateway.fleets import ModelUnknown
+from gateway.http.tracing import TracedRequest, current
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
+from gateway.schemas.fields import check_extra
+from runtime.tracing.trace_context import start_trace
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
 
@@ -73,6 +78,49 @@ def test_an_unexpected_error_keeps_its_text_in_the_log(caplog: pytest.LogCapture
     assert "secret" not in str(error.body())
     assert error_id in caplog.text
     assert "a secret" in caplog.text
+
+
+HUGE = "a" * 1_000_000
+
+
+def unknown_field() -> None:
+    check_extra({HUGE: 1}, {})
+
+
+def unknown_model() -> None:
+    raise ModelUnknown(HUGE, ["b"])
+
+
+def refused_by_the_router() -> None:
+    raise InvalidRequest(HUGE, HUGE)
+
+
+def key_of_a_map() -> None:
+    ChatBody.model_validate_json(CHAT % f'"logit_bias": {{"{HUGE}": 1}}')
+
+
+def text_of_a_field() -> None:
+    ChatBody.model_validate_json(CHAT % f'"n": "{HUGE}"')
+
+
+def unknown_route() -> None:
+    raise HTTPException(404, HUGE)
+
+
+@pytest.mark.parametrize(
+    "failing", [unknown_field, unknown_model, refused_by_the_router, key_of_a_map, text_of_a_field, unknown_route]
+)
+def test_a_text_of_the_client_is_cut_in_the_answer_and_in_the_span(failing: Callable[[], None]) -> None:
+    traced = TracedRequest(start_trace({}, 0.0), b"id")
+    token = current.set(traced)
+    try:
+        failing()
+    except Exception as error:  # noqa: BLE001  each has another class
+        answer = api_error(error).response()
+    finally:
+        current.reset(token)
+    assert len(answer.body) < 4096
+    assert 0 < len(traced.error) < 4096
 
 
 @pytest.mark.parametrize(
