@@ -17,12 +17,13 @@ from gateway.dashboard import routes
 from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
 from gateway.guardrails import load_guardrail
-from gateway.http.middleware import HttpMiddleware
+from gateway.http.middleware import MAX_OPEN_REQUESTS, HttpMiddleware
 from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, operations, responses, tokens
 from gateway.routes.calls import passed_on
 from runtime.tracing.telemetry import Telemetry
+from runtime.validation_threads import ValidationThreads
 
 
 def _with_slash(route: Route) -> list[Route]:
@@ -45,8 +46,9 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
             yield
         finally:
             await fleets.close()
+            threads.close()
 
-    metrics = GatewayMetrics()
+    metrics, threads = GatewayMetrics(), ValidationThreads(MAX_OPEN_REQUESTS)
 
     async def authorize(scope: Scope) -> None:
         await fleets.authorize(passed_on(Request(scope)))
@@ -67,6 +69,6 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
-    app.state.config, app.state.fleets, app.state.metrics = config, fleets, metrics
+    app.state.config, app.state.fleets, app.state.metrics, app.state.threads = config, fleets, metrics, threads
     app.state.guardrail = load_guardrail(config.guardrail)
     return app

@@ -115,7 +115,7 @@ def _api_error(error: BaseException) -> ApiError:
         case ModelUnknown():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case ValidationError():
-            return _of_validation(error.errors(include_url=False, include_context=False))
+            return _of_validation(error.errors(include_url=False, include_context=False, include_input=False))
         case HTTPException():
             return _of_http(error)
         case ClientGone():
@@ -153,10 +153,13 @@ def http_field(field: str) -> str:
 
 
 def _of_validation(found: Sequence[Any]) -> ApiError:
-    """The first field that is wrong, with its limit. Unions report every alternative; the deepest fits best."""
+    """The first field that is wrong, with its limit.
+
+    A union reports every alternative. The deepest fits best, and of these one that has the right type.
+    """
     if not found:
         return ApiError(400, "the body is invalid")
-    deepest = max(found, key=lambda item: len(item["loc"]))
+    deepest = max(found, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     first = deepest if deepest["loc"][:1] == found[0]["loc"][:1] else found[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json")

@@ -21,12 +21,12 @@ from router.routing.policy import Policy
 from router.serving.inference_servicer import InferenceServicer
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
-from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
 from runtime.rpc.security import load_credentials, router_rules
 from runtime.tracing.telemetry import Telemetry
+from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import cluster_pb2_grpc, inference_pb2_grpc
 from text.tokenizer import ModelTokenizer
 

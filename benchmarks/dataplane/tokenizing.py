@@ -25,7 +25,7 @@ from fleet.service_host import SWITCH_INTERVAL_S
 from model_files.catalogue import fetch
 from router.serving.output_formats import RequestGrammars
 from router.serving.validation import prepare
-from router.serving.validation_threads import ValidationThreads
+from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs.inference_pb2 import GenerateRequest, TokenIds
 from text.tokenizer import ModelTokenizer, load_tokenizer
 

@@ -6,9 +6,9 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -16,7 +16,10 @@ from starlette.requests import Request
 
 from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
+from gateway.http.connection import while_connected
 from gateway.schemas.base import Schema
+from gateway.schemas.json_size import check_size
+from runtime.validation_threads import MAX_INLINE_BYTES, ValidationThreads
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
 RECEIPT_HEADER = "x-tandem-receipt"
@@ -26,7 +29,9 @@ WARNING_HEADER = "x-tandem-warning"
 PASSED_ON = ("authorization", "traceparent", "tracestate")  # HTTP headers that become gRPC metadata
 MAX_REQUEST_ID_CHARS = 120  # the router takes 128; the calls of several prompts add a number
 
+P = ParamSpec("P")
 S = TypeVar("S", bound=Schema)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ def call_context(request: Request) -> CallContext:
     """Raises `ApiError` for a header out of its limits."""
     headers = request.headers
     return CallContext(
-        _timeout_s(headers.get(TIMEOUT_HEADER), request.app.state.config.default_timeout_s),
+        _timeout_s(request),
         passed_on(request),
         headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
@@ -79,8 +84,10 @@ def refuse_other_sites(headers: Headers, cors_origins: Collection[str]) -> None:
         raise ApiError(403, message, "permission_error", code="permission_denied")
 
 
-def _timeout_s(header: str | None, default_s: float) -> float:
+def _timeout_s(request: Request) -> float:
+    header = request.headers.get(TIMEOUT_HEADER)
     if header is None:
+        default_s: float = request.app.state.config.default_timeout_s
         return default_s
     timeout_ms = float(header) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", header) else math.nan
     if not timeout_ms > 0:
@@ -104,14 +111,33 @@ def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
     return given
 
 
-async def read_body(request: Request, schema: type[S]) -> S:
-    """Raises `ApiError` that names the field which breaks the schema, or the page that may not send the body."""
+async def read_body(request: Request, schema: type[S], convert: Callable[[S], T]) -> tuple[S, T]:
+    """The body and what `convert` makes of it. A body over `MAX_INLINE_BYTES` is read in a thread.
+
+    Raises `ApiError` that names the field which breaks the schema, or the page that may not send the body, and the
+    errors of `ValidationThreads.run`.
+    """
     refuse_other_sites(request.headers, request.app.state.config.cors_origins)
     body = await request.body()
+    reading = beside_the_loop(request, len(body), _read, body, schema, convert)
     try:
-        return schema.model_validate_json(body)
+        return await (reading if len(body) <= MAX_INLINE_BYTES else while_connected(request.receive, reading))
     except ValidationError as error:
         raise api_error(error) from None
+
+
+def _read(body: bytes, schema: type[S], convert: Callable[[S], T]) -> tuple[S, T]:
+    check_size(body)
+    parsed = schema.model_validate_json(body)
+    return parsed, convert(parsed)
+
+
+async def beside_the_loop(
+    request: Request, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """As `ValidationThreads.run`, with the time limit of the request."""
+    threads: ValidationThreads = request.app.state.threads
+    return await threads.run(_timeout_s(request), num_bytes, function, *args, **kwargs)
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,12 +20,12 @@ from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messa
 from gateway.schemas.fields import CHAT, check_extra
 from gateway.schemas.output_format import output_format_of
 from gateway.schemas.sampling import common_request, stream_warnings
-from tandem_client.stubs.inference_pb2 import ChatPrompt
+from tandem_client.stubs.inference_pb2 import ChatPrompt, OutputFormat
 
 
 async def chat_completions(request: Request) -> Response:
-    body = await read_body(request, ChatBody)
-    call = await _prepare(request, body)
+    body, given = await read_body(request, ChatBody, _given)
+    call = await _prepare(request, body, given)
     options = body.stream_options
     wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
     usage = UsageSum(body.num_choices, wants_receipt)
@@ -35,32 +36,44 @@ async def chat_completions(request: Request) -> Response:
     return await answer_stream(request, call, form)
 
 
-async def _prepare(request: Request, body: ChatBody) -> Call:
-    """Raises an error that names the field."""
-    context = call_context(request)
+class GivenChat(NamedTuple):
+    """The parts of a body that grow with its size, as the router takes them."""
+
+    chat: ChatPrompt
+    output_format: OutputFormat | None
+    num_chars: int  # of all messages
+    warnings: list[str]
+
+
+def _given(body: ChatBody) -> GivenChat:
+    """Call it in a thread. Raises `ApiError`."""
     warnings = check_extra(body.model_extra, CHAT) + stream_warnings(body)
     output_format, format_warnings = output_format_of(body)
     messages, message_warnings = wire_messages(body.messages)
     tools = wire_tools(body.tools, body.tool_choice)
-    guardrail = guardrail_of(request)
-    refuse_logprobs(guardrail, body.logprobs or None)
-    num_chars = sum(len(message.content) for message in messages)
-    model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     options = json.dumps(body.chat_template_kwargs, ensure_ascii=False) if body.chat_template_kwargs else ""
     choice = wire_choice(body.tool_choice, body.parallel_tool_calls, bool(body.tools))
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options, tool_choice=choice)
+    num_chars = sum(len(message.content) for message in messages)
+    return GivenChat(chat, output_format, num_chars, warnings + format_warnings + message_warnings)
+
+
+async def _prepare(request: Request, body: ChatBody, given: GivenChat) -> Call:
+    """Raises an error that names the field."""
+    context, guardrail, chat = call_context(request), guardrail_of(request), given.chat
+    refuse_logprobs(guardrail, body.logprobs or None)
+    model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("chatcmpl-", body.request_id, context)
     wire = common_request(body, _max_tokens(body), model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
-    if output_format is not None:
-        wire.output_format.CopyFrom(output_format)
+    if given.output_format is not None:
+        wire.output_format.CopyFrom(given.output_format)
     logprobs = num_logprobs(body)
     if logprobs is not None:
         wire.logprobs = logprobs
     wire.n = body.num_choices
-    warnings += format_warnings + message_warnings
-    return Call(call_id, model, [wire], [prompt], guardrail, warnings, context)
+    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -12,6 +12,7 @@ from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.routes.chat import GivenChat
 from gateway.schemas.chat import wire_choice
 from gateway.schemas.fields import RESPONSES, check_extra
 from gateway.schemas.responses import (
@@ -26,8 +27,8 @@ from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 
 async def responses(request: Request) -> Response:
-    body = await read_body(request, ResponsesBody)
-    call = await _prepare(request, body)
+    body, given = await read_body(request, ResponsesBody, _given)
+    call = await _prepare(request, body, given)
     usage = UsageSum(1, call.context.wants_receipt)
     answer = ResponseAnswer(call.head(), echoed_fields(body), usage)
     if not body.stream:
@@ -35,26 +36,29 @@ async def responses(request: Request) -> Response:
     return await answer_stream(request, call, ResponseEvents(answer))
 
 
-async def _prepare(request: Request, body: ResponsesBody) -> Call:
-    """Raises an error that names the field."""
-    context = call_context(request)
+def _given(body: ResponsesBody) -> GivenChat:
+    """Call it in a thread. Raises `ApiError`."""
     output_format, warnings = text_format(body)
     warnings += check_extra(body.model_extra, RESPONSES)
     messages, item_warnings = input_messages(body)
     warnings += item_warnings
     tools = response_tools(body)
-    guardrail = guardrail_of(request)
-    num_chars = sum(len(message.content) for message in messages)
-    model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     choice = wire_choice(body.tool_choice, body.parallel_tool_calls, bool(body.tools))
     chat = ChatPrompt(messages=messages, tools=tools, tool_choice=choice)
+    return GivenChat(chat, output_format, sum(len(message.content) for message in messages), warnings)
+
+
+async def _prepare(request: Request, body: ResponsesBody, given: GivenChat) -> Call:
+    """Raises an error that names the field."""
+    context, guardrail, chat = call_context(request), guardrail_of(request), given.chat
+    model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("resp_", body.request_id, context)
     wire = common_request(body, body.max_output_tokens, model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
-    if output_format is not None:
-        wire.output_format.CopyFrom(output_format)
-    return Call(call_id, model, [wire], [prompt], guardrail, warnings, context)
+    if given.output_format is not None:
+        wire.output_format.CopyFrom(given.output_format)
+    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context)
 
 
 ROUTES = [Route("/v1/responses", responses, methods=["POST"])]

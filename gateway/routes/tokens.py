@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,14 +12,15 @@ from starlette.routing import Route
 from gateway.errors import refused
 from gateway.fleets import fleets_of
 from gateway.http.connection import while_connected
-from gateway.routes.calls import call_context, json_bytes, read_body, warning_headers
-from gateway.schemas.base import Schema
+from gateway.routes.calls import beside_the_loop, call_context, json_bytes, read_body, warning_headers
+from gateway.schemas.base import Schema, items
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schemas.fields import FieldRule, Verdict, check_extra
 from gateway.schemas.sampling import TokenId
-from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest
+from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest, TokenizeResponse
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
+IDS_PER_STEP = 16 * 1024
 
 TOKENIZE = {
     "add_special_tokens": FieldRule(
@@ -37,19 +37,28 @@ TOKENIZE = {
 class TokenizeBody(Schema):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[Message], items(MAX_MESSAGES, min_length=1)] | None = None
+    tools: Annotated[list[ToolSpec], items(MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Schema):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZE_TOKENS)]
+    tokens: Annotated[list[TokenId], items(MAX_DETOKENIZE_TOKENS)]
 
 
 async def tokenize(request: Request) -> Response:
     context = call_context(request)
-    body = await read_body(request, TokenizeBody)
+    body, (wire, warnings) = await read_body(request, TokenizeBody, _tokenize_request)
+    model = fleets_of(request).resolve(body.model, 0, context.tag)
+    found = await while_connected(request.receive, model.router.tokenize(wire, context.metadata))
+    length = model.info.context_length
+    answer = await beside_the_loop(request, found.ByteSize(), _tokenize_answer, found, length)
+    return Response(answer, 200, warning_headers(warnings), "application/json")
+
+
+def _tokenize_request(body: TokenizeBody) -> tuple[TokenizeRequest, list[str]]:
+    """The request and warnings. Call it in a thread. Raises `ApiError`."""
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", "send either prompt or messages")
     neutral = (body.prompt is not None,)  # of add_special_tokens: a text has them, a chat has those of its template
@@ -57,32 +66,32 @@ async def tokenize(request: Request) -> Response:
     rules = TOKENIZE | {"add_special_tokens": FieldRule(rule.verdict, rule.reason, neutral)}
     warnings = check_extra(body.model_extra, rules)
     if body.prompt is not None:
-        wire = TokenizeRequest(text=body.prompt)
-    else:
-        messages, message_warnings = wire_messages(body.messages or [])
-        tools = wire_tools(body.tools, None)
-        warnings += message_warnings
-        options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
-        wire = TokenizeRequest(chat=ChatPrompt(messages=messages, tools=tools, template_options_json=options))
-    model = fleets_of(request).resolve(body.model, 0, context.tag)
-    found = await while_connected(request.receive, model.router.tokenize(wire, context.metadata))
-    answer = {
-        "count": len(found.token_ids),
-        "max_model_len": model.info.context_length,
-        "tokens": list(found.token_ids),
-        "token_strs": None,
-    }
-    return Response(json_bytes(answer), 200, warning_headers(warnings), "application/json")
+        return TokenizeRequest(text=body.prompt), warnings
+    messages, message_warnings = wire_messages(body.messages or [])
+    tools = wire_tools(body.tools, None)
+    options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options)
+    return TokenizeRequest(chat=chat), warnings + message_warnings
+
+
+def _tokenize_answer(found: TokenizeResponse, context_length: int) -> bytes:
+    """Call it in a thread. No step of it holds the interpreter lock for more than `IDS_PER_STEP` ids."""
+    ids, opening = found.token_ids, {"count": len(found.token_ids), "max_model_len": context_length}
+    steps = (json_bytes(list(ids[at : at + IDS_PER_STEP]))[1:-1] for at in range(0, len(ids), IDS_PER_STEP))
+    return b'%b,"tokens":[%b],"token_strs":null}' % (json_bytes(opening)[:-1], b",".join(steps))
 
 
 async def detokenize(request: Request) -> Response:
     context = call_context(request)
-    body = await read_body(request, DetokenizeBody)
-    check_extra(body.model_extra, {})
+    body, wire = await read_body(request, DetokenizeBody, _detokenize_request)
     model = fleets_of(request).resolve(body.model, 0, context.tag)
-    wire = DetokenizeRequest(token_ids=body.tokens)
     found = await while_connected(request.receive, model.router.detokenize(wire, context.metadata))
     return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")
+
+
+def _detokenize_request(body: DetokenizeBody) -> DetokenizeRequest:
+    check_extra(body.model_extra, {})
+    return DetokenizeRequest(token_ids=body.tokens)
 
 
 ROUTES = [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]

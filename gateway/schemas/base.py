@@ -1,11 +1,18 @@
-"""The base of every schema."""
+"""The base of every schema, and the bounds of their lists."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Schema(BaseModel):
     """Unknown fields are kept apart, for `gateway.fields.check_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+def items(max_length: int, min_length: int = 0) -> Any:
+    """The bounds of a list or a map. Its validation ends at the first wrong item, so it makes one error."""
+    return Field(min_length=min_length, max_length=max_length, fail_fast=True)

@@ -9,13 +9,15 @@ from pydantic import Field
 
 from core.errors import quoted
 from gateway.errors import refused
-from gateway.schemas.base import Schema
+from gateway.schemas.base import Schema, items
 from gateway.schemas.fields import CALL, MESSAGE, PART, TOOL, check_extra
 from gateway.schemas.sampling import Count, SamplingFields
 from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall, ToolChoice
 
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
+MAX_PARTS = 1024  # of one message
+MAX_TOOL_CALLS = 128  # of one message
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -24,6 +26,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class ContentPart(Schema):
     type: str
     text: str | None = None
+
+
+Content = str | Annotated[list[ContentPart], items(MAX_PARTS)]
 
 
 class FunctionCall(Schema):
@@ -39,8 +44,8 @@ class MessageToolCall(Schema):
 
 class Message(Schema):
     role: Role
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: Content | None = None
+    tool_calls: Annotated[list[MessageToolCall], items(MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = None
 
 
@@ -57,11 +62,11 @@ class ToolSpec(Schema):
 
 
 class ChatBody(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], items(MAX_MESSAGES, min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolSpec], items(MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

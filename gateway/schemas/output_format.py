@@ -6,15 +6,18 @@ The router checks schemas, expressions and grammars.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from core.errors import quoted
 from gateway.errors import ApiError, refused
-from gateway.schemas.base import Schema
+from gateway.schemas.base import Schema, items
 from gateway.schemas.fields import FORMAT, check_extra
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat
+
+MAX_CHOICE_TEXTS = 1024
+Choice = Annotated[list[str], items(MAX_CHOICE_TEXTS)]
 
 
 class JsonSchema(Schema):
@@ -35,7 +38,7 @@ class StructuredOutputs(Schema):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choice | None = None
     grammar: str | None = None
 
 
@@ -46,7 +49,7 @@ class FormatFields(Schema):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choice | None = None
     guided_grammar: str | None = None
 
 

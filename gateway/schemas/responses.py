@@ -8,11 +8,11 @@ from pydantic import Field
 
 from core.errors import quoted
 from gateway.errors import refused
-from gateway.schemas.base import Schema
+from gateway.schemas.base import Schema, items
 from gateway.schemas.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    ContentPart,
+    Content,
     FunctionSpec,
     Role,
     text_of,
@@ -31,11 +31,11 @@ class InputItem(Schema):
 
     type: str | None = None  # of a message
     role: Role | None = None
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: Content | None = None
 
 
 class TextFormat(Schema):
@@ -56,13 +56,11 @@ class ResponseTool(FunctionSpec):
 
 
 class ResponsesBody(GenerationFields):
-    input: (
-        Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    )
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], items(MAX_MESSAGES, min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], items(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

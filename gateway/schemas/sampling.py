@@ -10,15 +10,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from core.errors import quoted
+from core.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from gateway.errors import refused
-from gateway.schemas.base import Schema
+from gateway.schemas.base import Schema, items
 from gateway.schemas.fields import check_extra
 from gateway.schemas.output_format import FormatFields
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
-MAX_SEED = 2**63 - 1
-MAX_CHOICES = 16
 
 
 def _bias_token(key: str) -> str:
@@ -44,7 +43,7 @@ class GenerationFields(Schema):
     top_k: Annotated[int, Field(ge=-1, le=UINT32)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], items(MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     speculation: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
@@ -57,11 +56,11 @@ class SamplingFields(GenerationFields, FormatFields):
     """The further fields of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], items(MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[BiasedToken, float] | None = None
+    logit_bias: Annotated[dict[BiasedToken, float], items(MAX_LOGIT_BIAS)] | None = None
     max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
 

@@ -16,9 +16,9 @@ from router.routing.policy import reason_for
 from router.serving import validation
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
-from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
+from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
 from text.tokenizer import ModelTokenizer
 

@@ -16,9 +16,9 @@ from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
-from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
+from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer

@@ -23,7 +23,7 @@ from protos import codec
 from router.serving.chat_prompt import check_chat
 from router.serving.output_formats import RequestGrammars
 from router.serving.resumed_answer import ResumedAnswer, check_plain, read_resumed
-from router.serving.validation_threads import MAX_INLINE_BYTES
+from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
 from text.stop_strings import StopStrings
 from text.tokenizer import ModelTokenizer

@@ -11,7 +11,7 @@ from router.serving import validation
 from router.serving.output_formats import RequestGrammars
 from router.serving.resumed_answer import ResumedAnswer
 from router.serving.validation import Generation, prepare
-from router.serving.validation_threads import MAX_INLINE_BYTES
+from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs.inference_pb2 import Choices, GenerateRequest, OutputFormat, SamplingParams, StopConditions
 from text.tokenizer import load_tokenizer
 

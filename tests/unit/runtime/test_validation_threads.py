@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from router.serving.validation_threads import (
+from runtime.validation_threads import (
     CORES_PER_LONG_CALL,
     MAX_INLINE_BYTES,
     MAX_LONG_CALLS,

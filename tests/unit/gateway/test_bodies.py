@@ -1,0 +1,134 @@
+"""The work for a body is bounded: one error for each list, a bound of values, and no long body on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from gateway.errors import ApiError, api_error
+from gateway.routes.calls import read_body
+from gateway.routes.tokens import DetokenizeBody, TokenizeBody
+from gateway.schemas.base import Schema
+from gateway.schemas.chat import ChatBody
+from gateway.schemas.completions import CompletionBody
+from gateway.schemas.json_size import MAX_KEYS, MAX_VALUES, check_size
+from gateway.schemas.responses import ResponsesBody, ResponseTool
+from runtime.validation_threads import MAX_INLINE_BYTES, ValidationThreads
+
+BODIES = (ChatBody, CompletionBody, ResponsesBody, ResponseTool, TokenizeBody, DetokenizeBody)
+
+
+def parts_of(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every part of a core schema, with the names that lead to it."""
+    if isinstance(schema, dict):
+        yield path, schema
+        for name, part in schema.items():
+            yield from parts_of(part, f"{path}.{name}")
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from parts_of(part, path)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_each_list_of_a_schema_is_bounded_and_ends_at_its_first_wrong_item(body: type[Schema]) -> None:
+    for path, part in parts_of(body.__pydantic_core_schema__):
+        is_list = part.get("type") in ("list", "set", "tuple")
+        is_map = part.get("type") == "dict" and part["values_schema"]["type"] != "any"  # no value of those is wrong
+        if is_list or is_map:
+            assert part.get("fail_fast"), path
+            assert part.get("max_length"), path
+
+
+def filled(opening: str, item: str, closing: str, num: int = 10_000) -> bytes:
+    return f"{opening}{','.join([item] * num)}{closing}".encode()
+
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}], '
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "param"),
+    [
+        (ChatBody, filled('{"messages": [{"role": "user", "content": [', "1", "]}]}"), "messages[0].content[0]"),
+        (ChatBody, filled('{"messages": [', "1", "]}"), "messages[0]"),
+        (ChatBody, filled(CHAT + '"tools": [', "1", "]}"), "tools[0]"),
+        (ChatBody, filled(CHAT + '"stop_token_ids": [', '""', "]}"), "stop_token_ids[0]"),
+        (ChatBody, filled(CHAT + '"guided_choice": [', "1", "]}"), "guided_choice[0]"),
+        (CompletionBody, filled('{"prompt": "a", "stop": [', "1", "]}"), "stop[0]"),
+        (CompletionBody, filled('{"prompt": "a", "stop": [', '"a"', "]}"), "stop"),
+        (ResponsesBody, filled('{"input": [', "1", "]}"), "input[0]"),
+        (ResponsesBody, filled('{"input": "a", "tools": [', "1", "]}"), "tools[0]"),
+        (DetokenizeBody, filled('{"tokens": [', '""', "]}"), "tokens[0]"),
+    ],
+)
+def test_a_list_of_wrong_items_makes_one_error(schema: type[Schema], body: bytes, param: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate_json(body)
+    assert caught.value.error_count() <= 2  # a union has one for each alternative
+    assert api_error(caught.value).param == param
+
+
+def test_a_list_with_too_many_items_says_so() -> None:
+    body = filled('{"messages": [{"role": "user", "content": [', '{"type": "text", "text": "a"}', "]}]}")
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate_json(body)
+    assert "at most 1024 items" in api_error(caught.value).message
+
+
+def test_a_map_of_wrong_items_makes_one_error() -> None:
+    body = filled(CHAT + '"logit_bias": {', ",".join(f'"a{key}": 1' for key in range(10_000)), "}}", 1)
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate_json(body)
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "accepted"),
+    [
+        (filled('{"tokens": [', "1", "]}", MAX_VALUES), True),
+        (filled('{"tokens": [', "1", "]}", MAX_VALUES + 1), False),
+        (filled('{"x": [', "{}", "]}", MAX_KEYS - 3), True),
+        (filled('{"x": [', "{}", "]}", MAX_KEYS), False),
+        (filled('{"x": [', "[]", "]}", MAX_KEYS), False),
+        (filled("{", '"a":1', "}", MAX_KEYS), False),
+        (b'{"prompt": "%b"}' % (rb"\"[{:,\\" * (MAX_VALUES + 1)), True),
+        (filled('{"a": "%s", "x": [' % ("[" * MAX_KEYS), "[]", "]}", MAX_KEYS), False),
+        (b"[" * 2 * MAX_KEYS, False),
+    ],
+)
+def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) -> None:
+    if accepted:
+        check_size(body)
+        return
+    with pytest.raises(ApiError, match=r"^body: must have at most") as caught:
+        check_size(body)
+    assert caught.value.status == 400
+
+
+@pytest.fixture
+def threads() -> Iterator[ValidationThreads]:
+    threads = ValidationThreads(max_pending=1)
+    yield threads
+    threads.close()
+
+
+@pytest.mark.parametrize(("num_bytes", "in_thread"), [(MAX_INLINE_BYTES, False), (MAX_INLINE_BYTES + 1, True)])
+async def test_a_long_body_is_read_in_a_thread(threads: ValidationThreads, num_bytes: int, in_thread: bool) -> None:
+    body = b'{"prompt": "%b"}' % (b"a" * (num_bytes - 14))
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    config = SimpleNamespace(default_timeout_s=5.0)
+    app = SimpleNamespace(state=SimpleNamespace(threads=threads, config=config))
+    request = Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
+    _, thread = await read_body(request, CompletionBody, lambda _: threading.get_ident())
+    assert (thread != threading.get_ident()) == in_thread
