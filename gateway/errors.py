@@ -11,7 +11,6 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -115,7 +114,7 @@ def _api_error(error: BaseException) -> ApiError:
         case ModelUnknown():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case ValidationError():
-            return _of_validation(error.errors(include_url=False, include_context=False, include_input=False))
+            return invalid(error)
         case HTTPException():
             return _of_http(error)
         case ClientGone():
@@ -152,18 +151,17 @@ def http_field(field: str) -> str:
     return HTTP_FIELDS.get(field, field.removeprefix("chat."))
 
 
-def _of_validation(found: Sequence[Any]) -> ApiError:
-    """The first field that is wrong, with its limit.
+def invalid(error: ValidationError, *above: str | int) -> ApiError:
+    """The first field that is wrong, with its limit. `above` is the path to what was validated.
 
     A union reports every alternative. The deepest fits best, and of these one that has the right type.
     """
-    if not found:
-        return ApiError(400, "the body is invalid")
+    found = error.errors(include_url=False, include_context=False, include_input=False)
     deepest = max(found, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     first = deepest if deepest["loc"][:1] == found[0]["loc"][:1] else found[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json")
-    param = _path_of(first["loc"])
+    param = _path_of((*above, *first["loc"]))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")

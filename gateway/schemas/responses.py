@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from core.errors import quoted
-from gateway.errors import refused
+from gateway.errors import invalid, refused
 from gateway.schemas.base import Schema, items
 from gateway.schemas.chat import (
     MAX_MESSAGES,
@@ -124,7 +124,10 @@ def response_tools(body: ResponsesBody) -> list[Tool]:
         if given.get("type") != "function":
             message = f"only tools of type 'function' are supported, one is {quoted(str(given.get('type')))}"
             raise refused(f"{path}.type", message, "unsupported_parameter")
-        tool = ResponseTool.model_validate(given)
+        try:
+            tool = ResponseTool.model_validate(given)
+        except ValidationError as error:
+            raise invalid(error, "tools", index) from None
         check_extra(tool.model_extra, TOOL, f"{path}.")
         tools.append(wire_tool(tool))
     return tools

@@ -251,3 +251,14 @@ def test_an_item_that_is_not_supported_is_refused(item: dict[str, Any], param: s
 def test_a_tool_of_a_response_must_be_a_function() -> None:
     with pytest.raises(ApiError, match="web_search"):
         response_tools(ResponsesBody.model_validate({"input": "a", "tools": [{"type": "web_search"}]}))
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [({"name": 5}, "tools[1].name"), ({}, "tools[1].name"), ({"name": "a", "parameters": []}, "tools[1].parameters")],
+)
+def test_a_wrong_field_of_a_tool_of_a_response_is_named_with_its_path(tool: dict[str, Any], param: str) -> None:
+    tools = [{"type": "function", "name": "a"}, {"type": "function"} | tool]
+    with pytest.raises(ApiError) as caught:
+        response_tools(ResponsesBody.model_validate({"input": "a", "tools": tools}))
+    assert (caught.value.status, caught.value.param) == (400, param)
