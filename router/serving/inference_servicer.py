@@ -118,7 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
-                self._remaining_s(context), request.ByteSize(), validation.tokenize_prompt,
+                self._remaining_s(context), validation.prompt_work_of(request), validation.tokenize_prompt,
                 request, self._tokenizer, self._shell.config,
             )  # fmt: skip
         except TandemError as error:

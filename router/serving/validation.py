@@ -29,6 +29,8 @@ from text.stop_strings import StopStrings
 from text.tokenizer import ModelTokenizer
 
 MAX_REQUEST_ID_CHARS = 128
+MESSAGE_BYTES = 128  # of text take as long as a message, or a call of a tool: about 60 us
+TOOL_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,19 @@ class Generation:
 
 def work_of(wire: inference_pb2.GenerateRequest, grammars: RequestGrammars) -> int:
     """The size of `prepare` for `ValidationThreads`, in bytes. No grammar is compiled or followed on the loop."""
-    is_quick = grammars.is_quick(wire) and not wire.resume
-    return wire.ByteSize() + (0 if is_quick else MAX_INLINE_BYTES + 1)
+    size = prompt_work_of(wire)
+    if size > MAX_INLINE_BYTES or (grammars.is_quick(wire) and not wire.resume):
+        return size
+    return size + MAX_INLINE_BYTES + 1
+
+
+def prompt_work_of(wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> int:
+    """The size of `tokenize_prompt`, in bytes. A template takes time for each message, however short."""
+    chat = wire.chat
+    size = wire.ByteSize() + MESSAGE_BYTES * len(chat.messages) + TOOL_BYTES * len(chat.tools)
+    if size <= MAX_INLINE_BYTES:  # so there are few messages
+        size += MESSAGE_BYTES * sum(len(message.tool_calls) for message in chat.messages)
+    return size
 
 
 def prepare(

@@ -14,7 +14,8 @@ import pytest
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
 from router.serving.output_formats import RequestGrammars
-from router.serving.validation import prepare, tokenize_prompt
+from router.serving.validation import prepare, prompt_work_of, tokenize_prompt, work_of
+from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
     ChatPrompt,
@@ -23,6 +24,8 @@ from tandem_client.stubs.inference_pb2 import (
     StopConditions,
     TokenIds,
     TokenizeRequest,
+    Tool,
+    ToolCall,
 )
 from text.tokenizer import load_tokenizer
 
@@ -134,3 +137,27 @@ def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: 
     wire = GenerateRequest(text="a", user=user, cache_salt=salt, n=2)
     choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None, GRAMMARS).choices
     assert [choice.tenant for choice in choices] == [tenant, tenant]
+
+
+CALLS = [ToolCall(id="1", name="a")] * 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "on_the_loop"),
+    [
+        (ChatPrompt(messages=[ChatMessage(role="user", content="a")] * 6), True),
+        (ChatPrompt(messages=[ChatMessage(role="user", content="a")] * 8), False),
+        (ChatPrompt(messages=[ChatMessage(role="user", content="a")], tools=[Tool(name="a")] * 2), True),
+        (ChatPrompt(messages=[ChatMessage(role="user", content="a")], tools=[Tool(name="a")] * 4), False),
+        (ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=CALLS)]), False),
+    ],
+)
+def test_messages_and_tools_count_however_short_they_are(prompt: ChatPrompt, on_the_loop: bool) -> None:
+    assert prompt.ByteSize() < 256
+    assert (prompt_work_of(TokenizeRequest(chat=prompt)) <= MAX_INLINE_BYTES) == on_the_loop
+    if not prompt.tools:  # their grammar is not compiled on the loop either
+        assert (work_of(GenerateRequest(chat=prompt), GRAMMARS) <= MAX_INLINE_BYTES) == on_the_loop
+
+
+def test_a_text_on_the_loop_is_at_most_a_kilobyte() -> None:
+    assert work_of(text(text="a" * 900), GRAMMARS) <= MAX_INLINE_BYTES < work_of(text(text="a" * 1024), GRAMMARS)
