@@ -6,10 +6,12 @@ A chunk is text around one escaped string: the parts before and after the string
 from __future__ import annotations
 
 import json
+from io import StringIO
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.errors import api_error
+from gateway.formats.encoded import Encoded
 from gateway.formats.outputs import AnswerHead, chat_logprobs
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk, parts_of
@@ -118,20 +120,19 @@ class ChatAnswer:
     def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum) -> None:
         self._head = head
         self._usage = usage
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
-        self._logprobs: list[list[Any]] = [[] for _ in range(num_choices)]
+        self._texts = [StringIO() for _ in range(num_choices)]
+        self._calls: list[list[tuple[str, str, StringIO]]] = [[] for _ in range(num_choices)]  # id, name, arguments
+        self._logprobs = [Encoded() for _ in range(num_choices)]
         self._ends: list[dict[str, Any]] = [{"finish_reason": "content_filter"} for _ in range(num_choices)]
 
     def chunk(self, chunk: Chunk) -> None:
-        self._logprobs[chunk.choice] += chat_logprobs(chunk.logprobs)
-        self._texts[chunk.choice].append(chunk.text)
+        self._logprobs[chunk.choice].extend(chat_logprobs(chunk.logprobs))
+        self._texts[chunk.choice].write(chunk.text)
         calls = self._calls[chunk.choice]
         for delta in chunk.tool_calls:
             if delta.id:
-                function = {"name": delta.name, "arguments": ""}
-                calls.append({"id": delta.id, "type": "function", "function": function})
-            calls[delta.index]["function"]["arguments"] += delta.arguments_json
+                calls.append((delta.id, delta.name, StringIO()))
+            calls[delta.index][2].write(delta.arguments_json)
 
     def finished(self, finished: Finished) -> None:
         self._usage.add(finished)
@@ -153,8 +154,12 @@ class ChatAnswer:
         }
 
     def _choice(self, choice: int) -> dict[str, Any]:
-        text, calls = "".join(self._texts[choice]), self._calls[choice]
+        text = self._texts[choice].getvalue()
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments.getvalue()}}
+            for call_id, name, arguments in self._calls[choice]
+        ]
         if calls:
             message |= {"content": text.strip() or None, "tool_calls": calls}
         logprobs = self._logprobs[choice]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.formats.chat import Chunks
+from gateway.formats.encoded import Encoded
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
@@ -63,9 +65,11 @@ class CompletionAnswer:
     def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum) -> None:
         self._head = head
         self._usage = usage
-        self._texts = [[echo] for echo in echoes]
+        self._texts = [StringIO() for _ in echoes]
+        for text, echo in zip(self._texts, echoes, strict=True):
+            text.write(echo)
         self._offsets = [CompletionLogprobs(len(echo)) for echo in echoes]
-        self._logprobs: list[dict[str, list[Any]]] = [{} for _ in echoes]
+        self._logprobs: list[dict[str, Encoded]] = [{} for _ in echoes]
         self._ends: list[dict[str, Any]] = [{"finish_reason": "content_filter"} for _ in echoes]
 
     def finished(self, finished: Finished) -> None:
@@ -74,11 +78,11 @@ class CompletionAnswer:
         self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
 
     def chunk(self, chunk: Chunk) -> None:
-        self._texts[chunk.choice].append(chunk.text)
+        self._texts[chunk.choice].write(chunk.text)
         if chunk.logprobs:
             columns = self._logprobs[chunk.choice]
             for name, values in self._offsets[chunk.choice].take(chunk.logprobs).items():
-                columns.setdefault(name, []).extend(values)
+                columns.setdefault(name, Encoded()).extend(values)
 
     def filtered(self, _: int) -> None:
         """A choice without another end was ended by the guardrail: see `_ends`."""
@@ -86,8 +90,13 @@ class CompletionAnswer:
     def result(self) -> dict[str, Any]:
         head = self._head
         choices = [
-            {"index": choice, "text": "".join(texts), "logprobs": self._logprobs[choice] or None, **self._ends[choice]}
-            for choice, texts in enumerate(self._texts)
+            {
+                "index": choice,
+                "text": text.getvalue(),
+                "logprobs": self._logprobs[choice] or None,
+                **self._ends[choice],
+            }
+            for choice, text in enumerate(self._texts)
         ]
         return {
             "id": head.id,

@@ -12,6 +12,7 @@ response.completed, or response.incomplete if the output was cut
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import StringIO
 from typing import Any
 
 from gateway.errors import api_error
@@ -31,6 +32,7 @@ class ResponseItems:
         self._id = response_id.removeprefix("resp_")
         self.items: list[dict[str, Any]] = []
         self._is_open = False
+        self._written = StringIO()  # the text or the arguments of the open item
 
     def take(self, part: str | ToolCallDelta) -> list[dict[str, Any]]:
         return self._take_text(part) if isinstance(part, str) else self._take_call(part)
@@ -41,8 +43,7 @@ class ResponseItems:
             opening = [*self.close(), *self._open(_call_item(f"fc_{delta.id}", delta.id, delta.name))]
         if not delta.arguments_json:
             return opening
-        item = self.items[-1]
-        item["arguments"] += delta.arguments_json
+        self._written.write(delta.arguments_json)
         return [*opening, self._of_item("response.function_call_arguments.delta", delta=delta.arguments_json)]
 
     def _take_text(self, text: str) -> list[dict[str, Any]]:
@@ -54,12 +55,12 @@ class ResponseItems:
             part = {"type": "output_text", "text": "", "annotations": []}
             opening.append(self._of_item("response.content_part.added", content_index=0, part=part))
             self.items[-1]["content"].append(dict(part))
-        self.items[-1]["content"][0]["text"] += text
+        self._written.write(text)
         return [*opening, self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
 
     def _open(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         self.items.append(item)
-        self._is_open = True
+        self._is_open, self._written = True, StringIO()
         shown = item | ({"content": []} if item["type"] == "message" else {})
         return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
 
@@ -68,13 +69,14 @@ class ResponseItems:
         if not self._is_open:
             return []
         self._is_open = False
-        item = self.items[-1]
+        item, written = self.items[-1], self._written.getvalue()
         item["status"] = status
         done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
         if item["type"] == "function_call":
-            arguments, name = item["arguments"], item["name"]
-            return [self._of_item("response.function_call_arguments.done", arguments=arguments, name=name), done]
+            item["arguments"], name = written, item["name"]
+            return [self._of_item("response.function_call_arguments.done", arguments=written, name=name), done]
         (part,) = item["content"]
+        part["text"] = written
         return [
             self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
             self._of_item("response.content_part.done", content_index=0, part=part),

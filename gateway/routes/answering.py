@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.fleets import ServedModel
+from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import EventFormat, EventStream, EventWriter, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
-from gateway.routes.calls import CallContext, json_bytes, warning_headers
+from gateway.routes.calls import CallContext, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
 from runtime.rpc.api_keys import SIBLINGS
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
+
+SEND_BYTES = 64 * 1024
 
 
 class AnswerForm(Protocol):
@@ -32,7 +37,8 @@ class AnswerForm(Protocol):
 
     def filtered(self, choice: int) -> object: ...
 
-    def result(self) -> dict[str, Any]: ...
+    def result(self) -> dict[str, Any]:
+        """The object, for `json_pieces`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,25 @@ def _note_end(generating: asyncio.Task[None]) -> None:
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
     _count_time_before(request)
     await while_connected(request.receive, call.generate(AnswerCollector(form)))
-    return Response(json_bytes(form.result()), 200, call.headers(), "application/json")
+    return ObjectResponse(json_pieces(form.result()), call.headers())
+
+
+class ObjectResponse(Response):
+    """One JSON object. A long one is sent in pieces, each once the client has read most of the pieces before."""
+
+    def __init__(self, pieces: deque[bytes], headers: dict[str, str]) -> None:
+        self._pieces = pieces
+        length = {"content-length": str(sum(map(len, pieces)))}
+        super().__init__(None, 200, headers | length, "application/json")
+
+    async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        part, pieces = bytearray(), self._pieces
+        while pieces:
+            part += pieces.popleft()
+            if not pieces or len(part) >= SEND_BYTES:
+                await send({"type": "http.response.body", "body": bytes(part), "more_body": bool(pieces)})
+                part.clear()
 
 
 def _count_time_before(request: Request) -> None:

@@ -19,7 +19,7 @@ from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
 from gateway.schemas.output_format import output_format_of
-from gateway.schemas.sampling import common_request, stream_warnings
+from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import ChatPrompt, OutputFormat
 
 
@@ -63,13 +63,15 @@ async def _prepare(request: Request, body: ChatBody, given: GivenChat) -> Call:
     context, guardrail, chat = call_context(request), guardrail_of(request), given.chat
     refuse_logprobs(guardrail, body.logprobs or None)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
+    max_tokens, logprobs, longest = _max_tokens(body), num_logprobs(body), model.info.context_length
+    if not body.stream:
+        check_answer_size("top_logprobs", body.num_choices, min(max_tokens or longest, longest), logprobs)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("chatcmpl-", body.request_id, context)
-    wire = common_request(body, _max_tokens(body), model.routed_name, call_id)
+    wire = common_request(body, max_tokens, model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
     if given.output_format is not None:
         wire.output_format.CopyFrom(given.output_format)
-    logprobs = num_logprobs(body)
     if logprobs is not None:
         wire.logprobs = logprobs
     wire.n = body.num_choices

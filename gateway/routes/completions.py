@@ -21,7 +21,7 @@ from gateway.routes.calls import beside_the_loop, call_context, read_body, reque
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
 from gateway.schemas.output_format import output_format_of
-from gateway.schemas.sampling import common_request, stream_warnings
+from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, OutputFormat, TokenIds
 
 MAX_COMMON_BYTES = 64 * 1024  # of a request without its prompt
@@ -64,13 +64,16 @@ async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) 
     context, guardrail, prompts = call_context(request), guardrail_of(request), given.prompts
     refuse_logprobs(guardrail, body.logprobs)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if not body.stream:
+        longest = min(max_tokens, model.info.context_length)
+        check_answer_size("logprobs", len(prompts) * body.num_choices, longest, body.logprobs)
     texts = [""] * len(prompts)
     if body.echo or guardrail is not None:
         texts = [await _text_of(request, prompt, model, context.metadata) for prompt in prompts]
     if guardrail is not None:
         texts, prompts = await _check(guardrail, texts, prompts)
     call_id = request_id_of("cmpl-", body.request_id, context)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     common = common_request(body, max_tokens, model.routed_name, call_id)
     common.n = body.num_choices
     if given.output_format is not None:

@@ -18,6 +18,7 @@ from gateway.schemas.output_format import FormatFields
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
+MAX_ANSWER_LOGPROBS = 2**20  # of an answer in one piece: 80 MB of JSON
 
 
 def _bias_token(key: str) -> str:
@@ -123,6 +124,19 @@ def common_request(body: GenerationFields, max_tokens: int | None, model: str, r
     if body.speculation is not None:
         request.speculation = body.speculation
     return request
+
+
+def check_answer_size(field: str, num_choices: int, max_tokens: int, num_logprobs: int | None) -> None:
+    """Raises `ApiError` for more log-probabilities than an answer in one piece may have. `field` asks for them."""
+    if num_logprobs is None:
+        return
+    count = num_choices * max_tokens * (num_logprobs + 1)
+    if count > MAX_ANSWER_LOGPROBS:
+        message = (
+            f"an answer without stream has at most {MAX_ANSWER_LOGPROBS} log-probabilities; choices x max_tokens x "
+            f"({field} + 1) is {count}: set a lower max_tokens, or stream"
+        )
+        raise refused(field, message)
 
 
 def stream_warnings(body: SamplingFields) -> list[str]:

@@ -265,6 +265,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
                  "messages[0].content[0].type", "read text only"),
     "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
+    "more log-probabilities than one object may have": (
+        {"n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs", "at most 1048576"),
     "an id that would be two headers": ({"extra_body": {"request_id": "a\r\nset-cookie: b"}}, "request_id", "ASCII"),
 }  # fmt: skip
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from asyncio import Queue
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from gateway.formats.chat import DONE, ChatAnswer, ChatChunks
-from gateway.formats.completion import CompletionChunks
+from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
+from gateway.routes.answering import ObjectResponse
 from tandem_client.stubs.inference_pb2 import (
     Finished,
     FinishReason,
@@ -80,6 +85,12 @@ def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
     stream = b"".join(push(form, event) for event in events) + form.end()
     assert stream.endswith(DONE)
     return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n")[:-2]]
+
+
+def object_of(answer: Any) -> dict[str, Any]:
+    """What a client parses from an answer in one piece."""
+    found: dict[str, Any] = json.loads(b"".join(json_pieces(answer.result())))
+    return found
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
@@ -201,6 +212,53 @@ def test_offsets_count_the_characters_of_the_text() -> None:
     columns = CompletionLogprobs(10).take(entries)
     assert columns["text_offset"] == [10, 11, 11, 12]
     assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\x9f", "b"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: int) -> None:
+    entries = [
+        TokenLogprobs(logprob=-index, token=token, top=[Logprob(logprob=-0.5, token=b'"\n')])
+        for index, token in enumerate((b"a", "ß".encode(), b"\xc3"))
+    ]
+    events: list[Event] = [tokens("", 1, entries[at : at + num_tokens]) for at in range(0, 3, num_tokens)]
+    events += [tokens("", 1), end(0), end(1)]
+    chat, completion = ChatAnswer(HEAD, 2, UsageSum(2, False)), CompletionAnswer(HEAD, ["x"] * 2, UsageSum(2, False))
+    for event in events:
+        push(chat, event)
+        push(completion, event)
+    first, second = object_of(chat)["choices"]
+    assert first["logprobs"] is None
+    assert second["logprobs"] == {"content": json.loads(json.dumps(chat_logprobs(entries))), "refusal": None}
+    first, second = object_of(completion)["choices"]
+    assert first["logprobs"] is None
+    assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
+
+
+def test_an_object_keeps_no_log_probability_but_its_json() -> None:
+    answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
+    push(answer, tokens("a", 0, [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100))
+    pieces = json_pieces(answer.result())
+    kept = [part for part in gc.get_objects() if isinstance(part, dict) and "logprob" in part]
+    assert kept == []
+    assert len(b"".join(pieces)) > 100 * 21 * 40
+
+
+async def test_a_long_object_is_sent_in_pieces() -> None:
+    entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
+    answer, sent = ChatAnswer(HEAD, 1, UsageSum(1, False)), []
+    for _ in range(10):
+        push(answer, tokens("a", 0, entries))
+    response = ObjectResponse(json_pieces(answer.result()), {"x-request-id": "1"})
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await response({}, Queue().get, send)
+    head, *parts = sent
+    assert dict(head["headers"])[b"content-length"] == str(sum(len(part["body"]) for part in parts)).encode()
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert len(parts) > 5
+    assert len(json.loads(b"".join(part["body"] for part in parts))["choices"][0]["logprobs"]["content"]) == 1000
 
 
 def test_an_impossible_token_has_a_number_that_json_knows() -> None:

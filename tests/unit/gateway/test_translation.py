@@ -12,7 +12,7 @@ from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messa
 from gateway.schemas.completions import CompletionBody, check_completion
 from gateway.schemas.output_format import output_format_of
 from gateway.schemas.responses import ResponsesBody, echoed_fields, input_messages, response_tools, text_format
-from gateway.schemas.sampling import common_request, stream_warnings
+from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -262,3 +262,18 @@ def test_a_wrong_field_of_a_tool_of_a_response_is_named_with_its_path(tool: dict
     with pytest.raises(ApiError) as caught:
         response_tools(ResponsesBody.model_validate({"input": "a", "tools": tools}))
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "max_tokens", "num_logprobs", "accepted"),
+    [(1, 8192, None, True), (1, 2**20, 0, True), (1, 2**20 + 1, 0, False), (16, 3120, 20, True), (16, 3121, 20, False)],
+)
+def test_an_answer_in_one_piece_has_a_bound_of_log_probabilities(
+    num_choices: int, max_tokens: int, num_logprobs: int | None, accepted: bool
+) -> None:
+    if accepted:
+        check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
+        return
+    with pytest.raises(ApiError, match="at most 1048576") as caught:
+        check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
+    assert (caught.value.status, caught.value.param) == (400, "top_logprobs")

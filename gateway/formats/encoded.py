@@ -1,0 +1,49 @@
+"""Lists of an answer that are JSON before the answer is complete.
+
+A log-probability takes about 80 bytes as JSON, and 700 as objects. And the loop never encodes all of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.routes.calls import json_bytes
+
+
+class Encoded:
+    """A list that takes its items encoded."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def extend(self, items: Sequence[Any]) -> None:
+        if items:
+            self._pieces += (b"," if self._pieces else b"[", json_bytes(items)[1:-1])
+
+    def pieces(self) -> list[bytes]:
+        return [*self._pieces, b"]"] if self._pieces else [b"[]"]
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+
+def json_pieces(value: Any) -> deque[bytes]:
+    """`value`, which may hold `Encoded`, as JSON in pieces."""
+    found: list[Encoded] = []
+    mark = secrets.token_hex(16)  # no text of an answer has it
+
+    def marked(part: Encoded) -> str:
+        found.append(part)
+        return mark
+
+    text = json.dumps(value, default=marked, ensure_ascii=False, separators=(",", ":"))
+    first, *others = text.encode("utf-8", "surrogatepass").split(f'"{mark}"'.encode())
+    pieces = deque([first])
+    for part, other in zip(found, others, strict=True):
+        pieces.extend(part.pieces())
+        pieces.append(other)
+    return pieces
