@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
 from core.errors import MAX_ERROR_CHARS, ErrorCode, TandemError, WorkerUnavailable, shortened
+from gateway.field_names import http_field
 from gateway.fleets import ModelUnknown
 from gateway.http.tracing import note_error
 
@@ -43,15 +44,6 @@ STATUSES: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
 }
 SERVER_ERROR = (500, "server_error", "internal_error")
-
-# A field of the gRPC API -> the field of the HTTP API, where their names differ.
-HTTP_FIELDS = {
-    "text": "prompt",
-    "token_ids": "prompt",
-    "stop_strings": "stop",
-    "chat": "messages",
-    "chat.template_options_json": "chat_template_kwargs",
-}
 
 
 class ApiError(Exception):
@@ -144,11 +136,6 @@ def _of_call(error: TandemError) -> ApiError:
     if status == 429 or status >= 500:  # the clients of OpenAI retry these, unless this header says otherwise
         headers["x-should-retry"] = "true" if error.retryable else "false"
     return ApiError(status, message, kind, param or None, code, headers)
-
-
-def http_field(field: str) -> str:
-    """The name of a gRPC field in the HTTP API: "chat.messages[3].content" is "messages[3].content"."""
-    return HTTP_FIELDS.get(field, field.removeprefix("chat."))
 
 
 def invalid(error: ValidationError, *above: str | int) -> ApiError:

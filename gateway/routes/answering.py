@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.field_names import named
 from gateway.fleets import ServedModel
 from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead
@@ -52,6 +53,7 @@ class Call:
     guardrail: Guardrail | None
     warnings: Sequence[str]
     context: CallContext
+    names: Mapping[str, str]  # of fields, for `named`
 
     def head(self) -> AnswerHead:
         first, eos_token_ids = self.requests[0], frozenset(self.model.info.eos_token_ids)
@@ -87,7 +89,8 @@ class Call:
     async def _generate_one(self, request: GenerateRequest, sink: Sink) -> None:
         request.min_interval_ms = self.context.min_interval_ms
         metadata = (*self.context.metadata, (SIBLINGS, str(len(self.requests))))
-        await self.model.router.generate(request, sink, self.context.timeout_s, metadata)
+        with named(self.names):
+            await self.model.router.generate(request, sink, self.context.timeout_s, metadata)
 
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id} | warning_headers(self.warnings)

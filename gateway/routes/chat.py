@@ -18,7 +18,7 @@ from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
-from gateway.schemas.output_format import output_format_of
+from gateway.schemas.output_format import format_field, output_format_of
 from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import ChatPrompt, OutputFormat
 
@@ -75,7 +75,10 @@ async def _prepare(request: Request, body: ChatBody, given: GivenChat) -> Call:
     if logprobs is not None:
         wire.logprobs = logprobs
     wire.n = body.num_choices
-    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context)
+    names = {"prompt": "messages", "output_format": format_field(body)}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context, names)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -20,7 +20,7 @@ from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
-from gateway.schemas.output_format import output_format_of
+from gateway.schemas.output_format import format_field, output_format_of
 from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, OutputFormat, TokenIds
 
@@ -82,7 +82,8 @@ async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) 
         common.logprobs = body.logprobs
     wires = _requests(common, prompts)
     seen = [[Message("", text)] for text in texts]
-    call = Call(call_id, model, wires, seen, guardrail, given.warnings, context)
+    names = {"output_format": format_field(body)}
+    call = Call(call_id, model, wires, seen, guardrail, given.warnings, context, names)
     return call, texts if body.echo else [""] * len(texts)
 
 

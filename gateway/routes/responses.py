@@ -18,6 +18,7 @@ from gateway.schemas.fields import RESPONSES, check_extra
 from gateway.schemas.responses import (
     ResponsesBody,
     echoed_fields,
+    field_names,
     input_messages,
     response_tools,
     text_format,
@@ -58,7 +59,7 @@ async def _prepare(request: Request, body: ResponsesBody, given: GivenChat) -> C
     wire.chat.CopyFrom(chat)
     if given.output_format is not None:
         wire.output_format.CopyFrom(given.output_format)
-    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context)
+    return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context, field_names(body))
 
 
 ROUTES = [Route("/v1/responses", responses, methods=["POST"])]

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import refused
+from gateway.field_names import named
 from gateway.fleets import fleets_of
 from gateway.http.connection import while_connected
 from gateway.routes.calls import beside_the_loop, call_context, json_bytes, read_body, warning_headers
@@ -51,7 +52,8 @@ async def tokenize(request: Request) -> Response:
     context = call_context(request)
     body, (wire, warnings) = await read_body(request, TokenizeBody, _tokenize_request)
     model = fleets_of(request).resolve(body.model, 0, context.tag)
-    found = await while_connected(request.receive, model.router.tokenize(wire, context.metadata))
+    with named({} if body.messages is None else {"prompt": "messages"}):
+        found = await while_connected(request.receive, model.router.tokenize(wire, context.metadata))
     length = model.info.context_length
     answer = await beside_the_loop(request, found.ByteSize(), _tokenize_answer, found, length)
     return Response(answer, 200, warning_headers(warnings), "application/json")
@@ -85,7 +87,8 @@ async def detokenize(request: Request) -> Response:
     context = call_context(request)
     body, wire = await read_body(request, DetokenizeBody, _detokenize_request)
     model = fleets_of(request).resolve(body.model, 0, context.tag)
-    found = await while_connected(request.receive, model.router.detokenize(wire, context.metadata))
+    with named({"prompt": "tokens"}):
+        found = await while_connected(request.receive, model.router.detokenize(wire, context.metadata))
     return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")
 
 

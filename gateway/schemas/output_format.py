@@ -79,6 +79,20 @@ def output_format_of(body: FormatFields) -> tuple[OutputFormat | None, list[str]
     return next(iter(found.values()), None), warnings
 
 
+def format_field(body: FormatFields) -> str:
+    """The field that asks for the form of the output. A tool has one, too."""
+    response, structured = body.response_format, body.structured_outputs
+    given = {
+        "response_format": response is not None and response.type != "text",
+        "structured_outputs": structured is not None,
+        "guided_json": body.guided_json is not None,
+        "guided_regex": body.guided_regex is not None,
+        "guided_choice": body.guided_choice is not None,
+        "guided_grammar": body.guided_grammar is not None,
+    }
+    return next((name for name, is_given in given.items() if is_given), "tools")
+
+
 def response_format(kind: str, schema: dict[str, Any] | bool | None, path: str) -> OutputFormat | None:
     """None for text."""
     match kind:

@@ -99,6 +99,34 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
     return messages, warnings
 
 
+def field_names(body: ResponsesBody) -> dict[str, str]:
+    """The names of this request for the fields of the chat that `input_messages` makes of it."""
+    names = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "output_format": "tools" if body.text is None or body.text.format is None else "text.format",
+    }
+    names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body.tools or ()))}
+    position, num_calls, is_assistant = -1, 0, False
+    if body.instructions:
+        position, names["messages[0]"] = 0, "instructions"
+    if isinstance(body.input, str):
+        return names | {f"messages[{position + 1}]": "input"}
+    for index, item in enumerate(body.input):
+        is_call = item.type == "function_call"
+        if not is_call or not is_assistant:
+            position, num_calls = position + 1, 0
+            names[f"messages[{position}]"] = f"input[{index}]"
+            names[f"messages[{position}].tool_call_id"] = f"input[{index}].call_id"
+        is_assistant = is_call or item.role == "assistant"
+        if is_call:
+            call = f"messages[{position}].tool_calls[{num_calls}]"
+            names |= {f"{call}.function": f"input[{index}]", f"{call}.id": f"input[{index}].call_id"}
+            num_calls += 1
+    return names
+
+
 def _message(item: InputItem, path: str) -> ChatMessage:
     role = _required(item.role, f"{path}.role")
     if role == "tool":

@@ -196,7 +196,7 @@ async def test_vllms_names_of_a_format(client: openai.AsyncOpenAI) -> None:
         assert answer.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError, match="Invalid type: objekt") as refused:
         await client.completions.create(**options, extra_body={"guided_json": {"type": "objekt"}})
-    assert refused.value.param == "output_format"
+    assert refused.value.param == "guided_json"
 
 
 async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> None:
@@ -265,6 +265,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
                  "messages[0].content[0].type", "read text only"),
     "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
+    "too long an output, under its other name": (
+        {"max_completion_tokens": 100_000}, "max_completion_tokens", "context of"),
     "more log-probabilities than one object may have": (
         {"n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs", "at most 1048576"),
     "an id that would be two headers": ({"extra_body": {"request_id": "a\r\nset-cookie: b"}}, "request_id", "ASCII"),

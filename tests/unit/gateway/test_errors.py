@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
-from gateway.errors import STATUSES, ClientGone, api_error, http_field
+from gateway.errors import STATUSES, ClientGone, api_error
+from gateway.field_names import http_field
 from gateway.fleets import ModelUnknown
 from gateway.http.tracing import TracedRequest, current
 from gateway.schemas.chat import ChatBody
@@ -41,8 +42,27 @@ def test_a_code_has_a_status_of_http(code: ErrorCode) -> None:
 def test_a_field_of_the_router_has_its_name_in_the_http_api() -> None:
     error = api_error(InvalidRequest("stop_strings", "at most 16"))
     assert (error.param, error.message) == ("stop", "stop: at most 16")
-    assert http_field("chat.messages[3].content") == "messages[3].content"
-    assert http_field("chat.tools[0].name") == "tools[0].name"
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("text", "prompt"),
+        ("token_ids", "prompt"),
+        ("chat", "messages"),
+        ("chat.messages[3].content", "messages[3].content"),
+        ("chat.messages[1].tool_calls[0].id", "messages[1].tool_calls[0].id"),
+        ("chat.messages[1].tool_calls[0].name", "messages[1].tool_calls[0].function.name"),
+        ("chat.messages[1].tool_calls[0].arguments_json", "messages[1].tool_calls[0].function.arguments"),
+        ("chat.tools[0].name", "tools[0].function.name"),
+        ("chat.tools[12].parameters_json", "tools[12].function.parameters"),
+        ("chat.tool_choice.name", "tool_choice"),
+        ("chat.template_options_json", "chat_template_kwargs"),
+        ("min_tokens", "min_tokens"),
+    ],
+)
+def test_a_field_of_grpc_has_its_name_over_http_and_keeps_it(field: str, name: str) -> None:
+    assert http_field(field) == http_field(name) == name
 
 
 @pytest.mark.parametrize(("hint", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.001, "2"), (30.0, "30")])

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
+from core.errors import InvalidRequest
 from gateway.errors import ApiError
+from gateway.field_names import named
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.completions import CompletionBody, check_completion
-from gateway.schemas.output_format import output_format_of
-from gateway.schemas.responses import ResponsesBody, echoed_fields, input_messages, response_tools, text_format
+from gateway.schemas.output_format import format_field, output_format_of
+from gateway.schemas.responses import (
+    ResponsesBody,
+    echoed_fields,
+    field_names,
+    input_messages,
+    response_tools,
+    text_format,
+)
 from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat, ToolChoice
 
@@ -277,3 +286,59 @@ def test_an_answer_in_one_piece_has_a_bound_of_log_probabilities(
     with pytest.raises(ApiError, match="at most 1048576") as caught:
         check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
     assert (caught.value.status, caught.value.param) == (400, "top_logprobs")
+
+
+ITEMS = [
+    {"role": "user", "content": "a"},
+    {"type": "function_call", "call_id": "1", "name": "f"},
+    {"type": "function_call", "call_id": "2", "name": "g"},
+    {"type": "function_call_output", "call_id": "1", "output": "x"},
+    {"role": "assistant", "content": "b"},
+    {"type": "function_call", "call_id": "3", "name": "h"},
+]
+
+
+@pytest.mark.parametrize("instructions", ["", "Be brief."])
+def test_each_part_of_a_chat_has_the_name_of_the_item_that_it_came_from(instructions: str) -> None:
+    body = ResponsesBody.model_validate({"input": ITEMS, "instructions": instructions, "tools": [{}]})
+    names, messages = field_names(body), input_messages(body)
+    if instructions:
+        assert name_of("chat.messages[0].content", names) == "instructions.content"
+    places = {}  # item -> the names of its parts
+    for position, message in enumerate(messages):
+        at = f"chat.messages[{position}]"
+        if message.content and message.role != "system":
+            places[name_of(at, names)] = name_of(f"{at}.tool_call_id", names)
+        for index, call in enumerate(message.tool_calls):
+            name = name_of(f"{at}.tool_calls[{index}].name", names)
+            places[name.removesuffix(".name")] = name_of(f"{at}.tool_calls[{index}].id", names)
+            assert ITEMS[int(name[len("input[") : name.index("]")])]["name"] == call.name
+    assert places == {f"input[{index}]": f"input[{index}].call_id" for index in range(len(ITEMS))}
+    assert name_of("chat.tools[0].parameters_json", names) == "tools[0].parameters"
+
+
+def name_of(field: str, names: dict[str, str]) -> str:
+    with pytest.raises(InvalidRequest) as caught, named(names):
+        raise InvalidRequest(field, "why")
+    return caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({}, "tools"),
+    ],
+)
+def test_an_error_of_the_form_of_the_output_names_the_field_that_asks_for_it(fields: dict[str, Any], name: str) -> None:
+    names = {"output_format": format_field(chat(**fields))}
+    assert name_of("output_format", names) == name_of("output_format.json_schema", names) == name
+
+
+def test_a_text_as_input_is_named_input() -> None:
+    names = field_names(ResponsesBody.model_validate({"input": "a", "text": {"format": {"type": "json_object"}}}))
+    assert [name_of(field, names) for field in ("prompt", "chat.messages[0]", "max_tokens", "output_format")] == [
+        "input", "input", "max_output_tokens", "text.format",
+    ]  # fmt: skip
