@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from core.config import GatewayConfig
 from gateway.errors import ApiError, api_error
 from gateway.routes.calls import read_body
 from gateway.routes.tokens import DetokenizeBody, TokenizeBody
@@ -127,7 +128,7 @@ async def test_a_long_body_is_read_in_a_thread(threads: ValidationThreads, num_b
     async def receive() -> dict[str, Any]:
         return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
 
-    config = SimpleNamespace(default_timeout_s=5.0)
+    config = GatewayConfig(default_timeout_s=5.0)
     app = SimpleNamespace(state=SimpleNamespace(threads=threads, config=config))
     request = Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
     _, thread = await read_body(request, CompletionBody, lambda _: threading.get_ident())

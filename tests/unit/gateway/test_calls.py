@@ -13,6 +13,7 @@ from gateway.errors import ApiError
 from gateway.routes.calls import passed_on, read_body
 from gateway.schemas.base import Schema
 from runtime.rpc.api_keys import ApiKeys, hash_of
+from runtime.validation_threads import ValidationThreads
 
 KEYS = ApiKeys((ApiKeyConfig("alice", hash_of("good")),))
 GOOD, BAD = (b"authorization", b"Bearer good"), (b"authorization", b"Bearer bad")
@@ -27,8 +28,13 @@ def request_with(*headers: tuple[bytes, bytes], cors_origins: tuple[str, ...] = 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
 
-    app = SimpleNamespace(state=SimpleNamespace(config=GatewayConfig(cors_origins=cors_origins)))
+    config, threads = GatewayConfig(cors_origins=cors_origins), ValidationThreads(1)
+    app = SimpleNamespace(state=SimpleNamespace(config=config, threads=threads))
     return Request({"type": "http", "method": "POST", "headers": list(headers), "app": app}, receive)
+
+
+async def read(request: Request) -> Body:
+    return (await read_body(request, Body, lambda _: None))[0]
 
 
 @pytest.mark.parametrize(
@@ -45,17 +51,17 @@ async def test_a_page_of_another_site_cannot_post_what_browsers_send_unasked(con
     """A browser asks before it sends JSON to another site, and the answer without `cors_origins` is no."""
     kind = [(b"content-type", content_type)] if content_type else []
     with pytest.raises(ApiError) as refused:
-        await read_body(request_with((b"origin", PAGE), *kind), Body)
+        await read(request_with((b"origin", PAGE), *kind))
     assert (refused.value.status, refused.value.code) == (403, "permission_denied")
     assert "cors_origins" in refused.value.message
-    assert (await read_body(request_with(*kind), Body)).a == 1, "a program, not a page"
+    assert (await read(request_with(*kind))).a == 1, "a program, not a page"
     friendly = request_with((b"origin", FRIEND), *kind, cors_origins=(FRIEND.decode(),))
-    assert (await read_body(friendly, Body)).a == 1
+    assert (await read(friendly)).a == 1
     anybody = request_with((b"origin", PAGE), *kind, cors_origins=("*",))
-    assert (await read_body(anybody, Body)).a == 1
+    assert (await read(anybody)).a == 1
 
 
 async def test_a_page_that_browsers_let_send_json_may_send_it() -> None:
     for content_type in (b"application/json", b"Application/JSON; charset=utf-8"):
         request = request_with((b"origin", b"null"), (b"content-type", content_type))
-        assert (await read_body(request, Body)).a == 1
+        assert (await read(request)).a == 1

@@ -301,7 +301,7 @@ ITEMS = [
 @pytest.mark.parametrize("instructions", ["", "Be brief."])
 def test_each_part_of_a_chat_has_the_name_of_the_item_that_it_came_from(instructions: str) -> None:
     body = ResponsesBody.model_validate({"input": ITEMS, "instructions": instructions, "tools": [{}]})
-    names, messages = field_names(body), input_messages(body)
+    names, (messages, _) = field_names(body), input_messages(body)
     if instructions:
         assert name_of("chat.messages[0].content", names) == "instructions.content"
     places = {}  # item -> the names of its parts
