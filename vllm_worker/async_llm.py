@@ -109,7 +109,7 @@ class AsyncEngine:
         self._events = asyncio.create_task(self._follow_blocks(), name="kv-events")
         self._events.add_done_callback(self._on_task_ended)
         return EngineInfo(
-            num_blocks=config.cache_config.num_gpu_blocks,
+            num_blocks=config.cache_config.num_gpu_blocks - 1,  # one is the null block, which holds no tokens
             layout=layout,
             eos_token_ids=arguments.info.eos_token_ids,
             context_length=config.model_config.max_model_len,

@@ -114,7 +114,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             generation = await self._validation_pool.run(
                 remaining_s(context, self._shell.config.default_timeout_s),
                 validation.work_of(request, self._grammars), validation.prepare,
-                request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.longest_request,
+                request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
                 self._grammars,
             )  # fmt: skip
             found = view.find_candidates(generation.choices[0], self._shell.now())

@@ -1,7 +1,8 @@
 """The requests that wait for a worker with room, and the decision which of them is dispatched next.
 
 A request that found no room is priced again only after a change of room: events come by the thousand. The requests
-behind it wait, too, so that none overtakes it.
+behind it wait, too, so that none overtakes it. But where only workers have room whose whole pool is too small for it,
+it steps aside: the others go on, and it is the first to be priced after the next change of room.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class DispatchQueue:
         self._workers = workers
         self._queue = RequestQueue()
         self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
+        self._blocked_aside: RoutedRequest | None = None  # likewise, first of those that have stepped aside
         self._room_at: float | None = None  # when the newest blocked request was priced again
         self._wait = QueueWait()
 
@@ -65,32 +67,50 @@ class DispatchQueue:
         self._queue.remove(routed)
         if self._blocked is routed:
             self._blocked = None
+        if self._blocked_aside is routed:
+            self._blocked_aside = None
 
     def take(self, now: float) -> Taken | None:
         """Take the first request that does not pause; None if no worker has room for it."""
-        routed = self._queue.first(now)
-        if routed is None or (routed is self._blocked and not self._workers.room_changed):
-            if not self._queue:
-                self._wait.note_empty()
-            return None
+        changed, self._workers.room_changed = self._workers.room_changed, False
+        aside = self._queue.first_aside()
+        if aside is not None and (changed or aside is not self._blocked_aside):
+            candidate = self._price(aside, now)
+            if candidate is not None:
+                self._blocked = None
+                return self._taken(aside, candidate, now)
+            self._blocked_aside = aside
+        while (routed := self._queue.first(now)) is not None and (changed or routed is not self._blocked):
+            if routed is self._blocked:
+                self._room_at = now
+            self._blocked, candidate = None, self._price(routed, now)
+            if candidate is not None:
+                return self._taken(routed, candidate, now)
+            assert routed.hashes is not None
+            if not self._workers.has_room_for_shorter(routed.request, routed.hashes.num_tokens, now):
+                self._blocked = routed
+                return None
+            self._queue.step_aside(now)
+            self._blocked_aside = self._queue.first_aside()
+        if not self._queue:
+            self._wait.note_empty()
+        return None
+
+    def _price(self, routed: RoutedRequest, now: float) -> Candidate | None:
         routed.hashes = routed.hashes or hashes_of(routed.resumed())
-        preferred = routed.preferred_worker, routed.request.num_prompt_tokens
-        candidate = self._workers.choose(
-            routed.hashes, routed.failed_workers, now, preferred, goes_on=bool(routed.delivered)
-        )
-        if routed is self._blocked:
-            self._room_at = now
-        had_waited = self._room_at == now and routed.queued_at < now
-        self._blocked, self._workers.room_changed = (routed if candidate is None else None), False
-        if candidate is None:
-            return None
+        return self._workers.choose(
+            routed.hashes, routed.failed_workers, now, (routed.preferred_worker, routed.request.num_prompt_tokens),
+            max_total_tokens=routed.request.max_total_tokens, goes_on=bool(routed.delivered),
+        )  # fmt: skip
+
+    def _taken(self, routed: RoutedRequest, candidate: Candidate, now: float) -> Taken:
         refused = self._refusal(routed, candidate, now)
-        if refused is not None:
-            self._queue.remove(routed)
+        if refused is not None or routed is self._queue.first_aside():
+            self.remove(routed)
         else:
             self._queue.take_first(now)
-            if had_waited:
-                self._wait.note_dispatch(now)
+        if refused is None and self._room_at == now and routed.queued_at < now:
+            self._wait.note_dispatch(now)
         return Taken(routed, candidate, refused)
 
     def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:
@@ -108,4 +128,4 @@ class DispatchQueue:
 
     def check(self) -> None:
         self._queue.check()
-        assert self._blocked is None or self._blocked in list(self._queue)
+        assert {self._blocked, self._blocked_aside} <= {None, *self._queue}

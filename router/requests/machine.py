@@ -15,6 +15,7 @@ Laws:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -363,11 +364,14 @@ class RouterMachine:
         return actions
 
     def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Fail a queued request if no decode worker has served for `wait_s`, else check again later."""
-        wait_s = self.workers.wait_s
-        due = max(self.workers.served_until, routed.queued_at) + wait_s
+        """Fail a queued request if no decode worker has served for `wait_s`, else check again later. A request that no
+        serving worker can hold waits from its queueing on."""
+        wait_s, served_until, which = self.workers.wait_s, self.workers.served_until, ""
+        if served_until == math.inf and not self.workers.can_decode(routed.request):
+            served_until, which = routed.queued_at, f" that holds {routed.request.max_total_tokens} tokens"
+        due = max(served_until, routed.queued_at) + wait_s
         if due <= now:
-            return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
+            return self._fail(routed, WorkerUnavailable(routed.no_worker_message(which)), now)
         self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
         return []
 

@@ -7,6 +7,8 @@ tenant that starts to wait has paid as much as the tenant of the last dispatch, 
 
 Each call takes O(log n) time: thousands of requests may wait while events arrive at a high rate. A removed request
 leaves a stale entry in a heap, which the queue drops when the entry comes to the top, or when most entries are stale.
+
+A request that waits for a larger worker than others need steps aside. It still counts as queued.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class RequestQueue:
         self._resumed: list[tuple[tuple[int, int], int, RoutedRequest]] = []  # by rank: streams that go on
         self._turns: dict[int, _Turns] = {}  # by priority
         self._paused: list[_Entry] = []
+        self._aside: list[tuple[tuple[int, int], int, RoutedRequest]] = []  # by rank
         self._num_added = 0
         self._num_removed = 0  # since the last `_bound_heaps` that dropped stale entries
 
@@ -125,11 +128,27 @@ class RequestQueue:
 
     def take_first(self, now: float) -> None:
         """Take the request that `first` has returned. Its tenant pays for it."""
+        self.remove(self._pass_first(now))
+
+    def first_aside(self) -> RoutedRequest | None:
+        """Of the requests that have stepped aside, the first one by rank. `remove` takes it."""
+        while self._aside and self._is_stale(self._aside[0]):
+            heappop(self._aside)
+        return self._aside[0][2] if self._aside else None
+
+    def step_aside(self, now: float) -> None:
+        """Let all others pass the request that `first` has returned. Its tenant pays for it now."""
+        routed = self._pass_first(now)
+        heappush(self._aside, (routed.rank, self._number_of[routed.request_id], routed))
+
+    def _pass_first(self, now: float) -> RoutedRequest:
         routed = self.first(now)
         assert routed is not None
-        if not routed.delivered:
+        if routed.delivered:
+            heappop(self._resumed)
+        else:
             self._turns[routed.request.priority].take_first()
-        self.remove(routed)
+        return routed
 
     def num_ahead(self, request: Request) -> int:
         """Requests that are dispatched before one that arrives now, if prompts are of one length."""
@@ -171,8 +190,10 @@ class RequestQueue:
             self._num_removed = 0
             self._resumed = [entry for entry in self._resumed if not self._is_stale(entry)]
             self._paused = [entry for entry in self._paused if not self._is_stale(entry)]
+            self._aside = [entry for entry in self._aside if not self._is_stale(entry)]
             heapify(self._resumed)
             heapify(self._paused)
+            heapify(self._aside)
             for turns in self._turns.values():
                 turns.drop_stale(self._is_stale)
 
@@ -184,6 +205,7 @@ class RequestQueue:
         entries = (
             *self._resumed,
             *self._paused,
+            *self._aside,
             *(entry for turns in self._turns.values() for entry in turns.entries()),
         )
         return (entry[2] for entry in entries if not self._is_stale(entry))
@@ -192,7 +214,7 @@ class RequestQueue:
         assert sorted(routed.request_id for routed in self) == sorted(self._number_of)
         assert self._num_waiting == Counter(_share_of(routed.request) for routed in self)
         num_ready = sum(1 for turns in self._turns.values() for _ in turns.entries())
-        assert len(self._resumed) + len(self._paused) + num_ready <= 2 * len(self._number_of) + 64
+        assert len(self._resumed) + len(self._paused) + len(self._aside) + num_ready <= 2 * len(self._number_of) + 64
         for turns in self._turns.values():
             turns.check()
 

@@ -212,10 +212,9 @@ class RoutedRequest:
         mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
         return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
 
-    @property
-    def no_worker_message(self) -> str:
+    def no_worker_message(self, which: str) -> str:
         last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""
-        return f"no decode worker is serving{last}"
+        return f"no decode worker{which} is serving{last}"
 
     def accept(self, index: int, token_id: int, logprobs: SampledToken | None) -> None:
         """Accept one token. Tokens may come in any order and any number of times.

@@ -79,10 +79,10 @@ class RouterView:
         return self._workers.has_role(ServiceRole.PREFILL)
 
     @property
-    def longest_request(self) -> int | None:
-        """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
-        return self._workers.longest_request()
+    def decode_limits(self) -> tuple[int, ...]:
+        """Most tokens of prompt and output that the serving decode workers hold, each number once, rising."""
+        return self._workers.decode_limits
 
     def find_candidates(self, request: Request, now: float) -> list[Candidate]:
         """The workers that could take `request` now, cheapest first."""
-        return self._workers.candidates(hashes_of(request), frozenset(), now)
+        return self._workers.candidates(hashes_of(request), frozenset(), now, request.max_total_tokens)

@@ -86,8 +86,10 @@ class WorkerRecord:
     load_at: float = 0.0  # time of `load`; the worker has said since then, at most, that it is unchanged
     view: WorkerView = field(init=False)
     has_room: bool = field(init=False)
+    pool_tokens: int = field(init=False)  # that the whole pool holds
 
     def __post_init__(self) -> None:
+        self.pool_tokens = self.agent.num_blocks * self.agent.layout.block_size
         self.load_at = self.reported_at
         self.release.take(self.load, self.load_at)
         self.refresh()
@@ -121,6 +123,12 @@ class WorkerRecord:
     @property
     def serves(self) -> bool:
         return self.load.state is WorkerState.SERVING and not self.leaves
+
+    def holds(self, num_tokens: int, max_total_tokens: int) -> bool:
+        """Whether the whole pool of a prefill worker holds the prompt, that of a decode worker also the output."""
+        # The last token is sampled but never computed, so it needs no slot in the pool.
+        is_prefill = self.role is ServiceRole.PREFILL
+        return (num_tokens if is_prefill else max(num_tokens, max_total_tokens - 1)) <= self.pool_tokens
 
     @property
     def step_cost(self) -> StepCost:

@@ -46,6 +46,7 @@ class WorkerTable:
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
         self._longest_request: int | None = None
+        self.decode_limits: tuple[int, ...] = ()  # most tokens of a request, of serving decode workers, rising
         self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
         self.start_s = 0.0  # of a worker that the planner brings; 0 = none comes
         self._num_routers = 1  # with open calls; this router counts always
@@ -188,9 +189,8 @@ class WorkerTable:
         }
         decode = self._pools[ServiceRole.DECODE].values()
         self._versions = tuple(sorted({record.agent.protocol_version for record in decode}, reverse=True))
-        # The last token is sampled but never computed, so it needs no slot in the pool.
-        longest = [record.agent.num_blocks * record.agent.layout.block_size + 1 for record in decode]
-        self._longest_request = max(longest, default=None)
+        self._longest_request = max((record.pool_tokens + 1 for record in decode), default=None)
+        self.decode_limits = tuple(sorted({record.pool_tokens + 1 for record in decode if record.serves}))
         if self.has_role(ServiceRole.DECODE):
             self.served_until = math.inf
         elif self.served_until == math.inf:
@@ -206,29 +206,41 @@ class WorkerTable:
         return iter(self._records.values())
 
     def has_role(
-        self, role: ServiceRole, avoid: frozenset[str] = frozenset(), protocol_version: int | None = None
+        self,
+        role: ServiceRole,
+        avoid: frozenset[str] = frozenset(),
+        protocol_version: int | None = None,
+        num_tokens: int = 0,
     ) -> bool:
-        """True if a worker of this role, and of this version unless it is None, serves that is not one of `avoid`."""
+        """True if a worker of this role, and of this version unless it is None, serves that is not one of `avoid`, and
+        whose whole pool holds so many tokens."""
         return any(
             record.serves
             and record.worker_id not in avoid
             and protocol_version in (None, record.agent.protocol_version)
+            and num_tokens <= record.pool_tokens
             for record in self._pools[role].values()
         )
 
     def refuse_oversized(self, request: Request) -> None:
         """Raise `InvalidRequest` if the whole pool of no decode worker has room for the request."""
-        longest = self.longest_request()
+        longest = self._longest_request
         if longest is not None and request.max_total_tokens > longest:
             raise InvalidRequest(
-                "max_tokens",
-                f"prompt + max_tokens must be at most {longest} tokens to fit the largest decode worker, "
-                f"is {request.max_total_tokens}",
+                "prompt" if request.num_prompt_tokens >= longest else "max_tokens",
+                f"prompt ({request.num_prompt_tokens}) + max_tokens ({request.sampling.max_tokens}) is "
+                f"{request.max_total_tokens}, over the context of {longest} tokens of the largest decode worker",
             )
 
-    def longest_request(self) -> int | None:
-        """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
-        return self._longest_request
+    def can_decode(self, request: Request) -> bool:
+        """Whether a decode worker serves whose whole pool holds the request."""
+        return self.decode_limits[-1:] >= (request.max_total_tokens,)
+
+    def has_room_for_shorter(self, request: Request, num_tokens: int, now: float) -> bool:
+        """Whether a worker has room whose whole pool is too small for `request`, with `num_tokens` to compute now."""
+        return any(
+            self._usable(record, now) and not record.holds(num_tokens, request.max_total_tokens) for record in self
+        )
 
     def choose(
         self,
@@ -237,9 +249,11 @@ class WorkerTable:
         now: float,
         preferred: tuple[str, int] = NOBODY,
         *,
+        max_total_tokens: int = 0,
         goes_on: bool = False,
     ) -> Candidate | None:
-        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room.
+        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room. Prompt and
+        output have `max_total_tokens` at most. No worker is asked whose whole pool is too small for them.
 
         `preferred` is a worker that has the KV of so many first tokens, which its reports may not say yet. A decode
         worker serves the prompt alone if it has room and is not in `avoid`; a prefill worker counts as having them in
@@ -247,7 +261,7 @@ class WorkerTable:
         all but the newest blocks serves it alone.
         """
         with self._decision_timer:
-            questions = self._questions(prompt, avoid, now, preferred)
+            questions = self._questions(prompt, max_total_tokens, avoid, now, preferred)
             holder = None
             if preferred[0] not in avoid:
                 holder = _preferred(questions, preferred[0])
@@ -279,7 +293,7 @@ class WorkerTable:
     ) -> Candidate | None:
         """The decode worker to which a running sequence should move from `source`; None if none has room for it."""
         owner = self._records.get(source)
-        usable = self._with_room(ServiceRole.DECODE, avoid | {source}, now)
+        usable = self._with_room(ServiceRole.DECODE, avoid | {source}, now, max_total_tokens - 1)
         if owner is None or not owner.load.takes_moves:
             return None
         others = _of_version(usable, owner.agent.protocol_version)
@@ -292,9 +306,12 @@ class WorkerTable:
         question = RoutingQuestion(sequence.num_tokens, (), options, False, block_size, now)
         return move_target(question, owner.view, max_total_tokens, RESERVE_SHARE[reason])
 
-    def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
+    def candidates(
+        self, prompt: PromptHashes, avoid: frozenset[str], now: float, max_total_tokens: int = 0
+    ) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""
-        found = [self._policy.candidates(question) for question in self._questions(prompt, avoid, now)]
+        questions = self._questions(prompt, max_total_tokens, avoid, now)
+        found = [self._policy.candidates(question) for question in questions]
         if len(found) < 2:
             return found[0] if found else []
         first = min((part[0] for part in found if part), key=_order, default=None)
@@ -306,13 +323,19 @@ class WorkerTable:
         return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
 
     def _questions(
-        self, prompt: PromptHashes, avoid: frozenset[str], now: float, preferred: tuple[str, int] = NOBODY
+        self,
+        prompt: PromptHashes,
+        max_total_tokens: int,
+        avoid: frozenset[str],
+        now: float,
+        preferred: tuple[str, int] = NOBODY,
     ) -> list[RoutingQuestion]:
         """One for each version of the hand-off protocol, because a policy may pair all workers of a question.
 
         Empty if no decode worker has room. Then no block of the prompt is hashed.
         """
-        decode = self._with_room(ServiceRole.DECODE, avoid, now)
+        num_tokens = max(prompt.num_tokens, max_total_tokens - 1)
+        decode = self._with_room(ServiceRole.DECODE, avoid, now, num_tokens)
         if not decode or len(self._versions) == 1:
             return [self._question(prompt, avoid, now, preferred, decode, self._versions[0])] if decode else []
         return [
@@ -331,20 +354,22 @@ class WorkerTable:
         version: int,
     ) -> RoutingQuestion:
         """`decode` workers have room and speak `version`."""
-        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid, version)
+        num_tokens, prefill = prompt.num_tokens, list[WorkerRecord]()
+        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid, version, num_tokens)
         # If every prefill worker has failed the request, the decode worker prefills, whatever the others have cached.
-        prefill = _of_version(self._with_room(ServiceRole.PREFILL, avoid, now), version) if prefill_alive else []
+        if prefill_alive:
+            prefill = _of_version(self._with_room(ServiceRole.PREFILL, avoid, now, num_tokens), version)
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
-        holder, num_tokens = preferred
+        holder, num_held = preferred
         if holder:
-            matched[holder] = max(matched.get(holder, 0), num_tokens // block_size)
+            matched[holder] = max(matched.get(holder, 0), num_held // block_size)
         return RoutingQuestion(
-            prompt.num_tokens,
+            num_tokens,
             _options(prefill, matched, block_size),
             decode_options,
             prefill_alive,
@@ -352,10 +377,15 @@ class WorkerTable:
             now,
         )
 
-    def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float) -> list[WorkerRecord]:
-        """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
+    def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float, num_tokens: int) -> list[WorkerRecord]:
+        """Workers of this role that can take a request now, and whose whole pool holds so many tokens. Those in `avoid`
+        only if there are no others."""
         oldest = now - self.config.report_stale_s
-        usable = [record for record in self._pools[role].values() if record.has_room and record.reported_at >= oldest]
+        usable = [
+            record
+            for record in self._pools[role].values()
+            if record.has_room and record.reported_at >= oldest and num_tokens <= record.pool_tokens
+        ]
         return [record for record in usable if record.worker_id not in avoid] or usable if avoid else usable
 
     def _usable(self, record: WorkerRecord, now: float) -> bool:

@@ -71,11 +71,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline = arrived_at + timeout_s
         headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
-        new_id, longest = self._shell.new_request_id(), self._shell.view.longest_request
+        new_id, limits = self._shell.new_request_id(), self._shell.view.decode_limits
         try:
             generation = await self._validation_pool.run(
                 timeout_s, validation.work_of(request, self._grammars), validation.prepare,
-                request, self._tokenizer, self._shell.config, new_id, _random_seed, longest, self._grammars,
+                request, self._tokenizer, self._shell.config, new_id, _random_seed, limits, self._grammars,
             )  # fmt: skip
         except TandemError as error:
             request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id

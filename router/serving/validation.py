@@ -6,7 +6,7 @@ of millions of ids is one call into C, which would block the router's loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, MAX_PRIORITY, RouterConfig
@@ -66,14 +66,14 @@ def prepare(
     config: RouterConfig,
     unique_id: str,
     random_seed: Callable[[], int],
-    longest: int | None,
+    decode_limits: Sequence[int],
     grammars: RequestGrammars,
 ) -> Generation:
     """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
-    Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `longest` is the most
-    tokens of prompt and output that a decode worker has room for; None = not known yet. The default of `max_tokens` is
-    the room that remains in the context and in `longest`.
+    Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `decode_limits`
+    are the most tokens of prompt and output that the serving decode workers hold, rising; empty = not known yet. The
+    default of `max_tokens` is the room that the prompt leaves in `default_limit`.
     """
     info = tokenizer.info
     _check_plain_fields(wire)
@@ -82,7 +82,7 @@ def prepare(
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
-    room = min(info.context_length, longest or info.context_length)
+    room = default_limit(num_prompt_tokens, info.context_length, decode_limits)
     grammar = grammars.grammar_of(wire)
     sampling = codec.decode_sampling(
         wire.sampling,
@@ -103,6 +103,17 @@ def prepare(
     stop_strings = StopStrings(wire.stop.stop_strings)
     resumed = read_resumed(wire, first, request_id, tokenizer, grammars, stop_strings) if wire.resume else None
     return Generation(request_id, choices, stop_strings, resumed)
+
+
+def default_limit(num_prompt_tokens: int, context_length: int, decode_limits: Sequence[int]) -> int:
+    """Most tokens of prompt and output of a request without `max_tokens`: what the smallest decode worker holds that
+    leaves the output at least half of the room that the largest one leaves.
+
+    The workers of a fleet often differ by some blocks. The largest limit would send each such request to one worker.
+    """
+    limits = [min(context_length, limit) for limit in decode_limits] or [context_length]
+    half = (limits[-1] - num_prompt_tokens) / 2
+    return next(limit for limit in limits if limit - num_prompt_tokens >= half or limit == limits[-1])
 
 
 def tokenize_prompt(

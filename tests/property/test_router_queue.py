@@ -17,7 +17,7 @@ from tests.unit.router.driving_router import request
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "add", "retry", "remove", "first", "time")),
+        st.sampled_from(("add", "add", "retry", "remove", "first", "aside", "time")),
         st.integers(0, 30),  # which request
         st.integers(-2, 2),  # its priority
         st.floats(0.0, 3.0),  # its pause, or the time that passes
@@ -29,7 +29,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS)
 def test_the_queue_gives_what_a_sorted_list_would_give(operations: list[tuple[str, int, int, float]]) -> None:
     queue, model, now = RequestQueue(), list[RoutedRequest](), 0.0
-    everyone: list[RoutedRequest] = []
+    everyone, aside = list[RoutedRequest](), list[RoutedRequest]()
     for operation, which, priority, seconds in operations:
         chosen = everyone[which % len(everyone)] if everyone else None
         if operation == "add":
@@ -45,11 +45,16 @@ def test_the_queue_gives_what_a_sorted_list_would_give(operations: list[tuple[st
             queue.add(chosen, now)
         elif operation == "remove" and chosen is not None:
             queue.remove(chosen)
-            if chosen in model:
-                model.remove(chosen)
-        elif operation == "first":
-            ready = [routed for routed in model if routed.not_before <= now]
-            assert queue.first(now) is min(ready, key=lambda routed: routed.rank, default=None)
+            model = [routed for routed in model if routed is not chosen]
+            aside = [routed for routed in aside if routed is not chosen]
+        elif operation in ("first", "aside"):
+            ready = [routed for routed in model if routed.not_before <= now and routed not in aside]
+            first = min(ready, key=lambda routed: routed.rank, default=None)
+            assert queue.first(now) is first
+            if first is not None and operation == "aside":
+                queue.step_aside(now)
+                aside.append(first)
+            assert queue.first_aside() is min(aside, key=lambda routed: routed.rank, default=None)
         elif operation == "time":
             now += seconds
         queue.check()

@@ -31,8 +31,10 @@ CONFIG = RouterConfig(
 A = TypeVar("A")
 
 
-def agent(worker_id: str, incarnation: int = 1, layout: KVLayout = LAYOUT) -> AgentAddress:
-    return AgentAddress(f"{worker_id}@{incarnation}", incarnation, b"", 0, NUM_BLOCKS, layout, 20.0)
+def agent(
+    worker_id: str, incarnation: int = 1, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS
+) -> AgentAddress:
+    return AgentAddress(f"{worker_id}@{incarnation}", incarnation, b"", 0, num_blocks, layout, 20.0)
 
 
 def request(
@@ -74,8 +76,12 @@ class DrivenRouter:
         return actions
 
     def join(self, name: str, role: ServiceRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
-        address = agent(name, incarnation, layout)
-        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
+        return self.join_at(agent(name, incarnation, layout), role)
+
+    def join_at(self, address: AgentAddress, role: ServiceRole) -> list[RouterAction]:
+        """A worker joins with the pool of this address. Its name is the part before "@"."""
+        name, load = address.name.rpartition("@")[0], replace(SERVING, ledger={Column.FREE: address.num_blocks})
+        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=load))
 
     def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: object) -> list[RouterAction]:
         reported = replace(SERVING, state=state, **load)  # type: ignore[arg-type]

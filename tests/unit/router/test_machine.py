@@ -238,7 +238,7 @@ def test_a_request_too_large_for_every_decode_worker_is_refused_at_once() -> Non
     router = DrivenRouter()
     largest = 64 * LAYOUT.block_size
     router.arrive(request("fits", max_tokens=largest - 8 + 1))  # the last token needs no slot
-    with pytest.raises(InvalidRequest, match=rf"max_tokens: prompt \+ max_tokens must be at most {largest + 1} tokens"):
+    with pytest.raises(InvalidRequest, match=f"max_tokens: .*the context of {largest + 1} tokens"):
         router.arrive(request("does not", max_tokens=largest - 8 + 2))
     router.machine.check()
     assert router.machine.view.num_in_flight == 1

@@ -22,7 +22,7 @@ VOCAB_SIZE = TOKENIZER.info.vocab_size
 
 
 def prepared(wire: GenerateRequest) -> Generation:
-    return prepare(wire, TOKENIZER, RouterConfig(), "id", lambda: 7, None, GRAMMARS)
+    return prepare(wire, TOKENIZER, RouterConfig(), "id", lambda: 7, (), GRAMMARS)
 
 
 def resuming(output: str | list[int], **fields: object) -> GenerateRequest:

@@ -43,7 +43,7 @@ def test_a_field_of_millions_of_items_is_refused_by_its_length_within_millisecon
     tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match=r"at most \d+|context of 8192 tokens") as refused:
-        prepare(HUGE[field], tokenizer, config, "id", lambda: 0, None, GRAMMARS)
+        prepare(HUGE[field], tokenizer, config, "id", lambda: 0, (), GRAMMARS)
     assert refused.value.field == field
     assert time.thread_time() - started_at < 0.005
 
@@ -109,17 +109,17 @@ def test_an_error_names_the_field_that_is_wrong_and_its_limit() -> None:
     tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
     for wire, field, says in REFUSED:
         with pytest.raises(InvalidRequest) as refused:
-            prepare(wire, tokenizer, config, "id", lambda: 0, None, GRAMMARS)
+            prepare(wire, tokenizer, config, "id", lambda: 0, (), GRAMMARS)
         assert refused.value.field == field
         assert says in refused.value.message
     longest = text(user="u" * 256, cache_salt="s" * 256, request_id="r" * 128, priority=-100, n=16)
-    assert len(prepare(longest, tokenizer, config, "id", lambda: 0, None, GRAMMARS).choices) == 16
+    assert len(prepare(longest, tokenizer, config, "id", lambda: 0, (), GRAMMARS).choices) == 16
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])
 def test_an_unknown_model_is_quoted_in_short(name: str) -> None:
     with pytest.raises(ModelNotFound) as refused:
-        prepare(text(model=name), load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None, GRAMMARS)
+        prepare(text(model=name), load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, (), GRAMMARS)
     assert len(str(refused.value)) < 200
     assert f"'{name[:3]}" in str(refused.value)
     assert "'fake:tiny'" in str(refused.value)
@@ -135,7 +135,7 @@ def test_a_prompt_to_tokenize_has_two_forms() -> None:
 )
 def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: str, tenant: str) -> None:
     wire = GenerateRequest(text="a", user=user, cache_salt=salt, n=2)
-    choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None, GRAMMARS).choices
+    choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, (), GRAMMARS).choices
     assert [choice.tenant for choice in choices] == [tenant, tenant]
 
 

@@ -171,7 +171,7 @@ def test_the_largest_request_follows_from_the_blocks_of_the_decode_pool() -> Non
     workers.join(record("d"), ())
     room = workers.chosen("d").agent.num_blocks * LAYOUT.block_size
     workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=1))
-    with pytest.raises(InvalidRequest, match=f"at most {room + 1} tokens"):
+    with pytest.raises(InvalidRequest, match=f"the context of {room + 1} tokens"):
         workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=2))
 
 
