@@ -15,6 +15,7 @@ from rich.console import Console
 from cli.http_port import claimed_port, gateway_line
 from cli.remote_router import RemoteRouter, remote_routers
 from core.config import TandemConfig
+from core.errors import TandemError
 from gateway.fleets import Fleets
 from gateway.router_calls import RouterCalls
 from gateway.server import HttpServer
@@ -61,7 +62,10 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
                 print_line(f"the gateway answers 503 until its router answers: {fault}")
             print_line(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
             print_line(gateway_line(config.gateway))
-            await interrupted.wait()
+            waits = [asyncio.ensure_future(interrupted.wait()), asyncio.ensure_future(server.failed())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[1].done():
+                raise TandemError(f"the HTTP server has failed: {waits[1].result()}")
         finally:
             await server.drain(config.router.drain_timeout_s)
 

@@ -63,6 +63,9 @@ class HttpFront(Protocol):
     async def start(self) -> None:
         """Accept connections. Raises `ConfigError`."""
 
+    async def failed(self) -> BaseException:
+        """Wait until the server ends without being asked to, and return the fault."""
+
     async def drain(self, timeout_s: float) -> None:
         """Take no new connection, let open answers end for at most `timeout_s`, and cut the others off."""
 

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from core.config import GatewayConfig, TelemetryConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, TandemError
 from core.service import join_address
 from gateway.app import build_app
 from gateway.fleets import Fleets
@@ -62,6 +62,7 @@ class HttpServer:
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
+        self._is_draining = False
         self.port = config.port
 
     @property
@@ -97,13 +98,25 @@ class HttpServer:
                 if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                     await asyncio.sleep(0)
 
+    async def failed(self) -> BaseException:
+        """Wait until the server ends without a drain, and return the fault."""
+        assert self._serving is not None
+        assert self._checking is not None
+        (ended, *_), _ = await asyncio.wait((self._serving, self._checking), return_when=asyncio.FIRST_COMPLETED)
+        if self._is_draining:
+            await asyncio.Event().wait()
+        return ended.exception() or TandemError("the HTTP server has ended")
+
     async def drain(self, timeout_s: float) -> None:
         """A second call does nothing."""
         if self._server is None or self._serving is None or self._checking is None:
             return
+        self._is_draining = True
         self._options.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]  # any number works
         self._server.should_exit = True
-        await asyncio.shield(self._serving)
+        await asyncio.wait((self._serving,))
+        if self._serving.exception() is not None:
+            await self._server.shutdown()  # uvicorn has left its sockets open
         self._checking.cancel()
         connections = self._server.server_state.connections
         if connections:

@@ -111,7 +111,14 @@ class RouterService:
 
     async def failed(self) -> BaseException:
         assert self._shell is not None
-        return await self._shell.failure
+        if self._front is None:
+            return await self._shell.failure
+        of_front = asyncio.ensure_future(self._front.failed())
+        try:
+            ended, _ = await asyncio.wait((self._shell.failure, of_front), return_when=asyncio.FIRST_COMPLETED)
+            return ended.pop().result()
+        finally:
+            of_front.cancel()
 
     def set_config(self, live: LiveConfig) -> None:
         assert self._shell is not None

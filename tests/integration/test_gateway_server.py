@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 from cli.remote_router import RemoteRouter
-from core.config import GatewayConfig, ServedModelConfig
+from core.config import GatewayConfig, ServedModelConfig, TelemetryConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.http.http_protocol import MAX_HEAD_BYTES
+from gateway.server import HttpServer
 from tandem_client import Credentials
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, tiny_config
@@ -247,3 +248,19 @@ async def test_a_least_interval_joins_tokens_into_fewer_events() -> None:
             num_events[interval_ms] = answer.text.count('"text": ')
     assert num_events[60_000] == 2  # the first token, and the others
     assert num_events[0] > 2
+
+
+async def test_a_router_fails_with_its_http_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deploy(tiny_config()) as deployment:
+        server = HttpServer(GatewayConfig(), TelemetryConfig(), Fleets([deployment.router.calls]))
+        monkeypatch.setattr(deployment.router, "_front", server)
+        await server.start()
+        failed = asyncio.ensure_future(deployment.router.failed())
+
+        async def fail(*_: object) -> bool:
+            raise OSError("no descriptors")
+
+        assert server._server is not None
+        monkeypatch.setattr(server._server, "on_tick", fail)
+        assert str(await asyncio.wait_for(failed, 10.0)) == "no descriptors"
+        await server.stop()
