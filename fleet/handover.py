@@ -15,13 +15,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.errors import TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
 from fleet.spec import FleetSpec
 
+ROLES = frozenset(role.value for role in ServiceRole)
 KEEP_INTERVAL_S = 1.0  # between two looks whether the record is still true
 
 
@@ -46,6 +47,14 @@ class KeptConfig:
     def of(cls, revision: int, spec: FleetSpec) -> KeptConfig:
         return cls(revision, spec.built_text, spec.text)
 
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> KeptConfig:
+        """From a record. Raises one of several exceptions if it is not as `of` makes it."""
+        for text in (fields["built_text"], fields["text"]):
+            if not all(isinstance(table, dict) for table in json.loads(text).values()):
+                raise TypeError("a config is an object of tables")
+        return cls(int(fields["revision"]), fields["built_text"], fields["text"])
+
     def spec(self, started: FleetSpec) -> FleetSpec:
         """In the fleet of a `tandem serve` that has `started`. Raises `TandemError`."""
         spec = started
@@ -60,11 +69,11 @@ class KeptConfig:
 def _changed_options(built_text: str, text: str) -> str:
     """As in `FleetControl.change_config`; empty if nothing has changed."""
     before, after = json.loads(built_text), json.loads(text)
-    changed = {
-        table: {option: value for option, value in part.items() if value != before[table][option]}
-        for table, part in after.items()
-        if part != before[table]
-    }
+    changed = {}
+    for table, part in after.items():
+        was = before.get(table, {})
+        if part != was:
+            changed[table] = {name: value for name, value in part.items() if name not in was or value != was[name]}
     return json.dumps(changed) if changed else ""
 
 
@@ -88,15 +97,16 @@ class Handover:
 
     @classmethod
     def from_json(cls, record: str) -> Handover | None:
-        """None without a record, and for one that another version has written otherwise."""
+        """None without a record, and for one that another version has written otherwise. Roles and fields that this
+        version does not know are left out."""
         try:
             fields = json.loads(record)
-            roll = fields["roll"]
+            sizes = {role: size for role, size in fields["sizes"].items() if role in ROLES and type(size) is int}
+            pinned, roll = tuple(role for role in fields["pinned"] if role in ROLES), fields["roll"]
             if roll is not None:
-                roll = KeptRoll(KeptConfig(**roll["leaves"]), roll["can_stop"], tuple(roll["rolled"]))
-            config = KeptConfig(**fields["config"])
-            return cls(fields["started_text"], dict(fields["sizes"]), tuple(fields["pinned"]), config, roll)
-        except (ValueError, KeyError, TypeError):
+                roll = KeptRoll(KeptConfig.read(roll["leaves"]), bool(roll["can_stop"]), tuple(roll["rolled"]))
+            return cls(fields["started_text"], sizes, pinned, KeptConfig.read(fields["config"]), roll)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 

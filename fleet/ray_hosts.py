@@ -245,7 +245,7 @@ async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | None:
     except ValueError:  # it has ended meanwhile
         return None
     adoption: Adoption | None = None
-    with contextlib.suppress(HostDied, TimeoutError):
+    with contextlib.suppress(HostDied, TimeoutError, ray.exceptions.RayError):  # a host of another version, too
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             adoption = await await_actor(actor.adopt.remote(spec.kinship, this_supervisor()))
     if adoption is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray.exceptions
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
@@ -66,3 +67,24 @@ def test_an_actor_carries_the_role_of_its_service_in_its_name(
     RayHost(Member(SlotId(role, 0), role, 1), spec)
     assert [actor.__name__ for actor in made] == [name]
     assert issubclass(made[0], HostActor)
+
+
+async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Actor:
+        adopt: Any
+
+        async def remote(self, *_: object) -> None:
+            raise ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments"))
+
+    actor, killed = Actor(), list[object]()
+    actor.adopt = actor
+    monkeypatch.setattr("ray.get_actor", lambda _: actor)
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr(ray_hosts, "_names_of_hosts", lambda: ["host-decode-0"])
+    monkeypatch.setattr(ray_hosts, "this_supervisor", lambda: None)
+    service: Any = None
+    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
+    assert await ray_hosts.find_services(spec) == []
+    assert killed == [actor]
