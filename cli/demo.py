@@ -15,6 +15,7 @@ from cli.serve import fleet, fleet_spec, run_interruptible
 from cli.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
+from core.wire_names import short_name
 from fleet.cluster import Cluster
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
@@ -69,7 +70,7 @@ def report(finished: inference_pb2.Finished, console: Console) -> None:
     """Print the phases, the path and the token counts of a request."""
     for line in draw(finished.timings):
         console.print(f"  {line}", style="cyan", highlight=False, markup=False)
-    path = inference_pb2.RequestPath.Name(finished.path).removeprefix("REQUEST_PATH_").lower()
+    path = short_name(inference_pb2.RequestPath, finished.path)
     usage = finished.usage
     console.print(
         f"  {path}: {finished.prefill_worker or finished.decode_worker} -> {finished.decode_worker}, "

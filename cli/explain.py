@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
@@ -19,7 +20,7 @@ MIN_PIPE_WIDTH = 120  # columns of an output that is no terminal
 
 def candidates_table(explained: cluster_pb2.ExplainResponse) -> Table:
     """One row for each of the `MAX_ROWS` cheapest candidates, cheapest first. A star marks the chosen one."""
-    path = inference_pb2.RequestPath.Name(explained.path).removeprefix("REQUEST_PATH_").lower()
+    path = short_name(inference_pb2.RequestPath, explained.path)
     table = Table(
         title=f"{explained.prompt_tokens} prompt tokens · {path} · times in ms",
         title_justify="left",

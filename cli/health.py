@@ -6,21 +6,17 @@ A service counts as serving if its router has fresh reports of it: what the supe
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from core.wire_names import short_name
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 SILENT_MS = 3000.0  # a worker without a report for so long is not counted
 
-ROLES = {
-    cluster_pb2.SERVICE_ROLE_ROUTER: "router",
-    cluster_pb2.SERVICE_ROLE_PREFILL: "prefill",
-    cluster_pb2.SERVICE_ROLE_DECODE: "decode",
-}
 WORKER_ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
 
 
@@ -52,10 +48,10 @@ def pools_of(fleet: cluster_pb2.GetFleetResponse) -> dict[str, Pool]:
     wanted = {"router": fleet.wanted_routers, "prefill": fleet.wanted_prefill, "decode": fleet.wanted_decode}
     serving = {role: _num_reporting(fleet, number) for role, number in WORKER_ROLES.items()}
     serving["router"] = sum(router.state == worker_pb2.WORKER_STATE_SERVING for router in fleet.routers)
-    states: dict[str, Counter[str]] = {role: Counter() for role in wanted}
+    states: defaultdict[str, Counter[str]] = defaultdict(Counter)  # a later version may have further roles
     for slot in fleet.slots:
         if slot.state != cluster_pb2.SLOT_STATE_SERVING:
-            states[ROLES[slot.role]][state_name(slot)] += 1
+            states[role_name(slot)][state_name(slot)] += 1
     return {role: Pool(wanted[role], serving[role], states[role]) for role in wanted}
 
 
@@ -66,8 +62,12 @@ def _num_reporting(fleet: cluster_pb2.GetFleetResponse, role: worker_pb2.WorkerR
     )
 
 
+def role_name(slot: cluster_pb2.FleetSlot) -> str:
+    return short_name(cluster_pb2.ServiceRole, slot.role)
+
+
 def state_name(slot: cluster_pb2.FleetSlot) -> str:
-    return cluster_pb2.SlotState.Name(slot.state).removeprefix("SLOT_STATE_").lower()
+    return short_name(cluster_pb2.SlotState, slot.state)
 
 
 def health_of(fleet: cluster_pb2.GetFleetResponse) -> Health:
@@ -113,7 +113,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
     slots = [
         {
             "name": slot.name,
-            "role": ROLES[slot.role],
+            "role": role_name(slot),
             "state": state_name(slot),
             "in_state_s": round(slot.in_state_ms / 1e3, 3),
             "reason": slot.reason,
@@ -135,7 +135,7 @@ def status_json(fleet: cluster_pb2.GetFleetResponse) -> str:
             "slots": slots,
             "planner": {
                 "enabled": planner.enabled,
-                "pinned": [ROLES[role] for role in planner.pinned],
+                "pinned": [short_name(cluster_pb2.ServiceRole, role) for role in planner.pinned],
                 "plan": planner.plan,
             },
             "traffic": {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cli.health import ROLES
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
+from core.wire_names import short_name
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
@@ -40,7 +40,7 @@ def traffic_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
             f"wanted times in 5 minutes{moved}"
         )
     if planner.enabled:
-        pinned = " and ".join(ROLES[role] for role in planner.pinned)
+        pinned = " and ".join(short_name(cluster_pb2.ServiceRole, role) for role in planner.pinned)
         held = f" ({pinned} pinned; `tandem scale --auto` releases)" if pinned else ""
         lines.append(f"planner: {planner.plan}{held}")
     return lines

@@ -19,6 +19,7 @@ from cli.health import SILENT_MS, Health, health_of, slot_lines, status_json
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
 from cli.pools import num_serving, pool_lines, sizes_text, traffic_lines
 from core.errors import InvalidRequest
+from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
@@ -35,7 +36,7 @@ HOLDER_COLUMNS: dict[str, JustifyMethod] = {
 }  # fmt: skip
 MAX_HOLDER_ROWS = 200
 
-STATE_STYLES = {"STARTING": "yellow", "SERVING": "green", "DRAINING": "yellow", "LOST": "red"}
+STATE_STYLES = {"starting": "yellow", "serving": "green", "draining": "yellow", "lost": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
 
 def _holder_row(holder: worker_pb2.BlockHolder) -> list[str]:
     return [
-        f"{worker_pb2.HolderKind.Name(holder.kind).removeprefix('HOLDER_KIND_').lower()} {holder.name}",
-        worker_pb2.HolderState.Name(holder.state).removeprefix("HOLDER_STATE_").lower(),
+        f"{short_name(worker_pb2.HolderKind, holder.kind)} {holder.name}",
+        short_name(worker_pb2.HolderState, holder.state),
         str(holder.num_blocks),
         str(holder.num_counted),
         f"{holder.age_ms / 1e3:.1f} s",
@@ -159,8 +160,8 @@ def _state(worker: cluster_pb2.FleetWorker) -> Text:
 
 
 def _state_text(state: worker_pb2.WorkerState) -> Text:
-    name = worker_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_")
-    return Text(name.lower(), style=STATE_STYLES.get(name, "white"))
+    name = short_name(worker_pb2.WorkerState, state)
+    return Text(name, style=STATE_STYLES.get(name, "white"))
 
 
 async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> Health:

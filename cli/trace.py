@@ -16,6 +16,7 @@ from rich.text import Text
 from cli.explain import candidates_table
 from cli.waterfall import bar_of
 from core.plain_text import escaped
+from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
@@ -113,7 +114,7 @@ def show_list(requests: Iterable[cluster_pb2.RequestSummary], console: Console) 
         number = name in ("in", "cached", "out", "first token", "total", "attempts")
         table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for r in requests:
-        path = inference_pb2.RequestPath.Name(r.path).removeprefix("REQUEST_PATH_").lower() if r.path else "-"
+        path = short_name(inference_pb2.RequestPath, r.path) if r.path else "-"
         arrived = datetime.fromtimestamp(r.arrived_at_unix_ms / 1e3).strftime("%H:%M:%S")
         first = f"{r.first_token_ms:.0f} ms" if r.first_token_ms else "-"
         counts = [str(r.usage.prompt_tokens), str(r.usage.cached_tokens), str(r.usage.completion_tokens)]

@@ -188,12 +188,14 @@ def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
         tool_calls=_calls(pieces),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
-        finish_reason=FINISH_REASONS[end.finish_reason],
+        finish_reason=FINISH_REASONS.get(end.finish_reason, "stop"),  # of a later version: it has ended
         stop_match=end.stop_match,
         usage=Usage(**{name: getattr(end.usage, name) for name in Usage.__dataclass_fields__}),
         timings=Timings(**{name: getattr(end.timings, name) for name in Timings.__dataclass_fields__}),
-        path=PATHS[end.path],
-        promise=Promise(promise.ttft_ms, promise.tpot_ms, PATHS[promise.path]) if end.HasField("promise") else None,
+        path=PATHS.get(end.path, "unknown"),
+        promise=Promise(promise.ttft_ms, promise.tpot_ms, PATHS.get(promise.path, "unknown"))
+        if end.HasField("promise")
+        else None,
         receipt=Receipt(**{name: getattr(receipt, name) for name in Receipt.__dataclass_fields__})
         if end.HasField("receipt")
         else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.wire_names import short_name
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ def _worker_view(worker: cluster_pb2.FleetWorker) -> Json:
     load = worker.load
     return {
         "id": worker.worker_id,
-        "role": _short(worker_pb2.WorkerRole.Name(worker.role), "WORKER_ROLE_"),
+        "role": short_name(worker_pb2.WorkerRole, worker.role),
         "state": _state(worker.state),
         "address": worker.address,
         "report_age_ms": worker.report_age_ms,
@@ -82,8 +83,8 @@ def _step_ms(load: worker_pb2.LoadReport) -> float:
 def _path_view(path: worker_pb2.PathReport) -> Json:
     return {
         "peer": path.peer,
-        "state": _short(worker_pb2.PathState.Name(path.state), "PATH_STATE_"),
-        "lane": _short(worker_pb2.PathLane.Name(path.lane), "PATH_LANE_"),
+        "state": short_name(worker_pb2.PathState, path.state),
+        "lane": short_name(worker_pb2.PathLane, path.lane),
         "bytes_per_s": path.bytes_per_s,
     }
 
@@ -146,14 +147,10 @@ def _candidate_view(candidate: cluster_pb2.Candidate) -> Json:
 
 
 def _state(state: worker_pb2.WorkerState) -> str:
-    return _short(worker_pb2.WorkerState.Name(state), "WORKER_STATE_")
+    return short_name(worker_pb2.WorkerState, state)
 
 
 def _path_name(path: inference_pb2.RequestPath) -> str:
     """Empty for a request that never took a path."""
-    name = _short(inference_pb2.RequestPath.Name(path), "REQUEST_PATH_")
+    name = short_name(inference_pb2.RequestPath, path)
     return "" if name == "unspecified" else name
-
-
-def _short(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()

@@ -25,8 +25,9 @@ class AnswerHead:
     names_tool: bool = False  # `tool_choice` names the tool that is called
 
     def finish_reason(self, finished: Finished) -> str:
-        """ "tool_calls" if the model chose to call a tool, and its call is complete."""
-        reason = FINISH_REASONS[finished.finish_reason]
+        """ "tool_calls" if the model chose to call a tool, and its call is complete. A reason that only a later router
+        knows is "stop": clients know no other words."""
+        reason = FINISH_REASONS.get(finished.finish_reason, "stop")
         return "tool_calls" if reason == "stop" and finished.num_tool_calls and not self.names_tool else reason
 
     def stop_reason(self, finished: Finished) -> str | int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.wire_names import short_name
 from tandem_client.stubs.inference_pb2 import Finished, RequestPath
 
 
@@ -85,4 +86,4 @@ class UsageSum:
 
 
 def _path(path: int) -> str:
-    return RequestPath.Name(path).removeprefix("REQUEST_PATH_").lower()
+    return short_name(RequestPath, path)
