@@ -51,7 +51,7 @@ class KeptConfig:
     def read(cls, fields: Mapping[str, Any]) -> KeptConfig:
         """From a record. Raises one of several exceptions if it is not as `of` makes it."""
         for text in (fields["built_text"], fields["text"]):
-            if not all(isinstance(table, dict) for table in json.loads(text).values()):
+            if not isinstance(json.loads(text), dict):
                 raise TypeError("a config is an object of tables")
         return cls(int(fields["revision"]), fields["built_text"], fields["text"])
 
@@ -71,9 +71,11 @@ def _changed_options(built_text: str, text: str) -> str:
     before, after = json.loads(built_text), json.loads(text)
     changed = {}
     for table, part in after.items():
-        was = before.get(table, {})
-        if part != was:
+        was = before.get(table)
+        if part != was and isinstance(part, dict) and isinstance(was, dict):
             changed[table] = {name: value for name, value in part.items() if name not in was or value != was[name]}
+        elif part != was:
+            changed[table] = part  # also a list of tables
     return json.dumps(changed) if changed else ""
 
 
@@ -172,7 +174,11 @@ def take_over(record: str, started: FleetSpec, services: Sequence[tuple[MachineI
     elif config.text not in (handover.started_text, started.text):
         told = "`tandem serve` has another config now"
         notes.append(FleetMessage("fleet", "forgets what `tandem config` or `tandem roll` had changed", told))
-    sizes = {ServiceRole(role): size for role, size in handover.sizes.items()}
+    limit, sizes = started.rules.config.max_workers, {}
+    for role in ServiceRole:
+        least = 1 if role is ServiceRole.ROUTER else 0
+        if least <= handover.sizes.get(role.value, -1) <= limit:
+            sizes[role] = handover.sizes[role.value]
     left = None
     if roll is not None:
         rolled = [one.member for _, one in services if has_same_config and one.service_id in roll.rolled]

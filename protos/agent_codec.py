@@ -73,6 +73,9 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         raise InvalidRequest("agent", f"name and num_blocks must be set, are {wire.name!r} and {wire.num_blocks}")
     if not 0 < wire.lease_s < math.inf:
         raise InvalidRequest("agent.lease_s", f"must be more than 0 and finite, is {wire.lease_s}")
+    location = Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS})
+    if not (0.0 <= location.memory_bytes_per_s < math.inf and 0.0 <= location.link_bytes_per_s < math.inf):
+        raise InvalidRequest("agent.location", f"speeds must be finite and 0 or more, are in {location}")
     return AgentAddress(
         name=wire.name,
         incarnation=wire.incarnation,
@@ -82,7 +85,7 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         layout=decode_layout(wire.layout),
         lease_s=wire.lease_s,
         probe_bytes=wire.probe_bytes,
-        location=Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS}),
+        location=location,
         access=_decode_access(wire.access),
         protocol_version=wire.protocol_version,
     )

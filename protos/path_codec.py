@@ -5,6 +5,8 @@ Decoding is strict: a value that does not fit raises `InvalidRequest`, which nam
 
 from __future__ import annotations
 
+import math
+
 from core.errors import InvalidRequest
 from core.paths import Lane, PathState, PathStatus
 from tandem_client.stubs import worker_pb2
@@ -33,6 +35,9 @@ def encode_path(path: PathStatus) -> worker_pb2.PathReport:
 def decode_path(wire: worker_pb2.PathReport) -> PathStatus:
     if wire.state not in PATH_STATE_FROM_WIRE:
         raise InvalidRequest("paths.state", f"{wire.state} is not a PathState")
+    speeds = (wire.bytes_per_s, wire.expected_bytes_per_s, wire.latency_ms)
+    if not all(0.0 <= speed < math.inf for speed in speeds):
+        raise InvalidRequest("paths", f"speeds and latency must be finite and 0 or more, are {speeds}")
     return PathStatus(
         peer=wire.peer,
         state=PATH_STATE_FROM_WIRE[wire.state],

@@ -17,7 +17,7 @@ from core.paths import PathStatus
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
 from protos import codec
-from protos.path_codec import decode_path, encode_path
+from protos.path_codec import PATH_STATE_FROM_WIRE, decode_path, encode_path
 from tandem_client.stubs import worker_pb2
 
 _COUNTS = (
@@ -28,6 +28,7 @@ _COUNTS = (
     "batch_sequences", "batch_tokens", "busy_seconds", "decode_step_seconds", "flop", "memory_bytes", "flop_use",
     "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves",
 )  # fmt: skip
+MAX_SECONDS = 1e9  # of a price: a product of two such numbers and a count of tokens is still finite
 _COLUMNS = tuple(Column)
 _STEP_COST = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")
 _read_step_cost = attrgetter(*_STEP_COST)
@@ -57,10 +58,14 @@ def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
     if wire.state not in codec.STATE_FROM_WIRE:
         raise InvalidRequest("load.state", f"{wire.state} is not a WorkerState")
     step_cost = _read_step_cost(wire.step_cost)
-    if not all(0.0 <= seconds < math.inf for seconds in step_cost) or not any(step_cost):
-        raise InvalidRequest("load.step_cost", f"must be finite, 0 or more and not all 0, is {step_cost}")
-    if not all(0.0 <= seconds < math.inf for seconds in wire.prompt_backlog):
-        raise InvalidRequest("load.prompt_backlog", "must be finite and 0 or more")
+    if not all(0.0 <= seconds <= MAX_SECONDS for seconds in step_cost) or not any(step_cost):
+        raise InvalidRequest("load.step_cost", f"must be in [0, {MAX_SECONDS:g}] and not all 0, is {step_cost}")
+    if not all(0.0 <= seconds <= MAX_SECONDS for seconds in wire.prompt_backlog):
+        raise InvalidRequest("load.prompt_backlog", f"must be in [0, {MAX_SECONDS:g}]")
+    counts = _read_counts(wire)
+    if not all(0.0 <= count < math.inf for count in counts):
+        odd = next(name for name, count in zip(_COUNTS, counts, strict=True) if not 0.0 <= count < math.inf)
+        raise InvalidRequest(f"load.{odd}", "must be finite and 0 or more")
     return WorkerLoad(
         state=codec.STATE_FROM_WIRE[wire.state],
         ledger=dict(zip(_COLUMNS, _read_ledger(wire.ledger), strict=True)),
@@ -69,7 +74,7 @@ def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
         step_cost=StepCost(*step_cost),
         prompt_backlog=tuple(wire.prompt_backlog),
         decode_steps=tuple(wire.decode_steps),
-        **dict(zip(_COUNTS, _read_counts(wire), strict=True)),
+        **dict(zip(_COUNTS, counts, strict=True)),
     )
 
 
@@ -92,7 +97,7 @@ def decode_changes(wire: worker_pb2.WorkerReport) -> WorkerChanges:
     return WorkerChanges(
         load=decode_load(wire.load) if wire.HasField("load") else None,
         blocks=_decode_runs(wire) if wire.block_runs or wire.block_changes else (),
-        paths=tuple(map(decode_path, wire.paths)),
+        paths=tuple(decode_path(path) for path in wire.paths if path.state in PATH_STATE_FROM_WIRE),  # of this version
         removed_paths=tuple(wire.removed_paths),
     )
 

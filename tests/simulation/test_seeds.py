@@ -36,7 +36,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "finished disaggregated", "finished local", "finished recomputed", "finished migrated",
     "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused move",
     "resumed by the router",
-    "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
+    "failed DeadlineExceeded", "failed RequestCancelled", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
     "failed with its router", "resumed", "finished before it was resumed",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",

@@ -139,7 +139,11 @@ def test_a_record_can_be_read_again_and_one_of_another_version_is_none() -> None
 def test_roles_tables_options_and_fields_of_another_version_are_left_out_or_told() -> None:
     kept = KeptConfig.of(3, spec_of(7.0))
     fields = json.loads(record(kept, KeptRoll(kept, True, ("prefill-1.4",))))
-    fields |= {"sizes": {"decode": 2, "encode": 1, "router": "two"}, "pinned": ["encode", "prefill"], "later": [1]}
+    fields |= {
+        "sizes": {"decode": 2, "encode": 1, "prefill": 2**63, "router": "two"},
+        "pinned": ["encode", "prefill"],
+        "later": [1],
+    }
     fields["config"]["later"] = fields["roll"]["later"] = fields["roll"]["leaves"]["later"] = 2
     takeover = take_over(json.dumps(fields), spec_of(), SERVICES)
     assert (takeover.adopted.sizes, takeover.pinned) == ({D: 2}, (P,))
@@ -147,7 +151,7 @@ def test_roles_tables_options_and_fields_of_another_version_are_left_out_or_told
     assert changed == '{"router": {"max_queued": 5}, "later": {"x": 1}}', "an option that one config lacks has changed"
 
 
-@pytest.mark.parametrize("text", ["[]", "no json", '{"router": 1}', "1", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "no json", "1", "[" * 100_000])
 def test_a_config_that_is_none_makes_no_record(text: str) -> None:
     fields = json.loads(record(KeptConfig.of(3, spec_of())))
     fields["config"]["text"] = text

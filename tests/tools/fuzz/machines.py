@@ -1,0 +1,180 @@
+"""Odd messages for the machines: of a peer that hands over, of workers that report, and of an earlier supervisor.
+
+A batch begins with new machines. They check themselves after each message.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from cli.serve import fleet_spec
+from core.config import RouterConfig, TandemConfig
+from core.errors import TandemError
+from core.lifecycle import ServiceRole
+from core.machine import Tick
+from core.service import Endpoint
+from fleet.events import MachineId, Member, ServiceStarted, SlotId
+from fleet.handover import Handover, KeptConfig, KeptRoll, take_over
+from fleet.machine import FleetMachine
+from kv_transfer.protocol.events import MessageReceived
+from protos import codec, handoff_pb2, report_codec
+from protos.handoff_codec import MalformedMessage, decode, encode
+from router.links.token_stream import decode_step_tokens
+from router.links.worker_link import WorkerLink, _decode_finished, _decode_prefill
+from router.operations.fleet_metrics import readings
+from router.requests import events
+from tandem_client.stubs import inference_pb2, worker_pb2
+from tests.tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
+from tests.unit.kv_transfer.transfer_pair import CONFIG, Pair
+from tests.unit.router.driving_router import SERVING, DrivenRouter, agent, request
+
+Outcomes = Counter[str]
+
+
+def hand_offs(rng: random.Random, count: int) -> Outcomes:
+    """Notifications between the agents of a hand-off, as bytes."""
+    outcomes, pair = Outcomes(), Pair()
+    pair.offer([0, 1, 2, 3], last=False)
+    pair.pull([0, 1, 2, 3])
+    known = [encode(mail.message) for mail in pair.mail]
+    for _ in range(count):
+        good = rng.choice(known)
+        odd = changed_message(handoff_pb2.HandoffEnvelope.FromString(good), rng) if rng.random() < 0.7 else None
+        payload = changed_bytes(good, rng) if odd is None else odd.SerializeToString()
+        sender, receiver = rng.choice((("owner", pair.puller), ("puller", pair.owner), ("stranger", pair.owner)))
+        try:
+            message = decode(payload)
+        except MalformedMessage:
+            outcomes["malformed"] += 1
+            continue
+        outcomes[type(message).__name__] += 1
+        pair.event(receiver, MessageReceived(sender, message))
+        if rng.random() < 0.2:
+            known += [encode(mail.message) for mail in pair.mail]
+            pair.run()
+            pair.wait(rng.choice((0.1, 2.0)))
+    pair.lose_mail()
+    for read_id in list(pair.puller.reads):
+        pair.end_read(pair.puller, read_id)
+    if not pair.puller.results:
+        pair.cancel_pull()
+    pair.wait(3 * CONFIG.lease_s, deliver=False)
+    assert pair.num_leases() == 0, "a lease is left"
+    return outcomes
+
+
+class FuzzedRouter(DrivenRouter):
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        self.answered: list[events.StartPrefill | events.StartDecode] = []
+
+
+def reports(rng: random.Random, count: int) -> Outcomes:
+    """What workers say to a router: snapshots, reports, tokens, and the answers of their calls."""
+    outcomes, router = Outcomes(), FuzzedRouter(RouterConfig(max_queued=50))
+    read_metrics = readings(router.machine.view)
+    kinds: tuple[Callable[[FuzzedRouter, random.Random], object], ...] = (_report, _report, _answer, _tokens)
+    for number in range(count):
+        if number % 4 == 0:
+            sampled = {"max_tokens": rng.choice((1, 9, 200))}
+            outcomes[_tried(router.arrive, request(f"r{number}", range(1, rng.choice((3, 90))), **sampled))] += 1
+        outcomes[_tried(rng.choice(kinds), router, rng)] += 1
+        if number % 10 == 0:
+            list(read_metrics())
+        router.now += rng.choice((0.0, 0.1, 5.0))
+        _tried(router.post, Tick())
+    return outcomes
+
+
+def _tried(call: Callable[..., object], *arguments: object) -> str:
+    """Whether a machine or a decoder has taken it, or the name of the typed error."""
+    try:
+        call(*arguments)
+    except TandemError as error:
+        return type(error).__name__
+    return "taken"
+
+
+def _link(worker_id: str, role: ServiceRole) -> WorkerLink:
+    """Only what decodes: a whole one would connect."""
+    link = WorkerLink.__new__(WorkerLink)
+    link.endpoint, link.load = Endpoint(worker_id, "127.0.0.1:9", role), None
+    return link
+
+
+def _report(router: FuzzedRouter, rng: random.Random) -> None:
+    """A link ends a worker whose report it cannot read."""
+    worker_id, role = rng.choice((("P", ServiceRole.PREFILL), ("D", ServiceRole.DECODE), ("E", ServiceRole.DECODE)))
+    good = worker_pb2.WorkerReport(load=report_codec.encode_load(SERVING), block_changes=[1, 2], block_runs=[2])
+    good.snapshot.worker_id, good.snapshot.role = worker_id, codec.ROLE_TO_WIRE[role]
+    good.snapshot.agent.CopyFrom(codec.encode_agent(agent(worker_id)))
+    odd: Any = changed_message(good, rng) if rng.random() < 0.9 else drawn_message(good.DESCRIPTOR, rng)
+    link = _link(worker_id, role)
+    try:
+        is_known = router.machine.view.worker(worker_id) is not None
+        event: Any = events.WorkerReported(worker_id, link._changes(odd)) if is_known else link._joined(odd)
+        if is_known and rng.random() < 0.3:
+            event = link._joined(odd)
+        router.post(event)
+    except TandemError:
+        router.post(events.WorkerLost(worker_id, "it cannot be read"))
+        router.join(worker_id, role)
+        raise
+
+
+def _answer(router: FuzzedRouter, rng: random.Random) -> None:
+    """Of a call that is open: a link posts one answer for each."""
+    open_calls = [
+        call
+        for call in (*router.of(events.StartPrefill), *router.of(events.StartDecode))
+        if call not in router.answered
+    ]
+    if not open_calls:
+        return
+    call = rng.choice(open_calls)
+    router.answered.append(call)
+    if isinstance(call, events.StartPrefill):
+        prefilled = worker_pb2.PrefillResponse(first_token=worker_pb2.SampledToken(token_id=5))
+        result = _decode_prefill(changed_message(prefilled, rng))  # type: ignore[arg-type]
+        router.post(events.PrefillReturned(call.dispatch_id, result))
+        return
+    finished = worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP, num_tokens=2)
+    router.post(events.DecodeReturned(call.dispatch_id, _decode_finished(changed_message(finished, rng))))  # type: ignore[arg-type]
+
+
+def _tokens(router: FuzzedRouter, rng: random.Random) -> None:
+    calls = [start.call for start in router.of(events.StartDecode)][-4:]
+    tokens = worker_pb2.StepTokens(calls=calls, indexes=[1] * len(calls), token_ids=[7] * len(calls))
+    tokens.moves.add(call=calls[-1] if calls else 1)
+    router.post(decode_step_tokens(changed_message(tokens, rng)))  # type: ignore[arg-type]
+
+
+SPEC = fleet_spec(TandemConfig())
+SERVICES = [
+    (MachineId("m", "m.local"), ServiceStarted(Member(SlotId(role, 0), role, start), f"{role.value}-0.{start}", "h:1"))
+    for start, role in enumerate(ServiceRole)
+]
+
+
+def records(rng: random.Random, count: int) -> Outcomes:
+    """The record that a supervisor of another version has left."""
+    outcomes = Outcomes()
+    kept = KeptConfig.of(3, SPEC)
+    roll = KeptRoll(kept, True, (SERVICES[0][1].service_id,))
+    good = json.loads(Handover(SPEC.text, {"decode": 2, "router": 1}, ("decode",), kept, roll).as_json())
+    for _ in range(count):
+        odd = dict(good)
+        if rng.random() < 0.6:
+            odd["config"] = good["config"] | {"text": json.dumps(changed_json(json.loads(SPEC.text), rng))}
+        text = json.dumps(odd if rng.random() < 0.5 else changed_json(odd, rng))
+        takeover = take_over(changed_bytes(text.encode(), rng).decode(errors="replace") if rng.random() < 0.1 else text,
+                             SPEC, SERVICES)  # fmt: skip
+        machine = FleetMachine(SPEC.rules)
+        machine.handle(takeover.adopted, 5.0)
+        machine.check()
+        outcomes[takeover.notes[0].what if takeover.notes else "kept"] += 1
+    return outcomes
