@@ -1,0 +1,67 @@
+"""20,000 odd messages of clients, workers, peers and supervisors break nothing, and the fuzzer sees what would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from gateway.routes import tokens
+from router.operations.cluster_servicer import ClusterServicer
+from router.requests.moves import OpenMoves
+from tests.tools.fuzz import machines
+from tests.tools.fuzz.__main__ import SHARES, Run, fuzz
+
+NUM_MESSAGES = 20_000
+
+
+def test_no_odd_message_breaks_anything_or_has_an_answer_without_a_type() -> None:
+    run = fuzz(NUM_MESSAGES, seed=1)
+    assert not run.faults, "\n\n".join(run.faults)
+    assert run.outcomes.keys() == SHARES.keys()
+    assert sum(outcomes.total() for outcomes in run.outcomes.values()) >= NUM_MESSAGES
+    # Messages that are refused at the door alone would prove little.
+    assert all(len(outcomes) >= 4 for outcomes in run.outcomes.values()), run.outcomes
+    assert min(run.outcomes["http"]["200"], run.outcomes["grpc"]["OK"]) > 100, run.outcomes
+    assert min(run.outcomes["reports"]["taken"], run.outcomes["records"]["kept"]) > 100, run.outcomes
+
+
+def fail(*_: object) -> Any:
+    raise KeyError("a later version")
+
+
+async def fail_later(*_: object) -> Any:
+    raise KeyError("a later version")
+
+
+@pytest.mark.parametrize(
+    ("surface", "target", "name", "failing"),
+    [
+        ("http", tokens, "wire_messages", fail),
+        ("grpc", ClusterServicer, "GetFleet", fail_later),
+        ("reports", OpenMoves, "on_notice", fail),
+    ],
+)
+def test_it_sees_an_unexpected_exception_and_prints_the_command_that_replays_it(
+    surface: str, target: Any, name: str, failing: Callable[..., Any]
+) -> None:
+    with patch.object(target, name, failing):
+        run = fuzz(300, seed=3, surfaces=(surface,))
+        first_batch = re.findall(f"--surface {surface} --seed 3 --first-batch ([0-9]+) --batches 1`", run.faults[0])
+        again = fuzz(100, seed=3, surfaces=(surface,), first_batch=int(first_batch[0]))
+    assert again.faults
+
+
+def test_it_sees_a_record_that_keeps_a_supervisor_from_starting() -> None:
+    run = Run(seed=3)
+    with patch("fleet.handover.ROLES", frozenset({"decode", "later"})), patch("fleet.handover.ServiceRole", {}.get):
+        run.fuzz_machine("records", machines.records, 1)
+    assert run.faults
+
+
+def test_the_same_seed_sends_the_same_messages() -> None:
+    first, again = (fuzz(2_000, seed=5, surfaces=("hand-offs", "reports", "records")) for _ in range(2))
+    assert first.outcomes == again.outcomes
