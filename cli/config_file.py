@@ -122,18 +122,21 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 def _with_full_paths(config: TandemConfig) -> TandemConfig:
     """Make relative paths absolute, because workers run in other directories."""
     engine, telemetry = config.engine, config.telemetry
-    if Path(engine.model).expanduser().exists():
-        engine = dataclasses.replace(engine, model=str(Path(engine.model).expanduser().resolve()))
+    model = Path(engine.model).expanduser()
+    if model.is_dir():
+        engine = dataclasses.replace(engine, model=str(model.resolve()))
+    elif model.is_file():
+        engine = dataclasses.replace(engine, model=_full_path(engine.model))
     if telemetry.trace_file:
-        telemetry = dataclasses.replace(telemetry, trace_file=str(Path(telemetry.trace_file).expanduser().resolve()))
-    security = config.security
-    for name in ("cluster_token_file", "tls_cert", "tls_key", "tls_ca"):
-        path = getattr(security, name)
-        absolute: Any = {name: str(Path(path).expanduser().resolve())} if path else {}
-        security = dataclasses.replace(security, **absolute)
-    gateway = config.gateway
-    for name in ("tls_cert", "tls_key"):
-        path = getattr(gateway, name)
-        absolute = {name: str(Path(path).expanduser().resolve())} if path else {}
-        gateway = dataclasses.replace(gateway, **absolute)
+        telemetry = dataclasses.replace(telemetry, trace_file=_full_path(telemetry.trace_file))
+    of_security = ("cluster_token_file", "tls_cert", "tls_key", "tls_ca")
+    paths: Any = {name: _full_path(getattr(config.security, name)) for name in of_security}
+    security = dataclasses.replace(config.security, **paths)
+    paths = {name: _full_path(getattr(config.gateway, name)) for name in ("tls_cert", "tls_key")}
+    gateway = dataclasses.replace(config.gateway, **paths)
     return dataclasses.replace(config, engine=engine, telemetry=telemetry, security=security, gateway=gateway)
+
+
+def _full_path(path: str) -> str:
+    """Of a file. A link stays a link: its target may have another name, and Kubernetes moves that of a secret."""
+    return str(Path(path).expanduser().absolute()) if path else ""

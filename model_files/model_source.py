@@ -65,11 +65,19 @@ def resolve_model(spec: str, cache_dir: Path | None = None) -> ModelSource:
     if path.is_file() and path.suffix == ".gguf":
         return ModelSource(path.stem, SourceKind.GGUF, path)
     if (path / "config.json").is_file():
-        return ModelSource(path.resolve().name, SourceKind.HUGGING_FACE, path)
+        return ModelSource(_directory_name(path.resolve()), SourceKind.HUGGING_FACE, path)
     raise ModelNotFound(
         f"there is no model {spec!r}: give a name ({', '.join(CATALOGUE)}), a .gguf file, a directory with "
         f"config.json, random:<config> ({', '.join(RANDOM_CONFIGS)}) or fake:<config> ({', '.join(FAKE_CONFIGS)})"
     )
+
+
+def _directory_name(path: Path) -> str:
+    """A directory of Hugging Face's cache, models--ORG--NAME/snapshots/COMMIT, has the name of its repository."""
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return path.name
 
 
 def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelInfo:

@@ -62,3 +62,15 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     assert config.engine.model == str(tmp_path / "model.gguf")
     assert config.telemetry.trace_file == str(tmp_path / "spans.jsonl")
     assert load_config(None, {"model": "smollm2-135m"}).engine.model == "smollm2-135m"
+
+
+def test_a_linked_file_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of Hugging Face, a GGUF file is a link to a file with a hash for a name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "5fa3").touch()
+    for link in ("model.gguf", "key"):
+        (tmp_path / link).symlink_to("5fa3")
+    (tmp_path / "tandem.toml").write_text('[security]\ncluster_token_file = "key"\n')
+    config = load_config(Path("tandem.toml"), {"model": "model.gguf"})
+    assert config.engine.model == str(tmp_path / "model.gguf")
+    assert config.security.cluster_token_file == str(tmp_path / "key")

@@ -48,6 +48,25 @@ def test_files_and_directories_are_told_apart(tmp_path: Path) -> None:
     assert resolve_model(directory(tmp_path / "dir")).name == "dir"
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("models--org--a-model/snapshots/5fa3", "org/a-model"),
+        ("models--gpt2/snapshots/5fa3", "gpt2"),
+        ("models--org--a-model/5fa3", "5fa3"),
+        ("snapshots/5fa3", "5fa3"),
+    ],
+)
+def test_a_snapshot_in_the_cache_of_hugging_face_has_the_name_of_its_repository(
+    folder: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    assert resolve_model(directory(path)).name == name
+    (tmp_path / "link").symlink_to(path)
+    assert resolve_model(str(tmp_path / "link")).name == name
+
+
 def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
     here, copy = directory(tmp_path / "a"), directory(tmp_path / "b")
     other_weights = directory(tmp_path / "c", b"w" * 99 + b"v")
