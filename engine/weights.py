@@ -22,9 +22,10 @@ from engine.fp8_checkpoint import SCALES, Fp8Checkpoint
 from engine.gguf_groups import exact_groups
 from engine.model_weights import ModelWeights, Slot, allocate_weights
 from engine.quantization import GroupedRows, MatrixSlot, quantize
+from model_files.fields import read_json
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, fp8_block_size
-from model_files.model_source import ModelSource, SourceKind, read_json
+from model_files.model_source import ModelSource, SourceKind
 
 CPU = torch.device("cpu")
 Progress = Callable[[int, int], None]  # (tensors loaded, total tensors)

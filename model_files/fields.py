@@ -5,9 +5,11 @@ Files come from anywhere, so the type and the range of each value are checked. A
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from core.errors import ConfigError
@@ -89,3 +91,19 @@ class Fields:
         if len(shown) > _SHOWN_CHARACTERS:
             shown = f"{shown[:_SHOWN_CHARACTERS]}..."
         raise ConfigError(f"{self.origin}: {key} is {shown}, must be {wanted}")
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Raises `ConfigError` if the file does not contain one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must contain a JSON object")
+    return content
+
+
+def optional_file(path: Path) -> Fields:
+    """The values of a JSON file; none if the file is missing. Raises `ConfigError` as `read_json`."""
+    return Fields(read_json(path) if path.is_file() else {}, path.name)

@@ -9,12 +9,9 @@ fake:<config>     no model: the fake runner
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -22,7 +19,8 @@ from core.errors import ConfigError, ModelNotFound
 from core.model_info import ModelInfo
 from model_files.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZE, FAKE_CONFIGS, RANDOM_CONFIGS
 from model_files.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
-from model_files.fields import Fields
+from model_files.end_tokens import ends_of_directory, ends_of_gguf
+from model_files.fields import Fields, optional_file, read_json
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
 
@@ -175,29 +173,15 @@ def _hash_samples(hasher: xxhash.xxh3_64, path: Path) -> None:
             hasher.update(file.read(_SAMPLE_BYTES))
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Raises `ConfigError` if the file does not contain one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain a JSON object")
-    return content
-
-
 def _special_ids(source: ModelSource, file: GGUFFile | None, vocab_size: int) -> tuple[frozenset[int], int | None]:
     """(ids that end an output, id that begins a text). Raises `ConfigError` for an id outside the vocabulary."""
     if source.kind is SourceKind.RANDOM:
         return frozenset({BYTE_EOS_ID}), BYTE_BOS_ID
     if file is not None:
-        places = [(file.fields, key) for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")]
-        first = [(file.fields, "tokenizer.ggml.bos_token_id")]
+        ends, first = ends_of_gguf(file.fields, vocab_size), [(file.fields, "tokenizer.ggml.bos_token_id")]
     else:
         assert source.path is not None
-        names = [name for name in ("config.json", "generation_config.json") if (source.path / name).is_file()]
-        read = [Fields(read_json(source.path / name), name) for name in names]
-        places, first = [(fields, "eos_token_id") for fields in read], [(fields, "bos_token_id") for fields in read]
-    ends = {token_id for fields, key in places for token_id in fields.token_ids(key, vocab_size)}
+        ends, names = ends_of_directory(source.path, vocab_size), ("config.json", "generation_config.json")
+        first = [(optional_file(source.path / name), "bos_token_id") for name in names]
     begins = [fields.integer(key, least=0, most=vocab_size - 1) for fields, key in first if key in fields]
-    return frozenset(ends), begins[-1] if begins else None
+    return ends, begins[-1] if begins else None

@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from core.errors import ConfigError
-from model_files.fields import Fields
+from model_files.end_tokens import special_texts
+from model_files.fields import Fields, optional_file, read_json
 from model_files.gguf_file import GGUFFile
-from model_files.model_source import ModelSource, read_json
+from model_files.model_source import ModelSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class TokenizerFiles:
     special_ids: frozenset[int]  # the added tokens that have no text in an output
     bos_prefix: tuple[int, ...]  # ids that `add_special` puts before a text; empty if the tokenizer itself adds them
     chat_template: str | None
-    template_tokens: Mapping[str, str]  # values of bos_token and eos_token, which the template may use
+    template_tokens: Mapping[str, str]  # values of bos_token, eos_token and others, which the template may use
 
 
 # ---- GGUF
@@ -126,6 +127,8 @@ def _gguf_bpe(fields: Fields, texts: list[str], ignore_merges: bool) -> BPE:
 
 # ---- Hugging Face
 
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
 
 def from_directory(source: ModelSource) -> TokenizerFiles:
     """The tokenizer from tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises `ConfigError`."""
@@ -142,18 +145,20 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     byte_level, strip_first_space = _decoder_family(raw.section("decoder").values, source)
-    options_path = source.path / "tokenizer_config.json"
-    options = Fields(read_json(options_path) if options_path.is_file() else {}, "tokenizer_config.json")
+    options = optional_file(source.path / "tokenizer_config.json")
+    named = special_texts(options, _SPECIAL_NAMES)
     added = tokenizer.get_added_tokens_decoder()
     return TokenizerFiles(
         tokenizer=tokenizer,
         byte_level=byte_level,
         strip_first_space=strip_first_space,
         added_tokens={index: token.content for index, token in added.items()},
-        special_ids=frozenset(index for index, token in added.items() if token.special),
+        special_ids=frozenset(
+            index for index, token in added.items() if token.special or token.content in named.values()
+        ),
         bos_prefix=(),  # the post-processor in tokenizer.json adds it
         chat_template=_directory_template(source, options),
-        template_tokens=_template_tokens(options),
+        template_tokens={"bos_token": "", "eos_token": ""} | named,
     )
 
 
@@ -187,16 +192,6 @@ def _directory_template(source: ModelSource, options: Fields) -> str | None:
         if named.text("name") == "default":
             return named.text("template")
     return None
-
-
-def _template_tokens(options: Fields) -> dict[str, str]:
-    found = {}
-    for name in ("bos_token", "eos_token"):
-        if isinstance(options.values.get(name), Mapping):
-            found[name] = options.section(name).text("content", "")
-        else:
-            found[name] = options.text(name, "")
-    return found
 
 
 # ---- bytes of a token

@@ -28,6 +28,15 @@ def test_valid_files_are_read(tmp_path: Path) -> None:
         assert tokenizer.render_chat([{"role": "user", "content": "an"}]) == "<s>an"
 
 
+def test_the_end_of_a_turn_ends_an_output_of_a_gguf_file_too(tmp_path: Path) -> None:
+    metadata: dict[str, Value] = {
+        "tokenizer.ggml.tokens": [*TOKENS[:-2], "<|im_end|>", "</s>"],
+        "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 1, "tokenizer.ggml.eom_token_id": 2,
+    }  # fmt: skip
+    info = load_model_info(write_gguf_header(tmp_path / "a.gguf", metadata))
+    assert info.eos_token_ids == {0, 1, 2, TOKENS.index("<s>")}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

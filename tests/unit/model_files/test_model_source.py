@@ -85,6 +85,43 @@ def test_a_change_anywhere_in_a_small_file_changes_the_fingerprint(tmp_path: Pat
     assert len(found) == 10
 
 
+def tokens(**special: bool) -> dict[str, object]:
+    """Added tokens with the ids 90, 91, ... by name without its brackets, and whether each is special."""
+    return {
+        str(90 + place): {"content": f"<|{name}|>", "special": is_special}
+        for place, (name, is_special) in enumerate(special.items())
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({"eos_token": "<|done|>", "added_tokens_decoder": tokens(start=True, done=True)}, {91}),
+        ({"eos_token": {"content": "<|done|>"}, "added_tokens_decoder": tokens(done=False)}, {90}),
+        ({"eos_token": None, "added_tokens_decoder": tokens(done=True)}, set()),
+        ({"added_tokens_decoder": tokens(im_start=True, im_end=True, eot_id=True)}, {91, 92}),
+        ({"added_tokens_decoder": tokens(im_end=False)}, set()),
+        ({"added_tokens_decoder": tokens(start=True, end=True)}, {91}),
+        ({"added_tokens_decoder": {**tokens(end=True), "91": {"content": "<|return|>", "special": True}}}, {91}),
+        ({"added_tokens_decoder": {"100": {"content": "<|im_end|>", "special": True}}}, set()),
+    ],
+    ids=["eos_token", "an object", "no eos_token", "by name", "not special", "of a message", "of a turn", "not drawn"],
+)  # fmt: skip
+def test_an_output_ends_as_any_file_says_or_with_the_end_of_a_turn(
+    options: dict[str, object], ends: set[int], tmp_path: Path
+) -> None:
+    spec = directory(tmp_path, eos_token_id=0)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    assert load_model_info(spec).eos_token_ids == {0, 7} | ends
+    listed = options.pop("added_tokens_decoder")
+    assert isinstance(listed, dict)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    added = [{"id": int(index), **token} for index, token in listed.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert load_model_info(spec).eos_token_ids == {0, 7} | ends, "newer tokenizers list the tokens in one file only"
+
+
 def test_max_context_may_shorten_but_not_extend_the_context(tmp_path: Path) -> None:
     spec = directory(tmp_path / "a")
     assert load_model_info(spec).context_length == 4096
