@@ -23,6 +23,11 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
+    @property
+    def uses_tools(self) -> bool:
+        """It has tools, calls or results."""
+        return bool(self.tools) or any("tool_calls" in m or m.get("role") == "tool" for m in self.messages)
+
     def texts(self) -> Iterator[tuple[str, str]]:
         """(field, text) of every text that the client wrote."""
         for index, message in enumerate(self.messages):

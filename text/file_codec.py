@@ -43,7 +43,8 @@ class FileCodec:
         added = files.tokenizer.get_added_tokens_decoder()
         cuts = cut_tokens(list(added.values()), set(self._control.values()))
         # Those that the chat template names come first: a prompt has no others, as a rule.
-        cuts.sort(key=lambda text: text not in (files.chat_template or ""))
+        templates = (files.chat_template or "") + (files.tool_template or "")
+        cuts.sort(key=lambda text: text not in templates)
         self._cutter = Cutter(cuts, min_piece_chars)
         self.cache = PieceCache()
         self._cache_lock = threading.Lock()

@@ -39,10 +39,14 @@ BYTE_CHAT_TEMPLATE = (
 class ModelTokenizer:
     """The tokenizer of one model. Several threads may call it at the same time."""
 
-    def __init__(self, info: ModelInfo, codec: Codec, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, info: ModelInfo, codec: Codec, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
+    ) -> None:
+        """`tool_template`: of chats with tools; None = `template`."""
         self.info = info
         self._codec = codec
         self._template = template
+        self._tool_template = tool_template or template
         self._markings = markings(codec.special_tokens)
         self._special_names = {token_id: text.encode() for text, token_id in codec.special_tokens.items()}
         form = FORMATS.get(self.tool_format)
@@ -56,17 +60,17 @@ class ModelTokenizer:
     @property
     def knows_tools(self) -> bool:
         """The chat template shows tools to the model."""
-        return self._template is not None and self._template.knows_tools
+        return self._tool_template is not None and self._tool_template.knows_tools
 
     @property
     def tool_format(self) -> str:
         """How the model writes calls of tools (GetModelResponse.tool_format)."""
-        return "" if self._template is None else self._template.tool_format
+        return "" if self._tool_template is None else self._tool_template.tool_format
 
     @property
     def reserved_options(self) -> frozenset[str]:
-        """Variables of the chat template that no option may set."""
-        return frozenset() if self._template is None else self._template.reserved
+        """Variables of the chat templates that no option may set."""
+        return frozenset().union(*(made.reserved for made in (self._template, self._tool_template) if made))
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -155,9 +159,11 @@ class ModelTokenizer:
 
         Raises `InvalidRequest` if the model has no template, or if the template refuses the messages.
         """
-        if self._template is None:
+        chat = chat if isinstance(chat, Chat) else Chat(chat)
+        template = self._tool_template if chat.uses_tools else self._template
+        if template is None:
             raise InvalidRequest("messages", "this model has no chat template; send text or token ids")
-        return self._template.render(chat if isinstance(chat, Chat) else Chat(chat))
+        return template.render(chat)
 
 
 def load_tokenizer(
@@ -172,8 +178,11 @@ def load_tokenizer(
     if source.kind in (SourceKind.RANDOM, SourceKind.FAKE):
         return ModelTokenizer(info, ByteCodec(), ChatTemplate(BYTE_CHAT_TEMPLATE, {}))
     files = from_gguf(source) if source.kind is SourceKind.GGUF else from_directory(source)
-    template = ChatTemplate(files.chat_template, files.template_tokens) if files.chat_template else None
-    return ModelTokenizer(info, FileCodec(files), template)
+    template, tool_template = (
+        ChatTemplate(source_text, files.template_tokens) if source_text else None
+        for source_text in (files.chat_template, files.tool_template)
+    )
+    return ModelTokenizer(info, FileCodec(files), template, tool_template)
 
 
 _BYTE_SPECIAL = re.compile("|".join(map(re.escape, BYTE_SPECIAL_TOKENS)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -32,6 +33,7 @@ class TokenizerFiles:
     special_ids: frozenset[int]  # the added tokens that have no text in an output
     bos_prefix: tuple[int, ...]  # ids that `add_special` puts before a text; empty if the tokenizer itself adds them
     chat_template: str | None
+    tool_template: str | None  # for chats with tools; None = as the others
     template_tokens: Mapping[str, str]  # values of bos_token, eos_token and others, which the template may use
 
 
@@ -107,6 +109,7 @@ def from_gguf(source: ModelSource) -> TokenizerFiles:
         special_ids=frozenset(index for index in added if kinds[index] == _CONTROL),
         bos_prefix=(ids["bos"],) if adds_bos else (),
         chat_template=fields.optional_text("tokenizer.chat_template"),
+        tool_template=fields.optional_text("tokenizer.chat_template.tool_use"),
         template_tokens={f"{name}_token": texts[index] for name, index in ids.items()},
     )
 
@@ -148,6 +151,7 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
     options = optional_file(source.path / "tokenizer_config.json")
     named = special_texts(options, _SPECIAL_NAMES)
     added = tokenizer.get_added_tokens_decoder()
+    templates = _directory_templates(source.path, options)
     return TokenizerFiles(
         tokenizer=tokenizer,
         byte_level=byte_level,
@@ -157,7 +161,8 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
             index for index, token in added.items() if token.special or token.content in named.values()
         ),
         bos_prefix=(),  # the post-processor in tokenizer.json adds it
-        chat_template=_directory_template(source, options),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         template_tokens={"bos_token": "", "eos_token": ""} | named,
     )
 
@@ -176,22 +181,22 @@ def _decoder_family(decoder: Mapping[str, Any], source: ModelSource) -> tuple[bo
     )
 
 
-def _directory_template(source: ModelSource, options: Fields) -> str | None:
-    assert source.path is not None
-    own_file = source.path / "chat_template.jinja"
-    if own_file.is_file():
-        try:
-            return own_file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {own_file}: {error}") from error
+def _directory_templates(path: Path, options: Fields) -> dict[str, str]:
+    """The chat templates by name. Files win over tokenizer_config.json, as in transformers."""
     several = options.values.get("chat_template")
-    if not isinstance(several, list):
-        return options.optional_text("chat_template")
-    for entry in several:
-        named = Fields({"entry": entry}, f"{options.origin}'s chat_template").section("entry")
-        if named.text("name") == "default":
-            return named.text("template")
-    return None
+    if isinstance(several, list):
+        entries = [Fields({"entry": entry}, f"{options.origin}'s chat_template").section("entry") for entry in several]
+        found = {named.text("name"): named.text("template") for named in entries}
+    else:
+        found = {"default": options.text("chat_template")} if "chat_template" in options else {}
+    files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    for name, place in files.items():
+        if (path / place).is_file():
+            try:
+                found[name] = (path / place).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cannot read {path / place}: {error}") from error
+    return found
 
 
 # ---- bytes of a token

@@ -12,7 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
 from core.errors import ConfigError, InvalidRequest
+from tests.support.tiny_model_files import write_gguf_header
 from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from text.chat import Chat
 from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes
@@ -92,6 +94,27 @@ def test_the_chat_template_of_a_directory_is_found_in_each_file(tmp_path: Path) 
     assert load_tokenizer(spec).render_chat(chat) == "Shi"
     (tmp_path / "chat_template.jinja").write_text("F{{ messages[0]['role'] }}")
     assert load_tokenizer(spec).render_chat(chat) == "Fuser"
+
+
+def test_chats_with_tools_have_a_template_of_their_own_where_the_model_has_one(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    with_tools = Chat(chat, [{"type": "function", "function": {"name": "weather"}}])
+    default = "{{ messages[0].content }}"
+    tool_use = "{{ messages[0].content }}<tool_call>{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+    gguf_file = {"tokenizer.chat_template": default, "tokenizer.chat_template.tool_use": tool_use}
+    made = [
+        load_tokenizer(write_directory(tmp_path, byte_level(), chat_template=named)),
+        load_tokenizer(write_gguf_header(tmp_path / "a.gguf", gguf_file)),
+    ]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    made.append(load_tokenizer(write_directory(tmp_path, byte_level(), chat_template=default)))
+    for tokenizer in made:
+        assert (tokenizer.knows_tools, tokenizer.tool_format) == (True, "hermes")
+        assert tokenizer.render_chat(chat) == "hi"
+        assert tokenizer.render_chat(with_tools) == "hi<tool_call>weather"
+        assert tokenizer.render_chat([*chat, {"role": "tool", "content": "7"}]) == "hi<tool_call>"
 
 
 def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
