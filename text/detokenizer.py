@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-DetokenizerState = tuple[tuple[bytes, int], bool]
+DetokenizerState = tuple[bytes, int]
 TokenBytes = Callable[[int], bytes]  # token id -> its bytes; b"" for a token that has no text
 
 
@@ -21,31 +21,26 @@ def decode_tokens(token_ids: Sequence[int], token_bytes: TokenBytes, *, strip_fi
 
 
 class IncrementalDetokenizer:
-    """Call `push` for all ids in order, then `flush`. The joined texts equal the result of `decode_tokens`."""
+    """Call `push` for all ids of an output in order, then `flush`. The joined texts equal that of `decode_tokens`.
 
-    def __init__(self, token_bytes: TokenBytes, *, strip_first_space: bool = False) -> None:
+    An output continues a prompt, so its first space stays: sentencepiece strips that of a whole text only.
+    """
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip_next_space = strip_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is incomplete."""
-        return self._delta(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def save(self) -> DetokenizerState:
         """The state, for `restore`."""
-        return self._decoder.getstate(), self._strip_next_space
+        return self._decoder.getstate()
 
     def restore(self, state: DetokenizerState) -> None:
-        decoder_state, self._strip_next_space = state
-        self._decoder.setstate(decoder_state)
+        self._decoder.setstate(state)
 
     def flush(self) -> str:
         """The rest of the text: U+FFFD if the last character is incomplete, else nothing."""
-        return self._delta(self._decoder.decode(b"", final=True))
-
-    def _delta(self, text: str) -> str:
-        if self._strip_next_space and text:
-            self._strip_next_space = False
-            return text.removeprefix(" ")
-        return text
+        return self._decoder.decode(b"", final=True)

@@ -128,7 +128,7 @@ class ModelTokenizer:
         return rendered, marks
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
-        """The text of an output, where special tokens have none, or of a prompt, `with_special` tokens.
+        """The text of tokens. Special tokens have none, unless `with_special`.
 
         Raises `InvalidRequest` for an id outside the vocabulary.
         """
@@ -148,8 +148,7 @@ class ModelTokenizer:
 
     def detokenizer(self, with_tags: bool = False) -> IncrementalDetokenizer:
         """A new detokenizer, for one output. `with_tags`: special tokens that are tags of calls have their text."""
-        token_bytes = self._tagged_bytes if with_tags and self._tags else self._codec.token_bytes
-        return IncrementalDetokenizer(token_bytes, strip_first_space=self._codec.strip_first_space)
+        return IncrementalDetokenizer(self._tagged_bytes if with_tags and self._tags else self._codec.token_bytes)
 
     def _tagged_bytes(self, token_id: int) -> bytes:
         return self._tags.get(token_id) or self._codec.token_bytes(token_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text.detokenizer import IncrementalDetokenizer, decode_tokens
 from text.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("random:llama-tiny")
@@ -48,13 +47,6 @@ def test_the_text_does_not_depend_on_the_division_into_runs(runs: list[list[int]
 def test_special_tokens_have_no_text() -> None:
     end = TOKENIZER.special_tokens["<|im_end|>"]
     assert deltas([0x41, end, 0x42]) == ["A", "", "B", ""]
-
-
-def test_the_first_space_is_stripped_if_the_tokenizer_asks_for_it() -> None:
-    pieces = {0: b" a", 1: b" b", 2: b""}
-    detokenizer = IncrementalDetokenizer(pieces.__getitem__, strip_first_space=True)
-    assert [detokenizer.push((token_id,)) for token_id in (2, 0, 1)] == ["", "a", " b"]
-    assert decode_tokens([2, 0, 1], pieces.__getitem__, strip_first_space=True) == "a b"
 
 
 def test_text_of_many_scripts_survives_the_round_trip() -> None:

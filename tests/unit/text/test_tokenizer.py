@@ -64,9 +64,22 @@ def test_the_tokenizer_of_a_directory_agrees_with_its_library(tmp_path: Path, ma
             assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
             named = reference.decode(token_ids, skip_special_tokens=False)
             assert tokenizer.decode(token_ids, with_special=True) == named
-        detokenizer = tokenizer.detokenizer()
-        pieces = [detokenizer.push((token_id,)) for token_id in token_ids]
-        assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_an_output_continues_its_prompt(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    """The first word of an output keeps its space, as in an echo and in log-probabilities."""
+    tokenizer = load_tokenizer(write_directory(tmp_path, make()))
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text)
+        for length in range(1, len(token_ids)):
+            prompt, output = token_ids[:length], token_ids[length:]
+            shown = tokenizer.decode(prompt)
+            if "\ufffd" in shown or not any(map(tokenizer.token_bytes, prompt)):
+                continue  # the prompt ends within a character, or has no text
+            detokenizer = tokenizer.detokenizer()
+            pieces = [detokenizer.push((token_id,)) for token_id in output]
+            assert shown + "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
 
 
 def test_add_special_adds_the_special_tokens(tmp_path: Path) -> None:
