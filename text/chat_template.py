@@ -14,7 +14,8 @@ from jinja2 import meta
 
 from core.errors import ConfigError, InvalidRequest
 from text.chat import Chat
-from text.template_sandbox import MAX_VALUE_SIZE, Meter, TemplateSandbox, meter
+from text.template_meter import MAX_VALUE_SIZE, Meter, check_content, meter
+from text.template_sandbox import TemplateSandbox
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_RENDERED_CHARS = MAX_VALUE_SIZE
@@ -29,7 +30,8 @@ _TOOL_FORMATS = {
 }
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: object) -> None:
+    check_content(message)
     raise InvalidRequest("messages", str(message))
 
 
@@ -98,6 +100,7 @@ class ChatTemplate:
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
         return {
+            "documents": None,
             **chat.options,
             **self._special_tokens,
             "messages": messages,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import pytest
 
 from core.errors import ConfigError, InvalidRequest
-from text import template_sandbox
+from text import template_meter
 from text.chat import Chat
 from text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}BODY{% endfor %}"
 NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}BODY{% endfor %}{% endfor %}"
+NESTED_LIST = "{% set ns = namespace(l=[1]) %}{% for i in range(40) %}{% set ns.l = DEEP %}{% endfor %}"
 
 REFUSED = {
     "refuses": "{{ raise_exception('roles must alternate') }}",
@@ -52,6 +54,20 @@ REFUSED = {
     "a nested brace format": "{{ '{:{}}'.format(1, 1000000000) }}",
     "justifies": "{{ 'x'.ljust(1000000000) }}",
     "indents": "{{ messages | tojson(indent=1000000000) }}",
+    "indents lines": "{{ ('x\n' * 1000000) | indent('x' * 1000000) }}",
+    "indents what is deep": NESTED_LIST.replace("DEEP", "[ns.l]").replace("[1]", "[1] * 100000")
+    + "{{ ns.l | tojson(indent=64) }}",
+    "fills a batch": "{{ [1] | batch(1000000000, 'x') | list }}",
+    "fills slices": "{{ [1] | slice(1000000000, 'x') | list }}",
+    "rounds to many digits": "{{ 5 | round(-1000000000) }}",
+    "doubles by sum": DOUBLING.replace("BODY", "{% set ns.s = [ns.s, ns.s] | sum(start='') %}"),
+    **{
+        f"visits nested lists {by}": NESTED_LIST.replace("DEEP", "[ns.l, ns.l]") + step
+        for by, step in {
+            "by ==": "{{ ns.l == ns.l[:] }}", "by a test": "{{ ns.l is in [ns.l[:]] }}", "to write them": "{{ ns.l }}",
+            "by a method": "{{ [ns.l].index(ns.l[:]) }}", "by sort": "{{ [ns.l, ns.l[:]] | sort }}",
+        }.items()
+    },
 }  # fmt: skip
 
 
@@ -59,11 +75,41 @@ REFUSED = {
 def test_a_template_can_neither_leave_its_sandbox_nor_run_without_bound(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_CPU_S", 0.05)
+    monkeypatch.setattr(template_meter, "MAX_CPU_S", 0.05)
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match="messages"):
         ChatTemplate(template, {}).render(Chat(CHAT))
     assert time.thread_time() - started_at < 2.0
+
+
+REPEATED = {
+    "by %": "{{ ('%(a)s' * 900) % {'a': s} }}",
+    "by the filter format": "{{ ('%(a)s' * 900) | format(a=s) }}",
+    "by the method format": "{{ ('{0}' * 900).format(s) }}",
+    "in a list": "{{ l }}",
+    "in a namespace": "{{ namespace(a=l) }}",
+    "in a view": "{{ {1: l}.items() }}",
+    "in a list by ~": "{{ l ~ 'a' }}",
+    "in a list by string": "{{ l | string }}",
+    "in a list by upper": "{{ l | upper }}",
+    "in a list by tojson": "{{ l | tojson }}",
+    "in a list by pprint": "{{ l | pprint }}",
+    "in a list by replace": "{{ l | replace('y', '') }}",
+    "in a list by urlencode": "{{ l | urlencode }}",
+    "in the list of an error": "{{ raise_exception(l) }}",
+}
+
+
+@pytest.mark.parametrize("step", REPEATED.values(), ids=REPEATED)
+def test_a_text_that_repeats_a_large_value_is_refused_before_it_is_made(step: str) -> None:
+    template = ChatTemplate("{% set s = 'x' * 1000000 %}{% set l = [s] * 900 %}" + step, {})
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="it makes a value of more than 4000000 characters"):
+            template.render(Chat(CHAT))
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 UNREADABLE = {
@@ -99,6 +145,51 @@ def test_the_features_that_templates_of_models_use_work() -> None:
     rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(chat))
     size = len(json.dumps(chat, indent=1))
     assert rendered == f"<user>hi  1|0<assistant>yes 2.1 hi {size}071-aa-a<s>x"
+
+
+SAME_AS_TRANSFORMERS = {
+    "replace": "{% for m in messages %}{{ m.content.replace('i', 'o', 1) }}{% endfor %}",
+    "join": "{% block b %}{% for m in messages %}{{ ', '.join([m.role, m.content]) }}{% endfor %}{% endblock %}",
+    "replace in a macro": "{% macro r(m) %}{{ m.content.replace('i', 'o') }}{% endmacro %}"
+    "{% for m in messages %}{{ r(m) }}{% endfor %}",
+    "call": "{% macro w(a) %}<{{ caller(a) }}>{% endmacro %}"
+    "{% for m in messages %}{% call(x) w(1) %}{{ x }}{{ m.content.replace('i', 'o') }}{% endcall %}{% endfor %}",
+    "format": "{% for m in messages %}{{ '{} {:>3}'.format(m.role, loop.index) }}{{ '%s-%02d' % (m.role, 1) }}"
+    "{% endfor %}{{ '%s: %03d' | format('a', 7) }}{{ '%(a)s' | format(a=1) }}",
+    "set, filter and with": "{% set x %}a{{ 1 }}{% endset %}{% filter upper %}{{ x }}{% endfilter %}"
+    "{% with y = 1 %}{{ y }}{% endwith %}{{ y is defined }}",
+    "generation": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    "recursion": "{% macro p(x) %}{% if x is mapping %}{% for k, v in x | items %}{{ k }}:{{ p(v) }}{% endfor %}"
+    "{% else %}{{ x | tojson }}{% endif %}{% endmacro %}{{ p(tools[0]) }}"
+    "{% for x in [[1, [2]], [3]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}{% endif %}"
+    "{% endfor %}",
+    "namespace": "{% set ns = namespace(l=[]) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.l = ns.l + [m.role] %}{% endfor %}{{ ns.l | join(', ') }}{{ ns.l }}",
+    "indent": "{{ messages[2].content | indent }}{{ 'a\nb\n\nc' | indent(width='--', first=true, blank=true) }}",
+    "sum": "{{ messages | map(attribute='content') | map('length') | sum }}"
+    "{{ [{'a': 1}, {'a': 2}] | sum(attribute='a') }}",
+    "round": "{{ 42.55 | round }}{{ 42.55 | round(1, 'floor') }}{{ 1234 | round(-2) }}",
+    "groupby": "{% for role, l in messages | groupby('role') %}{{ role }}{{ l | length }}{% endfor %}",
+    "batch and slice": "{{ [1, 2, 3, 4, 5] | batch(2, '-') | list }}{{ [1, 2, 3, 4, 5] | slice(2, '-') | list }}",
+    "words": "{{ 'a b c' | wordcount }}{{ 'foo bar baz qux' | truncate(9) }}"
+    "{{ 'foo bar' | truncate(5, true, '..', 0) }}",
+    "pprint": "{{ tools | pprint }}",
+    "urlencode": "{{ 'a b/ü&' | urlencode }}{{ {'a': 'b c'} | urlencode }}",
+    "join an attribute": "{{ messages | join(', ', attribute='role') }}{{ messages | join(attribute='role', d=' ') }}",
+    "sizes": "{{ 123456 | filesizeformat }}{{ '<a>' | forceescape }}",
+    "tojson": "{{ tools | tojson(indent=2) }}{{ {'b': 'ü<', 'a': 1.0} | tojson(sort_keys=true, ensure_ascii=true) }}",
+    "variables": "{{ documents is none }}{{ tools is defined }}{{ bos_token }}{{ messages[0].missing }}"
+    "{{ none ~ [1, 'a'] }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SAME_AS_TRANSFORMERS.values(), ids=SAME_AS_TRANSFORMERS)
+def test_a_template_renders_as_in_transformers(source: str) -> None:
+    reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    messages = [*CHAT, {"role": "assistant", "content": "yes, it is"}, {"role": "user", "content": " again\nand on "}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["a"]}}}]
+    [[expected], _] = reference([messages], tools=tools, chat_template=source, bos_token="<s>")
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(messages, tools)) == expected
 
 
 def test_a_long_chat_stays_within_the_limits() -> None:
