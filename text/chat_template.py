@@ -2,6 +2,9 @@
 
 Templates come with model files from anywhere, so they run in a sandbox (`text/template_sandbox.py`). A template refuses
 a conversation with `raise_exception`, which raises `InvalidRequest`. `strftime_now` gives a template the date.
+
+The templates of models with images loop over the parts of a content, and would show nothing of a plain text. A template
+that shows a probe as a list of parts only gets each content as such a list.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_RENDERED_CHARS = MAX_VALUE_SIZE
 MAX_MESSAGES = 4096
 MAX_DATE_FORMAT_CHARS = 64
+_PROBE = "probe"
 
 # tool_format -> what a template that shows this format to its model contains
 _TOOL_FORMATS = {
@@ -62,6 +66,16 @@ class ChatTemplate:
         self.tool_format = formats[0] if formats and self.knows_tools else ""
         self._knows_developer = "developer" in source
         self.reserved = frozenset({"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals})
+        self._takes_parts = False
+        if not self._shows_text():
+            self._takes_parts = True
+            self._takes_parts = self._shows_text()
+
+    def _shows_text(self) -> bool:
+        try:
+            return _PROBE in self.render(Chat([{"role": "user", "content": _PROBE}]))
+        except InvalidRequest:
+            return False
 
     def render(self, chat: Chat) -> str:
         """The prompt for the next message of the assistant. Raises `InvalidRequest`, which names the field."""
@@ -99,6 +113,9 @@ class ChatTemplate:
         if not self._knows_developer:
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if self._takes_parts:
+            for message in messages:
+                message["content"] = [{"type": "text", "text": message["content"]}]
         return {
             "documents": None,
             **chat.options,

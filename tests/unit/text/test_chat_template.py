@@ -192,6 +192,26 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(messages, tools)) == expected
 
 
+WITH_PARTS = {
+    "a loop": "{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};{% endfor %}",
+    "a filter": "{% for m in messages %}{{ m.role }}:"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}{% endfor %};{% endfor %}",
+    "a macro": "{% macro show(parts) %}{% for part in parts %}{{ part.text }}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ m.role }}:{{ show(m.content) }};{% endfor %}",
+    "either": "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}-{{ part.text }}{% endfor %}{% endif %};{% endfor %}",
+    "text": "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", WITH_PARTS.values(), ids=WITH_PARTS)
+def test_a_template_that_shows_only_parts_of_a_content_gets_parts(source: str) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "yes"}]
+    assert ChatTemplate(source, {}).render(Chat(chat)) == "user:hi;assistant:yes;"
+
+
 def test_a_long_chat_stays_within_the_limits() -> None:
     chat = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 250
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim + '\n' }}{% endfor %}"
