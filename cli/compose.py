@@ -74,7 +74,9 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
 
 
 def _load_tokenizer(config: TandemConfig, cache_dir: Path | None) -> Any:
-    """A `ModelTokenizer`, which also knows the adapters of the workers."""
+    """A `ModelTokenizer`, which also knows the adapters of the workers, and the default sampling of requests."""
+    from model_files.default_sampling import default_sampling
+    from model_files.model_source import resolve_model
     from text.tokenizer import load_tokenizer
 
     engine = config.engine
@@ -82,7 +84,8 @@ def _load_tokenizer(config: TandemConfig, cache_dir: Path | None) -> Any:
     adapters = tuple(config.vllm.adapter_directories)
     if tokenizer.info.name in adapters:
         raise ConfigError(f"[vllm] adapters: {tokenizer.info.name} is the name of the model")
-    tokenizer.info = replace(tokenizer.info, adapters=adapters)
+    sampling = default_sampling(resolve_model(engine.model, cache_dir)) if engine.generation_config == "auto" else {}
+    tokenizer.info = replace(tokenizer.info, adapters=adapters, default_sampling=sampling)
     return tokenizer
 
 

@@ -53,6 +53,8 @@ FLAGS = (
          "Size of the KV pool of each worker, in MB; 0 = 512 on a CPU, all that is left on a GPU."),
     Flag("max-context", "engine", "max_context",
          "Most tokens of a prompt and its output together; 0 = the limit of the model."),
+    Flag("generation-config", "engine", "generation_config",
+         "auto or none: whether generation_config.json of the model has the defaults of requests, as temperature."),
     Flag("threads", "engine", "num_threads",
          "Compute threads of each worker; 0 = an equal share of the machine's cores."),
     Flag("max-batched-tokens", "scheduler", "max_batched_tokens", "Token budget of one step."),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from core.errors import ModelNotFound, quoted
 
@@ -16,6 +17,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     bos_token_id: int | None = None
     adapters: tuple[str, ...] = ()  # names that requests may give in place of `name`
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # of requests: fields of `SamplingParams`
 
     def adapter_of(self, model: str) -> str:
         """The adapter that a request for `model` gets; empty = none. Raises `ModelNotFound`."""

@@ -143,17 +143,17 @@ def decode_sampling(
     wire: inference_pb2.SamplingParams,
     stop: inference_pb2.StopConditions,
     logprobs: int | None,
-    defaults: dict[str, int],
+    defaults: Mapping[str, float],
     grammar: str = "",
     speculation: bool = True,
 ) -> SamplingParams:
-    """The sampling of a request. `defaults` has values for max_tokens and seed, used for fields that are not set.
+    """The sampling of a request. `defaults` has values for max_tokens and others, used for fields that are not set.
 
     Raises `InvalidRequest`. Lengths are checked before ids are converted (router/serving/validation.py says why).
     """
     check_num_stop_token_ids(len(stop.stop_token_ids))
     check_num_logit_biases(len(wire.logit_bias))
-    given: dict[str, int | float] = dict(defaults)
+    given = dict(defaults)
     for name in (
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     ):  # fmt: skip

@@ -107,6 +107,8 @@ class RouterService:
             self._front = self._parts.make_front(self.calls)
             await self._front.start()
         logger.info("%s serves %s on %s", self._router_id, tokenizer.info.name, address)
+        if tokenizer.info.default_sampling:
+            logger.info("defaults of requests, from generation_config.json: %s", tokenizer.info.default_sampling)
         return Endpoint(self._router_id, address, ServiceRole.ROUTER)
 
     async def failed(self) -> BaseException:

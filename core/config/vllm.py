@@ -12,6 +12,7 @@ OWN_ARGUMENTS = {
     "model": "[engine] model",
     "dtype": "[engine] dtype",
     "max-model-len": "[engine] max_context",
+    "generation-config": "[engine] generation_config",
     "tensor-parallel-size": "[vllm] tensor_parallel",
     "kv-transfer-config": "[vllm] lease_s; Tandem chooses the connector",
     "kv-events-config": "nothing: routers need the events",

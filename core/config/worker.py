@@ -58,6 +58,7 @@ class EngineConfig:
     num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
+    generation_config: str = "auto"  # auto | none; auto = generation_config.json has the defaults of requests
     kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
     # auto | lookup | off: whether a decode step may compute guessed tokens; changes no token; auto = lookup on a CPU
     speculation: str = "auto"
@@ -96,6 +97,10 @@ class EngineConfig:
         require(
             self.name == "tandem" or self.speculation != "lookup",
             "speculation = lookup is not for workers with vLLM inside; [vllm] args has options of vLLM",
+        )
+        require(
+            self.generation_config in ("auto", "none"),
+            f"generation_config must be auto or none: {self.generation_config}",
         )
         require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
         require(

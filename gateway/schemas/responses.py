@@ -180,8 +180,8 @@ def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": body.temperature,  # null: the default of the model
+        "top_p": body.top_p,
         "tools": body.tools or [],
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, MAX_PRIORITY, RouterConfig
 from core.errors import InvalidRequest
+from core.model_info import ModelInfo
 from core.plain_text import is_plain
 from core.request import (
     MAX_CACHE_SALT_CHARS,
@@ -73,7 +74,7 @@ def prepare(
 
     Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `decode_limits`
     are the most tokens of prompt and output that the serving decode workers hold, rising; empty = not known yet. The
-    default of `max_tokens` is the room that the prompt leaves in `default_limit`.
+    default of `max_tokens` is the room that the prompt leaves in `default_limit`, or less where the model says so.
     """
     info = tokenizer.info
     _check_plain_fields(wire)
@@ -88,7 +89,7 @@ def prepare(
         wire.sampling,
         wire.stop,
         wire.logprobs if wire.HasField("logprobs") else None,
-        {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
+        _defaults(wire, info, room - num_prompt_tokens) | {"seed": random_seed()},
         grammar,
         wire.speculation if wire.HasField("speculation") else True,
     )
@@ -114,6 +115,13 @@ def default_limit(num_prompt_tokens: int, context_length: int, decode_limits: Se
     limits = [min(context_length, limit) for limit in decode_limits] or [context_length]
     half = (limits[-1] - num_prompt_tokens) / 2
     return next(limit for limit in limits if limit - num_prompt_tokens >= half or limit == limits[-1])
+
+
+def _defaults(wire: inference_pb2.GenerateRequest, info: ModelInfo, room: int) -> dict[str, float]:
+    """Of the sampling, by field: those of the model, and as many tokens as there is room for."""
+    sampling = dict(info.default_sampling)
+    most = max(sampling.get("max_tokens", room), wire.stop.min_tokens)
+    return sampling | {"max_tokens": max(1, min(most, room))}
 
 
 def tokenize_prompt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from core.lifecycle import ServiceRole
 from engine.runner import StepLimits
 from fleet.service_host import Placement
 from tests.support.deployment import tiny_config
+from tests.support.tiny_model_files import write_directory
 
 PLACE = Placement(ordinal=2, host="", address="", num_threads=1, control=None)
 
@@ -27,6 +29,13 @@ def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:
     assert [router._telemetry.config.metrics_port for router in routers] == [9464, 9466]
     assert [router._router_id.partition(".")[0] for router in routers] == ["router-0", "router-2"]
     assert build_router(tiny_config(), PLACE)._telemetry.config.metrics_port == 0
+
+
+def test_a_router_takes_the_sampling_of_the_model_unless_told_otherwise(tmp_path: Path) -> None:
+    model = write_directory(tmp_path / "model", generation_config={"temperature": 0.01, "top_k": 1})
+    for option, expected in (("auto", {"temperature": 0.01, "top_k": 1}), ("none", {})):
+        config = replace(tiny_config(), engine=EngineConfig(model=model, generation_config=option))
+        assert build_router(config, PLACE)._parts.load_tokenizer().info.default_sampling == expected
 
 
 def test_a_metrics_port_beyond_the_last_port_is_an_error_that_names_it() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ConfigError, ModelNotFound
+from model_files.default_sampling import default_sampling
 from model_files.model_config import RopeScaling, config_from_hf
 from model_files.model_source import SourceKind, fingerprint, load_model_info, resolve_model
 
@@ -120,6 +121,42 @@ def test_an_output_ends_as_any_file_says_or_with_the_end_of_a_turn(
     added = [{"id": int(index), **token} for index, token in listed.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     assert load_model_info(spec).eos_token_ids == {0, 7} | ends, "newer tokenizers list the tokens in one file only"
+
+
+SAMPLING = {
+    "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05, "max_new_tokens": 99,
+    "do_sample": False, "presence_penalty": 1.5, "eos_token_id": [7], "transformers_version": "4.51",
+}  # fmt: skip
+
+
+def test_the_sampling_of_a_model_has_the_values_that_vllm_takes(tmp_path: Path) -> None:
+    source = resolve_model(directory(tmp_path))
+    assert default_sampling(source) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(SAMPLING))
+    assert default_sampling(source) == {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05, "max_tokens": 99,
+    }  # fmt: skip
+    (tmp_path / "generation_config.json").write_text('{"temperature": null, "top_k": -1}')
+    assert default_sampling(source) == {"top_k": 0}
+    assert default_sampling(resolve_model("random:llama-tiny")) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1, must be a number from 0"),
+        ({"temperature": 101}, r"temperature: must be in \[0, 100\], is 101.* generation_config = none ignores it"),
+        ({"top_p": 0}, r"top_p: must be in \(0, 1\], is 0"),
+        ({"top_k": 1.5}, "top_k is 1.5, must be a whole number from -1"),
+        ({"repetition_penalty": "1"}, "repetition_penalty is '1', must be a number"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, must be a whole number from 1"),
+    ],
+)
+def test_a_sampling_out_of_range_is_named(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
+    spec = directory(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(ConfigError, match=f"generation_config.json: {message}"):
+        default_sampling(resolve_model(spec))
 
 
 def test_max_context_may_shorten_but_not_extend_the_context(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -114,6 +115,33 @@ def test_an_error_names_the_field_that_is_wrong_and_its_limit() -> None:
         assert says in refused.value.message
     longest = text(user="u" * 256, cache_salt="s" * 256, request_id="r" * 128, priority=-100, n=16)
     assert len(prepare(longest, tokenizer, config, "id", lambda: 0, (), GRAMMARS).choices) == 16
+
+
+OF_THE_MODEL = {
+    "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5, "max_tokens": 100,
+}  # fmt: skip
+GIVEN = {  # what a request says -> the values that differ from those of the model
+    "nothing": (text(), {}),
+    "a part": (sampled(top_p=0.5), {"top_p": 0.5}),
+    "zeros and ones": (
+        sampled(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1),
+        {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1},
+    ),
+    "more tokens": (stop(max_tokens=200), {"max_tokens": 200}),
+    "fewer tokens": (stop(max_tokens=1), {"max_tokens": 1}),
+    "at least more tokens": (stop(min_tokens=150), {"max_tokens": 150}),
+    "little room": (GenerateRequest(text="a" * 8182), {"max_tokens": 10}),
+}
+
+
+@pytest.mark.parametrize(("wire", "others"), GIVEN.values(), ids=GIVEN)
+def test_a_request_that_says_nothing_is_sampled_as_the_model_says(
+    wire: GenerateRequest, others: dict[str, float]
+) -> None:
+    tokenizer = load_tokenizer("fake:tiny")
+    tokenizer.info = replace(tokenizer.info, default_sampling=OF_THE_MODEL)
+    sampling = prepare(wire, tokenizer, RouterConfig(), "id", lambda: 0, None, GRAMMARS).choices[0].sampling
+    assert {name: getattr(sampling, name) for name in OF_THE_MODEL} == OF_THE_MODEL | others
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])
