@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -192,3 +193,44 @@ def test_a_long_call_takes_time_in_proportion_to_its_length() -> None:
     arguments = json.dumps({"text": "x" * 300_000})
     for output in (f'{{"name": "f", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "f"}}'):
         assert read("llama3_json", [output]) == ("", [("f", arguments)])
+
+
+class CountedText(str):
+    """Counts the characters of all texts that slices and sums of it make."""
+
+    num_made = 0
+
+    def _made(self, text: str) -> CountedText:
+        CountedText.num_made += len(text)
+        return CountedText(text)
+
+    def __getitem__(self, place: Any) -> CountedText:
+        return self._made(str.__getitem__(self, place))
+
+    def __add__(self, other: str) -> CountedText:
+        return self._made(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> CountedText:
+        return self._made(str.__add__(other, self))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "before", "piece"),
+    [
+        ("llama3_json", "", " "),
+        ("mistral", "[TOOL_CALLS]", " "),
+        ("hermes", '<tool_call>{"name": "f"}', " "),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', " "),
+        ("hermes", "", "<tool_call>?"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_text_that_waits_is_not_copied_again_for_each_token(
+    tool_format: str, before: str, piece: str, at_once: bool
+) -> None:
+    parser, num_pieces = new_parser(tool_format), 2000
+    parser.push(before)
+    CountedText.num_made = 0
+    for text in [piece * num_pieces] if at_once else [piece] * num_pieces:
+        parser.push(CountedText(text))
+    assert CountedText.num_made < 5 * num_pieces * len(piece)
