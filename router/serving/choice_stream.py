@@ -134,11 +134,12 @@ class ChoiceStream:
         """The tokens that are in no chunk yet, up to the limit of a chunk."""
         first, most = self.num_taken, self._max_chunk_tokens
         if self.text.has_stop_strings:
-            num_tokens, text = 0, ""
+            num_tokens, texts = 0, []
             while self._runs and num_tokens + self._runs[0][0] <= most:
                 num_run, run_text = self._runs.popleft()
-                num_tokens, text = num_tokens + num_run, text + run_text
-            token_ids = self.token_ids[first : first + num_tokens]
+                num_tokens += num_run
+                texts.append(run_text)
+            token_ids, text = self.token_ids[first : first + num_tokens], "".join(texts)
         else:
             token_ids = self.token_ids[first : first + most]
             text, _ = self.text.push(token_ids)
@@ -150,7 +151,8 @@ class ChoiceStream:
         return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls)
 
     def _take_logprobs(self, num_tokens: int) -> list[inference_pb2.TokenLogprobs]:
-        taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
+        taken = self._logprobs[:num_tokens]
+        del self._logprobs[:num_tokens]
         entries = list(map(codec.encode_logprobs, taken))
         for token, entry in zip(taken, entries, strict=True):
             codec.name_tokens(entry, token.token_id, self.token_name)
