@@ -55,6 +55,8 @@ class ResponseItems:
             part = {"type": "output_text", "text": "", "annotations": []}
             opening.append(self._of_item("response.content_part.added", content_index=0, part=part))
             self.items[-1]["content"].append(dict(part))
+            if not text:
+                return opening
         self._written.write(text)
         return [*opening, self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
 
@@ -120,7 +122,8 @@ class ResponseAnswer:
     def _end(self, reason: str) -> list[dict[str, Any]]:
         self._cut_reason = CUT_REASONS.get(reason, "")
         self._status = "incomplete" if self._cut_reason else "completed"
-        return self._items.close(self._status)
+        opening = [] if self._items.items else self._items.take("")  # clients read the text of the first item
+        return [*opening, *self._items.close(self._status)]
 
     def result(self) -> dict[str, Any]:
         head, running = self._head, self._status == "in_progress"

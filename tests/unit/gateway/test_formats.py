@@ -149,6 +149,15 @@ def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
     assert answer.result()["status"] == "completed"
 
 
+def test_a_response_that_ends_at_once_has_an_empty_message() -> None:
+    form = ResponseEvents(ResponseAnswer(HEAD, {}, UsageSum(1, False)))
+    kinds = [event.split("\n")[0] for event in (push(form, end()) + form.end()).decode().split("\n\n") if event]
+    assert [kind.removeprefix("event: response.") for kind in kinds] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("reason", "num_calls", "names_tool", "chat", "status"),
     [
