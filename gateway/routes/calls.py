@@ -18,7 +18,7 @@ from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
 from gateway.http.connection import while_connected
 from gateway.schemas.base import Schema
-from gateway.schemas.json_size import check_size
+from gateway.schemas.json_size import check_size, work_of
 from runtime.validation_threads import MAX_INLINE_BYTES, ValidationThreads
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
@@ -112,16 +112,17 @@ def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
 
 
 async def read_body(request: Request, schema: type[S], convert: Callable[[S], T]) -> tuple[S, T]:
-    """The body and what `convert` makes of it. A body over `MAX_INLINE_BYTES` is read in a thread.
+    """The body and what `convert` makes of it. A body with more than a little work is read in a thread.
 
     Raises `ApiError` that names the field which breaks the schema, or the page that may not send the body, and the
     errors of `ValidationThreads.run`.
     """
     refuse_other_sites(request.headers, request.app.state.config.cors_origins)
     body = await request.body()
-    reading = beside_the_loop(request, len(body), _read, body, schema, convert)
+    work = work_of(body)
+    reading = beside_the_loop(request, work, _read, body, schema, convert)
     try:
-        return await (reading if len(body) <= MAX_INLINE_BYTES else while_connected(request.receive, reading))
+        return await (reading if work <= MAX_INLINE_BYTES else while_connected(request.receive, reading))
     except ValidationError as error:
         raise api_error(error) from None
 

@@ -21,7 +21,7 @@ from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.json_size import MAX_KEYS, MAX_VALUES, check_size
 from gateway.schemas.responses import ResponsesBody, ResponseTool
-from runtime.validation_threads import MAX_INLINE_BYTES, ValidationThreads
+from runtime.validation_threads import MAX_SHORT_BYTES, ValidationThreads
 
 BODIES = (ChatBody, CompletionBody, ResponsesBody, ResponseTool, TokenizeBody, DetokenizeBody)
 
@@ -120,9 +120,18 @@ def threads() -> Iterator[ValidationThreads]:
     threads.close()
 
 
-@pytest.mark.parametrize(("num_bytes", "in_thread"), [(MAX_INLINE_BYTES, False), (MAX_INLINE_BYTES + 1, True)])
-async def test_a_long_body_is_read_in_a_thread(threads: ValidationThreads, num_bytes: int, in_thread: bool) -> None:
-    body = b'{"prompt": "%b"}' % (b"a" * (num_bytes - 14))
+@pytest.mark.parametrize(
+    ("body", "in_thread"),
+    [
+        (b'{"prompt": "%b"}' % (b"a" * 15_000), False),
+        (b'{"prompt": "%b"}' % (b"a" * MAX_SHORT_BYTES), True),
+        (filled('{"prompt": [', "1", "]}", 200), False),
+        (filled('{"prompt": [', "1", "]}", 300), True),
+    ],
+)
+async def test_a_body_with_much_work_is_read_in_a_thread(
+    threads: ValidationThreads, body: bytes, in_thread: bool
+) -> None:
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
