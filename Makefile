@@ -126,9 +126,10 @@ clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against
 phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
 	$(BIN)/python -m tests.tools.phoenix_run
 
-soak: setup  ## Send 40,000 requests through faults and rolls, then 5,000 seeds and the slow tests (2 hours; SEEDS=100..299: 15 minutes)
+soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
 	$(BIN)/python -m tests.tools.soak
 	$(BIN)/python -m tests.tools.soak --processes
+	$(BIN)/python -m tests.tools.fuzz --messages 1000000 --seed $(or $(SEED),2)
 	$(BIN)/python -m simulator --seeds $(or $(SEEDS),100..5099)
 	$(BIN)/python -m simulator --seeds 30..129 --vllm
 	$(BIN)/python -m pytest -m slow

@@ -53,7 +53,9 @@ class KeptConfig:
         for text in (fields["built_text"], fields["text"]):
             if not isinstance(json.loads(text), dict):
                 raise TypeError("a config is an object of tables")
-        return cls(int(fields["revision"]), fields["built_text"], fields["text"])
+        if type(fields["revision"]) is not int:
+            raise TypeError("a revision is a whole number")
+        return cls(fields["revision"], fields["built_text"], fields["text"])
 
     def spec(self, started: FleetSpec) -> FleetSpec:
         """In the fleet of a `tandem serve` that has `started`. Raises `TandemError`."""

@@ -40,7 +40,7 @@ async def fail_later(*_: object) -> Any:
 @pytest.mark.parametrize(
     ("surface", "target", "name", "failing"),
     [
-        ("http", tokens, "wire_messages", fail),
+        ("http", tokens, "check_extra", fail),
         ("grpc", ClusterServicer, "GetFleet", fail_later),
         ("reports", OpenMoves, "on_notice", fail),
     ],
