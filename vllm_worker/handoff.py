@@ -18,6 +18,7 @@ from core.errors import InvalidRequest
 
 VERSION = 1
 MAX_BLOCKS = 1 << 20
+MAX_SIZE = 1 << 16  # processes of an engine
 
 # field -> the type that the connector expects
 _ADDRESS_FIELDS: dict[str, type] = {"remote_engine_id": str, "remote_host": str, "remote_port": int, "tp_size": int}
@@ -67,7 +68,7 @@ class EngineAddress:
 def _decode(encoded: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
     try:
         content = json.loads(encoded)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("handoff", "must be JSON") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None
@@ -79,8 +80,9 @@ def _decode(encoded: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
         value = parameters.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InvalidRequest("handoff", f"{name} has the wrong type")
-    if not 0 < parameters["remote_port"] < 65536 or parameters["tp_size"] < 1:
-        raise InvalidRequest("handoff", "remote_port or tp_size is out of range")
+    sizes = [parameters[name] for name in kinds if name.endswith("_size")]
+    if not 0 < parameters["remote_port"] < 65536 or not all(0 < size <= MAX_SIZE for size in sizes):
+        raise InvalidRequest("handoff", "remote_port or a size is out of range")
     return parameters
 
 

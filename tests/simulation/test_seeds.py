@@ -92,6 +92,7 @@ def test_the_faults_really_happened_and_were_answered() -> None:
         totals += harsh_result_of(seed).counts
     missing = [name for name in (*FAULTS_THAT_MUST_HAPPEN, *ANSWERS_THAT_MUST_HAPPEN) if not totals[name]]
     assert not missing, f"never happened: {missing}, but {dict(totals)}"
+    assert not totals["failed InvalidRequest"], "a worker was asked for what its pool cannot hold"
 
 
 def test_most_requests_finish_in_spite_of_everything() -> None:

@@ -1,8 +1,8 @@
 """Looks for faults with fresh random seeds, for a given number of minutes: `make explore`.
 
-`make test` draws the same examples every time. Here, each round runs one file of Hypothesis tests and one batch of the
-simulator's seeds, with the kinds of worlds in turn. Each line shows the command of a round, with its seed: the same
-command replays the round. A failed round does not end the exploration.
+`make test` draws the same examples every time. Here, each round runs one file of Hypothesis tests, one batch of the
+simulator's seeds, with the kinds of worlds in turn, and some odd messages (tests/tools/fuzz). Each line shows the
+command of a round, with its seed: the same command replays the round. A failed round does not end the exploration.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/property", "tests/unit")
 WORLDS: tuple[Command, ...] = ([], ["--harsh"], ["--vllm"])
 NUM_SEEDS = 20  # of the simulator, in one round
+NUM_MESSAGES = 5_000  # odd ones, in one round
 ROUND_TIMEOUT_S = 600.0
 TAIL_LINES = 60
 PYTEST = ("python", "-m", "pytest", "-q", "-m", "hypothesis", "--timeout=500")  # a test may run 1,000 examples
@@ -43,6 +44,7 @@ def rounds() -> Iterator[Command]:
         first = secrets.randbits(32)
         seeds = f"{first}..{first + NUM_SEEDS - 1}"
         yield ["python", "-m", "simulator", *WORLDS[number % len(WORLDS)], "--seeds", seeds]
+        yield ["python", "-m", "tests.tools.fuzz", "--messages", str(NUM_MESSAGES), f"--seed={secrets.randbits(32)}"]
 
 
 def explore(commands: Iterable[Command], minutes: float) -> list[str]:

@@ -18,9 +18,10 @@ def test_no_test_decides_for_itself_whether_its_examples_are_random() -> None:
 
 
 def test_rounds_go_over_every_file_of_hypothesis_tests_and_over_every_kind_of_world() -> None:
-    commands = [command for command, _ in zip(rounds(), range(2 * len(hypothesis_files())), strict=False)]
-    assert sorted(command[-1] for command in commands[::2]) == hypothesis_files()
-    assert {command[3] for command in commands[1::2]} == {"--harsh", "--vllm", "--seeds"}
+    commands = [command for command, _ in zip(rounds(), range(3 * len(hypothesis_files())), strict=False)]
+    assert sorted(command[-1] for command in commands[::3]) == hypothesis_files()
+    assert {command[2] for command in commands[2::3]} == {"tests.tools.fuzz"}
+    assert {command[3] for command in commands[1::3]} == {"--harsh", "--vllm", "--seeds"}
     seeds = [argument for command in commands for argument in command if "seed=" in argument or ".." in argument]
     assert len(set(seeds)) == len(commands)
 

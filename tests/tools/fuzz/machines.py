@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from cli.serve import fleet_spec
@@ -31,17 +32,18 @@ from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 from tests.unit.kv_transfer.transfer_pair import CONFIG, Pair
 from tests.unit.router.driving_router import SERVING, DrivenRouter, agent, request
+from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 
 Outcomes = Counter[str]
 
 
 def hand_offs(rng: random.Random, count: int) -> Outcomes:
     """Notifications between the agents of a hand-off, as bytes."""
-    outcomes, pair = Outcomes(), Pair()
+    outcomes, pair = _engine_addresses(rng, count // 10), Pair()
     pair.offer([0, 1, 2, 3], last=False)
     pair.pull([0, 1, 2, 3])
     known = [encode(mail.message) for mail in pair.mail]
-    for _ in range(count):
+    for _ in range(count - outcomes.total()):
         good = rng.choice(known)
         odd = changed_message(handoff_pb2.HandoffEnvelope.FromString(good), rng) if rng.random() < 0.7 else None
         payload = changed_bytes(good, rng) if odd is None else odd.SerializeToString()
@@ -64,6 +66,24 @@ def hand_offs(rng: random.Random, count: int) -> Outcomes:
         pair.cancel_pull()
     pair.wait(3 * CONFIG.lease_s, deliver=False)
     assert pair.num_leases() == 0, "a lease is left"
+    return outcomes
+
+
+ADDRESS = EngineAddress("engine", "10.0.0.1", 5600, tp_size=1)
+HANDOFF = asdict(ADDRESS) | {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "r", "remote_block_ids": [[1, 2]]
+}  # fmt: skip
+
+
+def _engine_addresses(rng: random.Random, count: int) -> Outcomes:
+    """What one vLLM says to another."""
+    outcomes = Outcomes()
+    for _ in range(count):
+        good, read = rng.choice(((ADDRESS.encode(), EngineAddress.decode), (encode_handoff(HANDOFF), decode_handoff)))
+        odd = (
+            json.dumps(changed_json(json.loads(good), rng)).encode() if rng.random() < 0.7 else changed_bytes(good, rng)
+        )
+        outcomes[f"vLLM {_tried(read, odd)}"] += 1
     return outcomes
 
 

@@ -33,6 +33,7 @@ def test_a_hand_off_survives_the_wire() -> None:
         {"remote_port": 70000},
         {"remote_port": True},
         {"tp_size": 0},
+        {"tp_size": 2**70},
         {"remote_block_ids": [1, 2]},
         {"remote_block_ids": [[-1]]},
         {"remote_block_ids": [["1"]]},
@@ -44,7 +45,9 @@ def test_a_wrong_parameter_is_refused(wrong: dict[str, Any]) -> None:
         decode_handoff(encode_handoff(GOOD | wrong))
 
 
-@pytest.mark.parametrize("handoff", [b"", b"\xff", b"[]", b"{}", json.dumps({"version": 2, "vllm": GOOD}).encode()])
+@pytest.mark.parametrize(
+    "handoff", [b"", b"\xff", b"[]", b"{}", b"[" * 100_000, json.dumps({"version": 2, "vllm": GOOD}).encode()]
+)
 def test_other_bytes_and_other_versions_are_refused(handoff: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode_handoff(handoff)
@@ -56,7 +59,16 @@ def test_an_address_survives_the_wire_and_is_a_part_of_each_hand_off() -> None:
     assert EngineAddress.decode(encode_handoff(GOOD | {"dcp_size": 1, "pp_size": 1})).remote_engine_id == "engine"
 
 
-@pytest.mark.parametrize("address", [b"", b"vllm", encode_handoff(GOOD), encode_handoff(GOOD | {"dcp_size": "1"})])
+@pytest.mark.parametrize(
+    "address",
+    [
+        b"",
+        b"vllm",
+        encode_handoff(GOOD),
+        encode_handoff(GOOD | {"dcp_size": "1", "pp_size": 1}),
+        encode_handoff(GOOD | {"dcp_size": 1, "pp_size": 0}),
+    ],
+)
 def test_other_bytes_are_no_address(address: bytes) -> None:
     with pytest.raises(InvalidRequest):
         EngineAddress.decode(address)
