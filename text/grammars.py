@@ -6,143 +6,135 @@
 
 A matcher is a cache: it has consumed a start of an output, and follows the rest when it is asked. One that is missing,
 or has gone too far, is made again from the grammar and the output.
+
+All sequences of a step wait for its masks. Limits bound one mask (text/compiled_grammars.py), and an account bounds
+those of one sequence (text/grammar_account.py): after a step that took long, each row is computed alone and on the
+clock, and a sequence that takes too long ends alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import os
-import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher
 
-from core.errors import InvalidRequest, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, TandemError
 from core.output_grammar import GrammarRow, Masks
 from core.scheduling.drafts import MAX_DRAFTS
 from core.step import NO_PROPOSAL, Proposal, SequenceView
-from text.schema_patterns import check_patterns
+from text.compiled_grammars import CompiledGrammars, Measures, refusal
+from text.grammar_account import FOLLOW_S, MASK_S, Account, has_slow_row
 from text.tokenizer import ModelTokenizer
 
-FIELD = "output_format"
-MAX_GRAMMARS = 128  # compiled ones that are kept
-# On one core, 100 objects of 20 properties take 42 ms to compile and 12 ms for a mask; most take 5 ms and 50 us.
-_LIMITS = LLParserLimits(
-    max_grammar_size=25_000, initial_lexer_fuel=60_000, step_lexer_fuel=60_000, verbose_errors=False
-)
-# No limit of llguidance counts these: a multiple of 999,983 takes 10 s to compile, one of 10,007 takes 50 ms.
-MAX_MULTIPLE = 20_000  # the least common multiple of all `multipleOf`, without their decimal points
-_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([0-9.]+(?:[eE][+-]?[0-9]{1,3})?)')
-_ESCAPED_LETTER = re.compile(r"\\u00([4-7][0-9a-fA-F])")
+_SLICE = 8  # tokens of an output that are followed at once
+_CLOCKS = Measures()
+
+
+def _never() -> bool:
+    return False
 
 
 class GrammarReader:
     """A `core.output_grammar.Grammars`. Its methods may be called on any thread."""
 
-    def __init__(self, load_tokenizer: Callable[[], ModelTokenizer]) -> None:
+    def __init__(self, load_tokenizer: Callable[[], ModelTokenizer], measures: Measures = _CLOCKS) -> None:
         """`load_tokenizer` is called once, at the first grammar. The threads use the cores of the caller's thread."""
-        self._load_tokenizer = load_tokenizer
-        self._compiling, self._changing = threading.Lock(), threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # that have consumed nothing; the oldest use first
-        self._matchers: WeakKeyDictionary[SequenceView, _Matcher] = WeakKeyDictionary()
+        self._compiled = CompiledGrammars(load_tokenizer, measures)
+        self._measures = measures
+        self._followed: WeakKeyDictionary[SequenceView, _Followed] = WeakKeyDictionary()
         # A thread starts at its first task, from a thread that may be pinned to the core of the model.
         use_cores = partial(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-        self._compiler = ThreadPoolExecutor(1, "grammar-compiler", use_cores)
         self._masks = ThreadPoolExecutor(1, "grammar-masks", use_cores)
         self._executor = LLExecutor(1)
+        self._is_measuring = False  # each row alone
 
     def compile(self, grammar: str) -> None:
         """Raises `InvalidRequest` for a grammar that is wrong, or too large."""
-        self._compile(grammar)
+        self._compiled.get(grammar)
 
-    def num_accepted(self, grammar: str, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the start of an output on, follow the grammar. Raises `InvalidRequest`."""
-        return int(self._compile(grammar).deep_copy().validate_tokens(list(token_ids)))
+    def num_accepted(self, grammar: str, token_ids: Sequence[int], is_late: Callable[[], bool] = _never) -> int:
+        """How many of these tokens, from the start of an output on, follow the grammar.
+
+        Raises `InvalidRequest`, and `DeadlineExceeded` once `is_late`.
+        """
+        matcher, account = self._compiled.get(grammar).deep_copy(), Account()
+        for first in range(0, len(token_ids), _SLICE):
+            if is_late():
+                raise DeadlineExceeded("the deadline passed before the tokens were compared with the output format")
+            part, began_s = list(token_ids[first : first + _SLICE]), self._measures.cpu_s()
+            num_taken = int(matcher.try_consume_tokens(part))
+            account.charge(self._measures.cpu_s() - began_s, len(part) * FOLLOW_S)
+            account.check()
+            if matcher.is_error():
+                raise refusal(matcher)
+            if num_taken < len(part):
+                return first + num_taken
+        return len(token_ids)
 
     async def compile_aside(self, grammar: str) -> None:
         """As `compile`, without blocking the event loop."""
-        with self._changing:
-            known = grammar in self._compiled
-        if not known:
-            await asyncio.get_running_loop().run_in_executor(self._compiler, self._compile, grammar)
+        if self._compiled.find(grammar) is None:
+            await asyncio.wrap_future(self._compiled.start(grammar))
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        with self._changing:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-        _check_multiples(grammar)
-        try:
-            check_patterns(grammar)
-        except ValueError as error:
-            raise InvalidRequest(FIELD, str(error)) from None
-        with self._compiling:
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # the first mask of all is the slowest
-        if matcher.is_error():
-            raise _refused(matcher)
-        with self._changing:
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
-        return matcher
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        tokenizer = self._load_tokenizer()
-        if not tokenizer.eos_token_ids:
-            raise InvalidRequest(FIELD, "this model has no end-of-sequence token, so no output can be complete")
-        return make_ll_tokenizer(tokenizer)
+    def warm_up(self) -> None:
+        """Read the tokens of the model in the background, before the first grammar."""
+        self._compiled.warm_up()
 
     def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
         return self._masks.submit(self._masks_of, rows).result
 
     def _masks_of(self, rows: Sequence[GrammarRow]) -> Masks:
-        """Few calls for all rows: each call gives up the interpreter's lock, which the model's thread takes back."""
         failed: dict[str, TandemError] = {}
-        found: dict[str, _Matcher] = {}
+        found: dict[str, _Followed] = {}
         for row in rows:
             try:
                 found[row.sequence.sequence_id] = self._follow(row)
-            except InvalidRequest as error:  # of a grammar that no check has seen
+            except InvalidRequest as error:  # of a grammar that no check has seen, or that is too slow
                 failed[row.sequence.sequence_id] = error
         if not found:
             return Masks({}, failed)
-        one_more = [(one.matcher, one.behind[0]) for one in found.values() if len(one.behind) == 1]
-        if one_more:
-            self._executor.consume_token_par(one_more)
-        for one in found.values():
-            if len(one.behind) > 1:
-                one.matcher.consume_tokens(one.behind)
-            one.behind = []
-        drafts = [list(row.drafts) for row in rows if row.sequence.sequence_id in found]
+        followed = list(found.values())
+        if self._is_measuring:
+            computed = [self._computed_alone(one) for one in followed]
+            self._is_measuring = any(one.account.debt_s > 0 for one in followed)
+        else:
+            began_s = self._measures.wall_s()
+            self._catch_up(followed)
+            computed = self._computed(followed, [list(row.drafts) for row in rows if row.sequence.sequence_id in found])
+            self._is_measuring = has_slow_row(self._measures.wall_s() - began_s, len(followed))
         allowed: dict[str, tuple[bytes, ...]] = {}
-        for (name, one), masks in zip(found.items(), self._computed(list(found.values()), drafts), strict=True):
-            if one.matcher.is_error():
-                failed[name] = _refused(one.matcher)
-            else:
+        for (name, one), masks in zip(found.items(), computed, strict=True):
+            try:
+                one.check()
                 allowed[name] = masks
+            except InvalidRequest as error:
+                failed[name] = error
         return Masks(allowed, failed)
 
-    def _computed(self, found: Sequence[_Matcher], drafts: Sequence[list[int]]) -> list[tuple[bytes, ...]]:
+    def _catch_up(self, followed: Sequence[_Followed]) -> None:
+        """Few calls for all rows: each call gives up the interpreter's lock, which the model's thread takes back."""
+        one_more = [(one.matcher, one.behind[0]) for one in followed if len(one.behind) == 1]
+        if one_more:
+            self._executor.consume_token_par(one_more)
+        for one in followed:
+            if len(one.behind) > 1:
+                one.catch_up(self._measures.cpu_s)
+            one.behind = []
+
+    def _computed(self, followed: Sequence[_Followed], drafts: Sequence[list[int]]) -> list[tuple[bytes, ...]]:
         """The masks of each matcher: of its next token, and behind each of its drafts that it allows."""
         ends = list(accumulate(len(guesses) + 1 for guesses in drafts))
         masks = np.zeros((sum(ends[-1:]), self._mask_words), np.uint32)  # 0: behind a draft that is not allowed
         places = [
             (one.matcher, end - len(guesses) - 1, guesses)
-            for one, end, guesses in zip(found, ends, drafts, strict=True)
+            for one, end, guesses in zip(followed, ends, drafts, strict=True)
         ]
         where = masks.ctypes.data, masks.strides[0], len(masks)
         if without := [(matcher, row) for matcher, row, guesses in places if not guesses]:
@@ -156,9 +148,19 @@ class GrammarReader:
             for _, first, guesses in places
         ]
 
+    def _computed_alone(self, one: _Followed) -> tuple[bytes, ...]:
+        """The mask of the next token, on this thread and its clock. Drafts are not taken."""
+        one.catch_up(self._measures.cpu_s)
+        mask = np.zeros(self._mask_words, np.uint32)
+        if not one.account.is_over:
+            began_s = self._measures.cpu_s()
+            one.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            one.account.charge(self._measures.cpu_s() - began_s, MASK_S)
+        return (mask.tobytes(),)
+
     @property
     def _mask_words(self) -> int:
-        return -(-int(self._tokenizer.vocab_size) // 32)
+        return -(-int(self._compiled.tokenizer.vocab_size) // 32)
 
     def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
         return self._masks.submit(lambda: [self._propose(row, guess) for row in rows]).result()
@@ -166,14 +168,13 @@ class GrammarReader:
     def _propose(self, row: GrammarRow, guess: Callable[[GrammarRow], Proposal]) -> Proposal:
         try:
             found = self._follow(row)
+            found.catch_up(self._measures.cpu_s)
+            found.check()
         except InvalidRequest:  # the masks of the next step say it
             return NO_PROPOSAL
-        if found.behind:
-            found.matcher.consume_tokens(found.behind)
-            found.behind = []
-        if found.matcher.is_error() or found.matcher.is_stopped():
+        if found.matcher.is_stopped():
             return NO_PROPOSAL
-        ahead, proposal = found.matcher.deep_copy(), NO_PROPOSAL
+        ahead, proposal, began_s = found.matcher.deep_copy(), NO_PROPOSAL, self._measures.cpu_s()
         while (num_left := MAX_DRAFTS - len(proposal.token_ids)) > 0:
             following = Proposal.forced(tuple(ahead.compute_ff_tokens()))
             if not following.token_ids:
@@ -182,15 +183,19 @@ class GrammarReader:
             if not num_allowed:
                 break
             proposal = proposal.with_next(following, num_allowed)
+        found.account.charge(self._measures.cpu_s() - began_s, MASK_S)
         return proposal
 
-    def _follow(self, row: GrammarRow) -> _Matcher:
+    def _follow(self, row: GrammarRow) -> _Followed:
         """The matcher of the row's sequence, with the tokens that it has not consumed."""
         view = row.sequence
         num_output = row.num_known + len(row.promised) - view.num_prompt_tokens
-        found = self._matchers.get(view)
-        if found is None or found.num_consumed > num_output:
-            found = self._matchers[view] = _Matcher(self._compile(view.sampling.grammar).deep_copy())
+        found = self._followed.get(view)
+        if found is None:
+            found = self._followed[view] = _Followed(self._compiled.get(view.sampling.grammar))
+        found.account.check()
+        if found.num_consumed > num_output:
+            found.restart()
         first = view.num_prompt_tokens + found.num_consumed
         behind = [*view.token_ids[first : row.num_known], *row.promised[max(0, first - row.num_known) :]]
         found.behind = [] if found.matcher.is_stopped() else behind  # an output that has ended may only end again
@@ -198,59 +203,31 @@ class GrammarReader:
         return found
 
 
-class _Matcher:
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
+class _Followed:
+    """The output of one sequence, as far as its matcher has consumed it."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        self._start = start
+        self.account = Account()
+        self.restart()
+
+    def restart(self) -> None:
+        self.matcher = self._start.deep_copy()
         self.num_consumed = 0  # tokens of the output, with those in `behind`
         self.behind: list[int] = []
 
+    def catch_up(self, cpu_s: Callable[[], float]) -> None:
+        """Consume `behind` until a token fails or the account is over."""
+        for first in range(0, len(self.behind), _SLICE):
+            part, began_s = self.behind[first : first + _SLICE], cpu_s()
+            is_right = self.matcher.consume_tokens(part)
+            self.account.charge(cpu_s() - began_s, len(part) * FOLLOW_S)
+            if not is_right or self.account.is_over:
+                break
+        self.behind = []
 
-def _check_multiples(grammar: str) -> None:
-    """Of all schemas in the grammar. Their keys may be written with escapes."""
-    if "multiple" not in grammar and "\\u00" not in grammar:
-        return
-    text, least = _ESCAPED_LETTER.sub(lambda found: chr(int(found[1], 16)), grammar), 1
-    for number in _MULTIPLE_OF.findall(text):
-        with contextlib.suppress(ValueError):  # llguidance refuses what is no number
-            least = math.lcm(least, Fraction(number).numerator or 1)
-        if least > MAX_MULTIPLE:
-            limit = f"the least common multiple of all multipleOf may be at most {MAX_MULTIPLE}"
-            raise InvalidRequest(FIELD, f"{limit}, without decimal points; it is {least} with {number[:40]}")
-
-
-def _refused(matcher: LLMatcher) -> InvalidRequest:
-    return InvalidRequest(FIELD, " ".join(matcher.get_error().split())[:500])
-
-
-class _Vocabulary(TokenizerWrapper):
-    """The tokens of a `ModelTokenizer`, as llguidance wants them. Texts that a grammar forces get canonical tokens."""
-
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self._own = tokenizer
-        special = {token_id: text for text, token_id in tokenizer.special_tokens.items()}
-        self.tokens = [
-            b"\xff" + special[token_id].encode() if token_id in special else tokenizer.token_bytes(token_id)
-            for token_id in range(tokenizer.info.vocab_size)
-        ]
-        self.special_token_ids = sorted(special)
-        self.eos_token_id = min(tokenizer.eos_token_ids)
-        self.bos_token_id = None
-        self.is_tokenizer_wrapper = True
-        self.greedy: LLTokenizer | None = None
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids whose bytes are those of `text`."""
-        raw = text if isinstance(text, bytes) else text.encode()
-        readable = raw.decode(errors="replace")
-        with contextlib.suppress(InvalidRequest):  # of texts that are no prompt
-            token_ids = self._own.encode(readable, add_special=False, parse_special=False)
-            if b"".join(self.tokens[token_id] for token_id in token_ids) == raw:  # some models put a space before it
-                return token_ids
-        return [] if self.greedy is None else list(self.greedy.greedy_tokenize(readable))
-
-
-def make_ll_tokenizer(tokenizer: ModelTokenizer) -> LLTokenizer:
-    vocabulary: Any = _Vocabulary(tokenizer)
-    made = LLTokenizer(vocabulary, n_vocab=tokenizer.info.vocab_size, eos_token=sorted(tokenizer.eos_token_ids))
-    vocabulary.greedy = made
-    return made
+    def check(self) -> None:
+        """Raises `InvalidRequest` for an output that has left its grammar, or whose grammar takes too long."""
+        self.account.check()
+        if self.matcher.is_error():
+            raise refusal(self.matcher)

@@ -33,4 +33,5 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    """One terminal: as rules, each text would be an item in a row of the parser."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

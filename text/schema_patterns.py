@@ -1,7 +1,7 @@
-"""How many patterns one text must match at once, by the schemas of a grammar.
+"""How many patterns one text must match at once, by a schema.
 
-llguidance intersects these patterns when it reads a grammar, and none of its limits counts them: each pattern that
-overlaps with the others multiplies the time by 2.7. 12 take 3 ms, 16 take 85 ms, 20 take 3 s.
+llguidance intersects these patterns when it reads a grammar: each pattern that overlaps with the others multiplies the
+time by 2.7.
 """
 
 from __future__ import annotations
@@ -15,59 +15,20 @@ from operator import or_
 from typing import Any
 from urllib.parse import unquote
 
-MAX_PATTERNS = 12
 MAX_PLACES = 500  # of patterns, in the values of one schema
+MAX_GENERAL = 100  # of these, inside items and other properties: each is compared with all
 _ANY = "*"  # a step to all properties or items of a value
 
 Place = tuple[str | int, ...]  # of a value in the output: names of properties and indexes of items
 Patterns = Counter[Place]
 
-_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
 _KEY = re.compile(r'"(pattern|format)"')
 
 
-def check_patterns(grammar: str) -> None:
-    """Raises `ValueError` for a grammar in which one text has to match more than MAX_PATTERNS patterns."""
-    try:
-        for lark in _lark_parts(grammar):
-            joined = _LARK_TEXT.sub("", lark).count("&")
-            _refuse_more(joined + 1 if joined else 0, "regular expressions joined by &")
-        for schema in _schemas(grammar):
-            text = json.dumps(schema)
-            if len(_KEY.findall(text)) > MAX_PATTERNS:
-                most = _Reader(schema, text).most()
-                _refuse_more(most, "patterns and formats that one text must all match (allOf, $ref)")
-    except RecursionError:
-        raise ValueError("schemas must not be so deep") from None
-
-
-def _refuse_more(count: int, what: str) -> None:
-    if count > MAX_PATTERNS:
-        raise ValueError(f"at most {MAX_PATTERNS} {what}, here {count}")
-
-
-def _parts(grammar: str) -> list[dict[str, Any]]:
-    """llguidance refuses a grammar of which nothing is found."""
-    if not grammar.lstrip().startswith("{"):
-        return [{"lark_grammar": grammar}]
-    try:
-        return [part for part in _list(json.loads(grammar).get("grammars")) if isinstance(part, dict)]
-    except ValueError:
-        return []
-
-
-def _lark_parts(grammar: str) -> list[str]:
-    return [lark for part in _parts(grammar) if isinstance(lark := part.get("lark_grammar"), str)]
-
-
-def _schemas(grammar: str) -> Iterator[Any]:
-    yield from (part["json_schema"] for part in _parts(grammar) if "json_schema" in part)
-    for lark in _lark_parts(grammar):
-        for found in re.finditer(r"%json\s*", lark):
-            try:
-                yield json.JSONDecoder().raw_decode(lark, found.end())[0]
-            except ValueError:
-                continue  # llguidance refuses it, or it stands in a comment
+def most_patterns(schema: Any, enough: int) -> int:
+    """The most patterns of one text; 0 where the whole schema has no more than `enough`. Raises `ValueError`."""
+    text = json.dumps(schema)
+    return _Reader(schema, text).most() if len(_KEY.findall(text)) > enough else 0
 
 
 class _Reader:
@@ -83,6 +44,8 @@ class _Reader:
         """The most patterns of one place."""
         found = self._patterns(self._root)
         general = [place for place in found if _ANY in place]
+        if len(general) > MAX_GENERAL:
+            raise ValueError(f"patterns and formats of at most {MAX_GENERAL} values inside items")
         return max(
             (
                 sum((found[other] for other in general if other != place and _overlap(place, other)), count)

@@ -111,11 +111,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         view = self._shell.view
         try:
             self._tenants.claim(request, context.invocation_metadata() or ())
+            timeout_s = remaining_s(context, self._shell.config.default_timeout_s)
+            deadline = self._shell.now() + timeout_s
             generation = await self._validation_pool.run(
-                remaining_s(context, self._shell.config.default_timeout_s),
+                timeout_s,
                 validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
-                self._grammars,
+                self._grammars, lambda: self._shell.now() >= deadline,
             )  # fmt: skip
             found = view.find_candidates(generation.choices[0], self._shell.now())
             if not found:

@@ -76,6 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generation = await self._validation_pool.run(
                 timeout_s, validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, new_id, _random_seed, limits, self._grammars,
+                lambda: self._shell.now() >= deadline,
             )  # fmt: skip
         except TandemError as error:
             request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.errors import InvalidRequest, quoted
 from router.serving.client_json import json_object, json_value
 from tandem_client.stubs import inference_pb2
 from text import output_format
-from text.grammars import MAX_GRAMMARS, GrammarReader
+from text.compiled_grammars import MAX_GRAMMARS
+from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer
 from text.tool_formats import FORMATS
 from text.tool_grammar import NO_ARGUMENTS, tool_grammar
@@ -75,9 +76,12 @@ class RequestGrammars:
         except InvalidRequest:  # the model may call a tool whose schema cannot be forced
             return ""
 
-    def num_accepted(self, grammar: str, token_ids: Sequence[int]) -> int:
-        """How many of these first tokens of an output `grammar` allows. Raises `InvalidRequest`."""
-        return self._reader.num_accepted(grammar, token_ids) if grammar else len(token_ids)
+    def num_accepted(self, grammar: str, token_ids: Sequence[int], is_late: Callable[[], bool]) -> int:
+        """How many of these first tokens of an output `grammar` allows.
+
+        Raises `InvalidRequest`, and `DeadlineExceeded` once `is_late`.
+        """
+        return self._reader.num_accepted(grammar, token_ids, is_late) if grammar else len(token_ids)
 
     def _compiled(self, grammar: str) -> str:
         if grammar:

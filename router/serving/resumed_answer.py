@@ -6,6 +6,7 @@ of the output allows them, and only the last one may end the answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.errors import InvalidRequest
@@ -46,8 +47,12 @@ def read_resumed(
     tokenizer: ModelTokenizer,
     grammars: RequestGrammars,
     stop_strings: StopStrings,
+    is_late: Callable[[], bool],
 ) -> ResumedAnswer:
-    """Raises `InvalidRequest` for tokens that no answer to this request begins with."""
+    """Raises `InvalidRequest` for tokens that no answer to this request begins with.
+
+    Raises `DeadlineExceeded` once `is_late`.
+    """
     token_ids, vocab_size, sampling = tuple(wire.resume), tokenizer.info.vocab_size, request.sampling
     if len(token_ids) > sampling.max_tokens:
         raise InvalidRequest(FIELD, f"must have at most max_tokens ({sampling.max_tokens}) ids, has {len(token_ids)}")
@@ -57,7 +62,7 @@ def read_resumed(
     for index, token_id in enumerate(token_ids[:-1]):
         if token_id in stop_tokens:
             raise InvalidRequest(FIELD, f"has ids behind index {index}, where token {token_id} ended the answer")
-    num_accepted = grammars.num_accepted(sampling.grammar, token_ids)
+    num_accepted = grammars.num_accepted(sampling.grammar, token_ids, is_late)
     if num_accepted < len(token_ids):
         raise InvalidRequest(FIELD, f"token {token_ids[num_accepted]} at index {num_accepted} breaks the output format")
     detokenizer = tokenizer.detokenizer(can_call(wire, tokenizer.tool_format))

@@ -69,11 +69,12 @@ def prepare(
     random_seed: Callable[[], int],
     decode_limits: Sequence[int],
     grammars: RequestGrammars,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Generation:
     """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
-    Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `decode_limits`
-    are the most tokens of prompt and output that the serving decode workers hold, rising; empty = not known yet. The
+    Raises `InvalidRequest` or `ModelNotFound`, and `DeadlineExceeded` once `is_late`. The ids of the choices start with
+    `unique_id`. `decode_limits` are the most tokens of prompt and output that the serving decode workers hold, rising; empty = not known yet. The
     default of `max_tokens` is the room that the prompt leaves in `default_limit`, or less where the model says so.
     """
     info = tokenizer.info
@@ -102,7 +103,9 @@ def prepare(
     choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
     request_id = wire.request_id or unique_id
     stop_strings = StopStrings(wire.stop.stop_strings)
-    resumed = read_resumed(wire, first, request_id, tokenizer, grammars, stop_strings) if wire.resume else None
+    resumed = None
+    if wire.resume:
+        resumed = read_resumed(wire, first, request_id, tokenizer, grammars, stop_strings, is_late)
     return Generation(request_id, choices, stop_strings, resumed)
 
 

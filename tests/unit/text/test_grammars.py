@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import time
+import json
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 
-from core.errors import InvalidRequest
-from core.output_grammar import GrammarRow
+from core.errors import DeadlineExceeded, InvalidRequest
+from core.output_grammar import GrammarRow, Masks
 from core.request import SamplingParams
 from core.scheduling.drafts import MAX_DRAFTS
 from core.step import FORCED, Proposal, SequenceView
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
-from router.serving.output_formats import MAX_FORMAT_CHARS
+from text.compiled_grammars import MAX_KEPT_BYTES, CompiledGrammars, Measures
+from text.grammar_account import MASK_S, Account
 from text.grammars import GrammarReader
 from text.output_format import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
 from text.tokenizer import load_tokenizer
@@ -25,6 +26,7 @@ TOKENIZER = load_tokenizer("fake:tiny")
 (EOS,) = TOKENIZER.eos_token_ids
 READER = GrammarReader(lambda: TOKENIZER)
 PROMPT = [5, 6, 7]
+NAME = regex_grammar(r'\{"name": "[a-z]{2,4}", "is": (true|false)\}')
 
 
 def view_of(grammar: str, output: Sequence[int] = ()) -> SequenceView:
@@ -141,43 +143,173 @@ def divisible(by: float, kind: str = "integer") -> dict[str, object]:
     return {"type": kind, "multipleOf": by}
 
 
-HOSTILE: dict[str, object] = {
-    "alternatives of many properties": {"anyOf": [
+def linked(depth: int, between: int) -> dict[str, object]:
+    """Definitions of which each leads to the next."""
+    defs: dict[str, object] = {f"d{depth}": {"type": "string"}}
+    for number in range(depth):
+        defs[f"d{number}"] = {"$ref": f"#/$defs/d{number + 1}"}
+        for _ in range(between):
+            defs[f"d{number}"] = {"items": defs[f"d{number}"]}
+    return {"$defs": defs, "$ref": "#/$defs/d0"}
+
+
+HOSTILE: dict[str, tuple[str, object]] = {
+    "alternatives of many properties": ("too big", {"anyOf": [
         {"type": "object", "properties": {f"k{i}_{j}": {"type": "string"} for j in range(20)}} for i in range(200)
-    ]},
-    "a long chain": nested(1_000),
-    "patterns that must all match": {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(12)]},
-    "30 of these": {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]},
-    "products of alternatives": {"allOf": [
+    ]}),
+    "a long chain": ("recursion limit", nested(200)),
+    "a chain that overflows a usual stack": ("too big", linked(60, between=28)),
+    "patterns that must all match": ("Unable to determine if regex is empty",
+        {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(12)]}),
+    "30 of these": ("at most 12 patterns",
+        {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]}),
+    "products of alternatives": ("schema too large", {"allOf": [
         {"anyOf": [{"properties": {f"{name}{i}": divisible(2)}} for name in "ab"]} for i in range(14)
-    ]},
-    "many values": {"enum": [f"{i:x}" * 2 for i in range(6_000)]},
-    "a large multiple": divisible(999_983),
-    "a multiple of decimals": divisible(1234.567),
-    "multiples of each other": {"allOf": [divisible(by, "number") for by in (101, 103, 107)]},
+    ]}),
+    "many values": ("too big", {"enum": [f"{i:x}" * 2 for i in range(6_000)]}),
+    "many values with parts": ("at most 500 objects and lists", {"const": [{"a": [i]} for i in range(251)]}),
+    "a large multiple": ("least common multiple", divisible(999_983)),
+    "a multiple of decimals": ("least common multiple", divisible(1234.567)),
+    "multiples of each other": ("least common multiple",
+        {"allOf": [divisible(by, "number") for by in (101, 103, 107)]}),
+    "pairs of names": ("at most 120 pairs of patternProperties", {"allOf": [
+        {"patternProperties": {f"^a{i}_{j}": {} for j in range(9)}} for i in range(2)
+    ]}),
+    "an object whose row is too long": ("at most 150 optional properties", {
+        "properties": {f"k{i}": {} for i in range(160)}, "required": [f"k{i}" for i in range(9)]
+    }),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_schema_costs_little_and_is_refused(name: str) -> None:
-    """Its refusal holds up the formats of all other requests."""
-    assert READER._tokenizer
-    grammar = json_schema_grammar(HOSTILE[name])  # type: ignore[arg-type]
-    assert len(grammar) < 2 * MAX_FORMAT_CHARS
-    before = time.process_time()
-    with pytest.raises(InvalidRequest) as refused:
-        READER.compile(grammar)
-    assert time.process_time() - before < 0.3
-    assert refused.value.field == "output_format"
+def test_a_hostile_schema_is_refused_by_name_in_each_place(name: str) -> None:
+    """As a format, in Lark, and in Lark inside JSON."""
+    message, schema = HOSTILE[name]
+    lark = f"start: %json {json.dumps(schema)}"
+    grammars = (json_schema_grammar(schema), lark, json.dumps({"grammars": [{"lark_grammar": lark}]}))  # type: ignore[arg-type]
+    for grammar in grammars:
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            READER.compile(grammar)
+        assert refused.value.field == "output_format"
+
+
+@pytest.mark.parametrize(
+    ("lark", "message"),
+    [
+        ("start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(3_000)) + '\na3000: "y"', "at most 500 rules"),
+        ("start: " + " | ".join("%json {}" for _ in range(501)), "at most 500 rules, terminals and %json"),
+    ],
+)
+def test_a_hostile_lark_grammar_is_refused_by_name(lark: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        READER.compile(lark)
 
 
 def test_a_large_multiple_is_refused_in_each_way_to_write_it() -> None:
     for lark in ('%json {"multipleOf": 9.99983e5}', '%json {"multiple\\u004ff" : 999983, "type": "number"}'):
         with pytest.raises(InvalidRequest, match="least common multiple"):
             READER.compile(f"start: {lark}")
-    for by in (0.01, 5, 7.5, 20_000):
+    for by in (0.01, 5, 7.5, 10_000):
         READER.compile(json_schema_grammar(divisible(by)))
     assert takes(json_schema_grammar({"allOf": [divisible(100), divisible(12)]}), "300")
+
+
+# ---- time and memory
+
+
+class Clocks:
+    """Each mask of a row that is computed alone takes the next of `masks_s`."""
+
+    def __init__(self, step_s: float, masks_s: Iterable[float]) -> None:
+        self.measures = Measures(wall_s=self._wall, cpu_s=self._cpu)
+        self._step_s, self._masks_s, self._now = step_s, iter(masks_s), 0.0
+        self._is_end = False
+
+    def _wall(self) -> float:
+        self._now += self._step_s
+        return self._now
+
+    def _cpu(self) -> float:
+        self._now += next(self._masks_s) if self._is_end else 0.0
+        self._is_end = not self._is_end
+        return self._now
+
+
+def masks_of(reader: GrammarReader, *views: SequenceView) -> Masks:
+    return reader.begin([GrammarRow(view, len(view.token_ids)) for view in views])()
+
+
+def test_a_sequence_whose_masks_take_too_long_ends_alone() -> None:
+    slow, fast = view_of(NAME), SequenceView("b", PROMPT, len(PROMPT), (), SamplingParams(max_tokens=9, grammar=NAME))
+    times_s = itertools.chain([0.0], itertools.cycle([0.06, 0.001]))  # the first: reading NAME
+    reader = GrammarReader(lambda: TOKENIZER, Clocks(1.0, times_s).measures)
+    steps = [masks_of(reader, slow, fast) for _ in range(7)]
+    assert [list(step.failed) for step in steps] == [[]] * 5 + [["a"]] * 2
+    assert all(step.allowed["b"] == steps[0].allowed["b"] for step in steps)
+    with pytest.raises(InvalidRequest, match="output_format: the grammar is too slow for this output"):
+        raise steps[-1].failed["a"]
+
+
+def test_a_row_is_looked_at_alone_only_behind_a_slow_step() -> None:
+    view = view_of(NAME)
+    drafts = GrammarRow(view, len(PROMPT), drafts=tuple(b'{"'))
+    clocks = (Clocks(step_s, itertools.repeat(0.0)) for step_s in (0.001, 1.0))
+    quick, late = (GrammarReader(lambda: TOKENIZER, each.measures) for each in clocks)
+    assert [len(quick.begin([drafts])().allowed["a"]) for _ in range(3)] == [3, 3, 3]
+    assert [len(late.begin([drafts])().allowed["a"]) for _ in range(4)] == [3, 1, 3, 1], "alone, drafts are not taken"
+
+
+def test_one_slow_mask_is_forgiven() -> None:
+    account = Account()
+    for took_s in (9.0, 0.05, 0.05):
+        account.charge(took_s, MASK_S)
+    account.check()
+    for _ in range(40):
+        account.charge(50e-6, MASK_S)
+    assert account.debt_s == 0.0
+    for _ in range(3):
+        account.charge(0.1, MASK_S)
+    with pytest.raises(InvalidRequest, match="too slow"):
+        account.check()
+
+
+AMBIGUOUS = 'start: s\ns: s s s s | s s s | s s | "a"'
+
+
+def test_an_ambiguous_grammar_ends_its_output_soon() -> None:
+    """The items of its rows grow with the output: 700 behind 40 tokens."""
+    reader = GrammarReader(lambda: TOKENIZER, Measures(cpu_s=lambda: 0.0))
+    assert allowed_after(AMBIGUOUS, b"a" * 10)
+    with pytest.raises(InvalidRequest, match="items; max is 700"):
+        reader.num_accepted(AMBIGUOUS, list(b"a" * 100))
+    assert "items; max is 700" in str(masks_of(reader, view_of(AMBIGUOUS, b"a" * 100)).failed["a"])
+
+
+def test_tokens_of_a_resumed_output_are_followed_until_the_deadline() -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(DeadlineExceeded):
+        READER.num_accepted(regex_grammar("a*"), list(b"a" * 1_000), lambda: next(asked))
+    assert READER.num_accepted(regex_grammar("a*"), list(b"a" * 20 + b"b")) == 20
+
+
+def test_an_output_that_takes_too_long_to_follow_is_refused() -> None:
+    reader = GrammarReader(lambda: TOKENIZER, Clocks(0.0, itertools.repeat(0.08)).measures)
+    with pytest.raises(InvalidRequest, match="too slow"):
+        reader.num_accepted(regex_grammar("a*"), list(b"a" * 100))
+
+
+def test_compiled_grammars_are_kept_while_their_memory_fits() -> None:
+    memory = itertools.count(0, MAX_KEPT_BYTES // 3)  # a third for each
+    kept = CompiledGrammars(lambda: TOKENIZER, Measures(resident_bytes=lambda: next(memory)))
+    for name in "abcd":
+        kept.get(regex_grammar(name))
+    assert [kept.find(regex_grammar(name)) is not None for name in "abcd"] == [False, True, True, True]
+
+
+def test_a_grammar_that_takes_a_second_to_read_is_refused_by_name() -> None:
+    reader = GrammarReader(lambda: TOKENIZER, Clocks(0.0, itertools.repeat(1.1)).measures)
+    with pytest.raises(InvalidRequest, match="more than 1 s to read"):
+        reader.compile(NAME)
 
 
 def test_json_may_have_spaces_but_not_without_end() -> None:
@@ -288,9 +420,6 @@ def proposal(grammar: str, output: bytes, *guesses: bytes) -> tuple[bytes, list[
     again = allowed(GrammarRow(view, len(view.token_ids)))
     assert again == allowed(GrammarRow(view, len(view.token_ids)), GrammarReader(lambda: TOKENIZER)), "guesses are left"
     return bytes(found.token_ids), [match == FORCED for match in found.matches]
-
-
-NAME = regex_grammar(r'\{"name": "[a-z]{2,4}", "is": (true|false)\}')
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from text.grammar_limits import MAX_PATTERNS, check_limits
 from text.output_format import json_schema_grammar
-from text.schema_patterns import MAX_PATTERNS, MAX_PLACES, check_patterns
+from text.schema_patterns import MAX_GENERAL, MAX_PLACES
 from text.tool_grammar import tool_grammar
 
 MANY = MAX_PATTERNS + 1
@@ -48,7 +49,7 @@ def test_too_many_patterns_of_one_text_are_refused(name: str) -> None:
     tools = tool_grammar("hermes", [("call", TOO_MANY[name])], {}, required=False, other=json_schema_grammar(True))
     for each in (grammar, lark, tools):
         with pytest.raises(ValueError, match=f"at most {MAX_PATTERNS} patterns and formats .*here"):
-            check_patterns(each)
+            check_limits(each)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,17 @@ def test_too_many_patterns_of_one_text_are_refused(name: str) -> None:
     ],
 )  # fmt: skip
 def test_patterns_of_different_texts_are_not_counted_together(schema: dict[str, Any]) -> None:
-    check_patterns(json_schema_grammar(schema))
+    check_limits(json_schema_grammar(schema))
 
 
 def test_regular_expressions_that_a_lark_grammar_joins_are_counted() -> None:
     regexes = [f"/.*x{number}.*/" for number in range(MANY)]
-    check_patterns('start: A "&&&&&&&&&&&&&&&&" /&{20}&&&&&&&&&&&&&/ // &&&&&&&&&&&&&&\nA: ' + " & ".join(regexes[1:]))
+    check_limits('start: A "&&&&&&&&&&&&&&&&" /&{20}&&&&&&&&&&&&&/ // &&&&&&&&&&&&&&\nA: ' + " & ".join(regexes[1:]))
+    check_limits('start: "' + '\\"' * 99 + "&" * 99)  # a text that is not closed: llguidance refuses it
     with pytest.raises(ValueError, match="regular expressions joined by &, here 13"):
-        check_patterns("start: A\nA: B & " + " & ".join(regexes[:7]) + "\nB: " + " & ".join(regexes[7:]))
+        check_limits('start: A\nA: /\n"/ & ' + " & ".join(regexes[1:]) + ' # "')
+    with pytest.raises(ValueError, match="regular expressions joined by &, here 13"):
+        check_limits("start: A\nA: B & " + " & ".join(regexes[:7]) + "\nB: " + " & ".join(regexes[7:]))
 
 
 def test_places_and_depth_have_a_limit_too() -> None:
@@ -81,12 +85,15 @@ def test_places_and_depth_have_a_limit_too() -> None:
     defs = {f"d{i}": {"properties": {n: {"$ref": f"#/$defs/d{i + 1}"} for n in "ab"}} for i in range(40)}
     wide = {"$defs": {**defs, "d40": {"allOf": PATTERNS}}, "$ref": "#/$defs/d0"}
     with pytest.raises(ValueError, match=f"at most {MAX_PLACES} values"):
-        check_patterns(json_schema_grammar(wide))
+        check_limits(json_schema_grammar(wide))
+    many = {"items": {"properties": {f"p{i}": pattern(i) for i in range(MAX_GENERAL + 1)}}}
+    with pytest.raises(ValueError, match=f"at most {MAX_GENERAL} values inside items"):
+        check_limits(json_schema_grammar(many))
     deep = {f"d{i}": has("a", {"$ref": f"#/$defs/d{i + 1}"}) for i in range(2000)}
     with pytest.raises(ValueError, match="deep"):
-        check_patterns(json_schema_grammar({"$defs": {**deep, "d2000": {"allOf": PATTERNS}}, "$ref": "#/$defs/d0"}))
+        check_limits(json_schema_grammar({"$defs": {**deep, "d2000": {"allOf": PATTERNS}}, "$ref": "#/$defs/d0"}))
 
 
 @pytest.mark.parametrize("grammar", ["{", "{}", '{"grammars": 3}', '{"grammars": [3, {}]}', "start: %json {", "", "["])
 def test_what_is_no_grammar_is_left_to_llguidance(grammar: str) -> None:
-    check_patterns(grammar)
+    check_limits(grammar)
