@@ -15,6 +15,8 @@ from text.tool_formats import FORMATS, ToolFormat
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_TEXT = r"/(.|\n)*/"
+_NOTES = ("description", "title", "default", "examples", "$comment")
+_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")  # schemas by names that are no keywords
 
 
 def tool_grammar(
@@ -69,7 +71,24 @@ def _call(form: ToolFormat, index: int, name: str) -> str:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}}, ensure_ascii=False)
+    return json.dumps({**_without_notes(schema), "x-guidance": {"whitespace_pattern": JSON_SPACE}}, ensure_ascii=False)
+
+
+def _without_notes(schema: Any) -> Any:
+    """Descriptions are for the model, and are often most of a schema."""
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_notes_of(key, value) for key, value in schema.items() if key not in _NOTES}
+
+
+def _without_notes_of(key: str, value: Any) -> Any:
+    if key in ("const", "enum"):
+        return value
+    if key in _CHILDREN and isinstance(value, dict):
+        return {name: _without_notes(child) for name, child in value.items()}
+    return _without_notes(value)
 
 
 def _named(grammar: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.errors import InvalidRequest, quoted
+from core.request import MAX_GRAMMAR_CHARS
 from router.serving.client_json import json_object, json_value
 from tandem_client.stubs import inference_pb2
 from text import output_format
@@ -69,10 +70,16 @@ class RequestGrammars:
             single=choice.single or bool(choice.name),
             other=grammar,
         )
+        is_long = len(with_calls) > MAX_GRAMMAR_CHARS
         if is_forced or grammar:
+            if is_long:
+                what = f"must have at most {MAX_GRAMMAR_CHARS} characters without their descriptions"
+                raise InvalidRequest("chat.tools", f"schemas that are forced {what}, have {len(with_calls)}")
             return self._compiled(with_calls)
+        if is_long or wire.stop.ignore_eos:
+            return ""
         try:
-            return "" if wire.stop.ignore_eos else self._compiled(with_calls)
+            return self._compiled(with_calls)
         except InvalidRequest:  # the model may call a tool whose schema cannot be forced
             return ""
 

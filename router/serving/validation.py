@@ -74,8 +74,9 @@ def prepare(
     """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
     Raises `InvalidRequest` or `ModelNotFound`, and `DeadlineExceeded` once `is_late`. The ids of the choices start with
-    `unique_id`. `decode_limits` are the most tokens of prompt and output that the serving decode workers hold, rising; empty = not known yet. The
-    default of `max_tokens` is the room that the prompt leaves in `default_limit`, or less where the model says so.
+    `unique_id`. `decode_limits` are the most tokens of prompt and output that the serving decode workers hold, rising;
+    empty = not known yet. The default of `max_tokens` is the room that the prompt leaves in `default_limit`, or less
+    where the model says so.
     """
     info = tokenizer.info
     _check_plain_fields(wire)

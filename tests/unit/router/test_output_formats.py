@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from core.errors import InvalidRequest
@@ -47,6 +49,25 @@ def test_a_schema_that_cannot_be_forced_is_refused_where_a_call_is_forced_and_le
     with pytest.raises(InvalidRequest, match="unevaluatedProperties"):
         grammar_of(chat(ODD, choice=ToolChoice(required=True)))
     assert grammar_of(chat(ADD, ODD, choice=ToolChoice(name="add"))), "the other tool is not called"
+
+
+def test_tools_beyond_the_length_of_a_grammar_are_left_to_the_model_unless_they_are_forced() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a" * 30_000}}}
+    tools = [Tool(name=f"t{i}", parameters_json=json.dumps(schema)) for i in range(9)]
+    assert grammar_of(chat(*tools)) == ""
+    for forced in (chat(*tools, choice=ToolChoice(required=True)), chat(*tools, output_format=REGEX)):
+        with pytest.raises(InvalidRequest, match="schemas that are forced must have at most 262144"):
+            grammar_of(forced)
+
+
+def test_descriptions_do_not_count_as_part_of_a_grammar() -> None:
+    named = {"description": {"const": {"title": 1}}, "a": {"type": "string", "description": "a" * 30_000}}
+    schema = {"type": "object", "properties": named, "title": "a" * 9, "$defs": {"title": {"enum": ["title"]}}}
+    tools = [Tool(name=f"t{i}", parameters_json=json.dumps(schema)) for i in range(9)]
+    grammar = grammar_of(chat(*tools, choice=ToolChoice(required=True)))
+    assert '"properties": {"description": {"const": {"title": 1}}, "a": {"type": "string"}}' in grammar
+    assert '"$defs": {"title": {"enum": ["title"]}}' in grammar
+    assert len(grammar) < 5_000
 
 
 def test_an_output_that_must_not_end_is_free() -> None:
