@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -304,6 +305,12 @@ def test_compiled_grammars_are_kept_while_their_memory_fits() -> None:
     for name in "abcd":
         kept.get(regex_grammar(name))
     assert [kept.find(regex_grammar(name)) is not None for name in "abcd"] == [False, True, True, True]
+
+
+def test_the_tokens_of_the_model_can_be_read_before_the_first_grammar() -> None:
+    is_read = threading.Event()
+    GrammarReader(lambda: is_read.set() or TOKENIZER).warm_up()
+    assert is_read.wait(60.0)
 
 
 def test_a_grammar_that_takes_a_second_to_read_is_refused_by_name() -> None:
