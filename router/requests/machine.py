@@ -431,7 +431,8 @@ class RouterMachine:
             if routed is None:
                 actions += self._moves.on_lost(dispatch_id, error)
                 continue
-            if record.worker_id == dispatch_of(routed).candidate.prefill_worker:
+            dispatch = dispatch_of(routed)  # a move may have brought it to the worker that had computed its prompt
+            if dispatch.prefill_open and record.worker_id == dispatch.candidate.prefill_worker:
                 actions += self._on_prefill_failed(routed, error, now)
             else:
                 actions += self._retry(routed, error, record.worker_id, now)

@@ -45,7 +45,7 @@ class OpenDispatches:
             self._new_ticket(),
             self._next_call(),
         )
-        routed.dispatch.transfer_id = ticket
+        routed.dispatch.transfer_id, routed.dispatch.source = ticket, prefill.worker_id
         decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
         prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
         return [
@@ -61,6 +61,7 @@ class OpenDispatches:
         return Dispatch(
             self._next_id(routed), source.candidate._replace(decode_worker=worker_id), self._next_call(),
             len(routed.delivered), False, source.compared, now, self._new_ticket(), prefill=source.prefill,
+            source=source.candidate.decode_worker,
         )  # fmt: skip
 
     def replace(self, routed: RoutedRequest, dispatch: Dispatch) -> None:
@@ -102,7 +103,8 @@ class OpenDispatches:
             return []
         del self.by_id[dispatch.dispatch_id], self.by_call[dispatch.call]
         self._workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
-        if dispatch.candidate.prefill_worker is not None:
+        if dispatch.prefill_open:
+            assert dispatch.candidate.prefill_worker is not None
             self._workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
         if dispatch.prefill_open or dispatch.decode_open:
             return [events.CancelDispatch(dispatch.dispatch_id)]
@@ -112,9 +114,13 @@ class OpenDispatches:
         return len(self.by_id)
 
     def check(self, requests: Collection[RoutedRequest], moving: Collection[str]) -> None:
-        """The current attempt of each request is open, and the workers carry no others but those of moves."""
+        """The current attempt of each request is open, and only its workers carry it; beside those of moves."""
         assert self.by_call.keys() == {r.dispatch.call for r in requests if r.dispatch}
         assert self.by_id.keys() == {r.dispatch.dispatch_id for r in requests if r.dispatch}
         for record in self._workers:
             assert record.dispatched.keys() <= self.by_id.keys() | set(moving)
             assert all(number <= self._num_calls for number in record.dispatched.values())
+            for name in record.dispatched.keys() & self.by_id.keys():
+                dispatch = dispatch_of(self.by_id[name])
+                prefill_worker = dispatch.candidate.prefill_worker if dispatch.prefill_open else None
+                assert record.worker_id in (dispatch.candidate.decode_worker, prefill_worker)

@@ -31,7 +31,8 @@ def request_id_of(dispatch_id: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """One attempt: a decode call and, on the disaggregated path, a prefill call beside it."""
+    """One attempt: a decode call and, on the disaggregated path, a prefill call beside it; or a move, which keeps the
+    candidate of its source but for the decode worker."""
 
     dispatch_id: str
     candidate: Candidate
@@ -44,6 +45,7 @@ class Dispatch:
     decode_open: bool = True
     prefill: PrefillResult | None = None
     decode: DecodeResult | None = None
+    source: str | None = None  # worker whose KV the decode worker reads; None: it computes the prompt
     end_index: int | None = None  # a move's source: it sends no token from here on; None: not known
 
 
@@ -185,7 +187,7 @@ class RoutedRequest:
         if isinstance(error, WorkerDrains):  # the worker has not begun
             self.attempts -= 1
             self.attempts_without_token -= 1
-        self.failed_workers |= failed_workers(error, worker_id, dispatch.candidate)
+        self.failed_workers |= failed_workers(error, worker_id, dispatch)
         if dispatch.prefill is not None and dispatch.candidate.prefill_worker not in self.failed_workers:
             self.preferred_worker = dispatch.candidate.prefill_worker or ""
         self.last_error = str(error)
@@ -279,13 +281,13 @@ def dispatch_of(routed: RoutedRequest) -> Dispatch:
     return routed.last_dispatch
 
 
-def failed_workers(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
+def failed_workers(error: TandemError, worker_id: str, dispatch: Dispatch) -> set[str]:
     """The workers that an attempt with `error`, which `worker_id` returned, adds to `RoutedRequest.failed_workers`.
 
     None after a full queue. Both workers after a failed hand-off, because either may have caused the failure.
     """
     if isinstance(error, QueueFull):
         return set()
-    if isinstance(error, TransferFailed) and candidate.prefill_worker is not None:
-        return {candidate.prefill_worker, candidate.decode_worker}
+    if isinstance(error, TransferFailed) and dispatch.source is not None:
+        return {dispatch.source, dispatch.candidate.decode_worker}
     return {worker_id}

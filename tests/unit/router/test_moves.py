@@ -228,6 +228,32 @@ def test_a_request_moves_again() -> None:
     assert router.outcome().num_moves == 2
 
 
+@pytest.mark.parametrize("loss", [events.WorkerLost("P", "its role changes"), events.TokenStreamLost("P", "reset")])
+def test_a_request_goes_on_after_the_loss_of_the_target_that_had_computed_its_prompt(loss: events.RouterEvent) -> None:
+    """P has become a decode worker meanwhile."""
+    router = MovingRouter()
+    router.report("D2", state=WorkerState.DRAINING)
+    router.post(events.WorkerLost("P", "its role changes"))
+    router.join("P", ServiceRole.DECODE)
+    router.report("P", takes_moves=True)
+    router.ask()
+    router.tokens(4, 14, dispatch=TARGET)
+    router.moved()
+    router.report("D2")
+    router.post(loss)
+    router.pass_time(1.0)
+    assert router.dispatches()[-1][0] == "r#3"
+
+
+def test_a_move_that_fails_is_no_fault_of_the_worker_that_computed_the_prompt() -> None:
+    router = MovingRouter()
+    router.ask()
+    router.notice(SOURCE, 4)
+    router.decode_fails(WorkerUnavailable("D1 died"))
+    router.target_fails()
+    assert router.machine._requests["r"].failed_workers == {"D1", "D2"}
+
+
 @pytest.mark.parametrize(
     "target",
     [
