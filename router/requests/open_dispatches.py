@@ -114,13 +114,17 @@ class OpenDispatches:
         return len(self.by_id)
 
     def check(self, requests: Collection[RoutedRequest], moving: Collection[str]) -> None:
-        """The current attempt of each request is open, and only its workers carry it; beside those of moves."""
+        """The current attempt of each request is open. The workers of its open calls carry it, so that their loss ends
+        it, and no other worker does. Beside these, workers carry the calls of moves."""
         assert self.by_call.keys() == {r.dispatch.call for r in requests if r.dispatch}
         assert self.by_id.keys() == {r.dispatch.dispatch_id for r in requests if r.dispatch}
         for record in self._workers:
             assert record.dispatched.keys() <= self.by_id.keys() | set(moving)
             assert all(number <= self._num_calls for number in record.dispatched.values())
-            for name in record.dispatched.keys() & self.by_id.keys():
-                dispatch = dispatch_of(self.by_id[name])
-                prefill_worker = dispatch.candidate.prefill_worker if dispatch.prefill_open else None
-                assert record.worker_id in (dispatch.candidate.decode_worker, prefill_worker)
+        carried = {(name, r.worker_id) for r in self._workers for name in r.dispatched if name in self.by_id}
+        for name, dispatch in ((name, dispatch_of(routed)) for name, routed in self.by_id.items()):
+            decode, prefill = (name, dispatch.candidate.decode_worker), (name, dispatch.candidate.prefill_worker)
+            assert not dispatch.decode_open or decode in carried, f"waits for a worker that is lost: {decode}"
+            assert not dispatch.prefill_open or prefill in carried, f"waits for a worker that is lost: {prefill}"
+            carried -= {decode, prefill} if dispatch.prefill_open else {decode}
+        assert not carried, f"workers that have no call of these any more carry them: {carried}"
