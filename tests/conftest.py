@@ -53,6 +53,7 @@ LONG_FILES = (
     "tests/unit/engine/cpu/test_kernels.py",
     "tests/integration/test_gpu_placement.py",
     "tests/simulation/test_the_checks_can_fail.py",
+    "tests/property/test_fuzz.py",
     "tests/integration/test_cluster.py",
     "tests/integration/test_two_pools.py",
     "tests/integration/test_machines_on_a_network.py",

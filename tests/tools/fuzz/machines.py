@@ -15,6 +15,17 @@ from typing import Any
 from cli.serve import fleet_spec
 from core.config import RouterConfig, TandemConfig
 from core.errors import TandemError
+from core.handoff import (
+    Abort,
+    AbortReason,
+    Heartbeat,
+    HeartbeatEntry,
+    OfferedBlocks,
+    Ping,
+    Ready,
+    Release,
+    Want,
+)
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint
@@ -30,11 +41,26 @@ from router.operations.fleet_metrics import readings
 from router.requests import events
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
-from tests.unit.kv_transfer.transfer_pair import CONFIG, Pair
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
 from tests.unit.router.driving_router import SERVING, DrivenRouter, agent, request
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 
 Outcomes = Counter[str]
+
+
+MESSAGES = [
+    encode(message)
+    for message in (
+        Want(ID, 22, 5, LAYOUT.fingerprint(), (0, 1)),
+        Ready(ID, 11, 5, 1, 0, OfferedBlocks.of([(0, 3, 7)]), False),
+        Ready(ID, 11, 6, 1, 1, OfferedBlocks.of([(1, 4, 7)]), True, (42,)),
+        Heartbeat(22, 6, None, (HeartbeatEntry(ID, 1, 0, 0),)),
+        Heartbeat(11, 6, 3, ()),
+        Release(ID, 22, 9, None),
+        Abort(ID, 11, 9, AbortReason.CANCELLED, "detail"),
+        Ping(22, 4, None),
+    )
+]
 
 
 def hand_offs(rng: random.Random, count: int) -> Outcomes:
@@ -42,7 +68,7 @@ def hand_offs(rng: random.Random, count: int) -> Outcomes:
     outcomes, pair = _engine_addresses(rng, count // 10), Pair()
     pair.offer([0, 1, 2, 3], last=False)
     pair.pull([0, 1, 2, 3])
-    known = [encode(mail.message) for mail in pair.mail]
+    known = list(MESSAGES)
     for _ in range(count - outcomes.total()):
         good = rng.choice(known)
         odd = changed_message(handoff_pb2.HandoffEnvelope.FromString(good), rng) if rng.random() < 0.7 else None
@@ -56,7 +82,7 @@ def hand_offs(rng: random.Random, count: int) -> Outcomes:
         outcomes[type(message).__name__] += 1
         pair.event(receiver, MessageReceived(sender, message))
         if rng.random() < 0.2:
-            known += [encode(mail.message) for mail in pair.mail]
+            known[len(MESSAGES) :] = [encode(mail.message) for mail in pair.mail]
             pair.run()
             pair.wait(rng.choice((0.1, 2.0)))
     pair.lose_mail()
