@@ -117,6 +117,9 @@ async def test_a_router_that_is_cut_off_now_and_then_never_loses_the_worker(new_
         {"step_cost": worker_pb2.StepCost(step_s=-0.004)},
         {"step_cost": None},
         {"prompt_backlog": [float("inf")]},
+        {"step_cost": worker_pb2.StepCost(token_s=1.7e308)},  # a product with it is infinite
+        {"step_limit_s": float("nan")},
+        {"busy_seconds": -1.0},
     ],
 )
 def test_a_load_of_impossible_seconds_is_refused(wrong: dict[str, Any]) -> None:
@@ -124,3 +127,13 @@ def test_a_load_of_impossible_seconds_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         report_codec.decode_load(load(**wrong))
     assert refused.value.field == f"load.{next(iter(wrong))}"
+
+
+def test_of_paths_those_of_a_later_version_are_left_out_and_impossible_speeds_are_refused() -> None:
+    fine = worker_pb2.PathReport(peer="p", state=worker_pb2.PATH_STATE_FINE)
+    later = worker_pb2.PathReport(peer="q", state=99)  # type: ignore[arg-type]
+    (path,) = report_codec.decode_changes(worker_pb2.WorkerReport(paths=[fine, later])).paths
+    assert path.peer == "p"
+    fine.latency_ms = float("nan")
+    with pytest.raises(InvalidRequest, match="paths: "):
+        report_codec.decode_changes(worker_pb2.WorkerReport(paths=[fine]))
