@@ -152,12 +152,12 @@ def _visiting(function: Any) -> Callable[..., Any]:
     return run
 
 
-def bounded_filters() -> dict[str, Callable[..., Any]]:
+def bounded_filters() -> dict[str, Any]:
     of_jinja = {name: function for name, function in filters.FILTERS.items() if name in _OF_JINJA}
     visiting = {name: _visiting(of_jinja[name]) for name in _VISITING}
     return {name: metered(function) for name, function in (of_jinja | visiting | _OWN).items()}
 
 
-def bounded_tests() -> dict[str, Callable[..., Any]]:
+def bounded_tests() -> dict[str, Any]:
     visiting = {name: _visiting(tests.TESTS[name]) for name in _VISITING_TESTS}
     return {name: metered(function) for name, function in (tests.TESTS | visiting).items()}

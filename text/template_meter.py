@@ -77,12 +77,12 @@ def check_content(value: object) -> int:
     """
     if isinstance(value, str):
         return len(value)
-    size, num_visited, waiting = 0, 0, [value]
+    size, num_visited, waiting = 0, 0, list[Any]([value])
     reader = meter.get(None)  # None: jinja computes a constant
     while waiting:
         item = waiting.pop()
         if isinstance(item, Namespace):
-            item = item._Namespace__attrs  # type: ignore[attr-defined]
+            item = item._Namespace__attrs
         size, num_visited = size + 1 + _size(item), num_visited + 1
         check_size(size)
         if reader is not None and num_visited % _VISITS_BETWEEN_CLOCK_READS == 0:

@@ -33,8 +33,9 @@ class _Metering(NodeTransformer):
         if isinstance(node, nodes.For):
             node.iter = _filtered(node.iter, "_turns")
         elif isinstance(node, nodes.Compare):
-            for part in (node, *node.ops):
-                part.expr = _filtered(part.expr, "_compared")
+            node.expr = _filtered(node.expr, "_compared")
+            for operand in node.ops:
+                operand.expr = _filtered(operand.expr, "_compared")
         elif isinstance(node, nodes.Concat):
             return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
 from core.errors import ConfigError, InvalidRequest
+from tests.support.gguf_bytes import Value
 from tests.support.tiny_model_files import write_gguf_header
 from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from text.chat import Chat
@@ -115,7 +116,7 @@ def test_chats_with_tools_have_a_template_of_their_own_where_the_model_has_one(t
     default = "{{ messages[0].content }}"
     tool_use = "{{ messages[0].content }}<tool_call>{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
-    gguf_file = {"tokenizer.chat_template": default, "tokenizer.chat_template.tool_use": tool_use}
+    gguf_file: dict[str, Value] = {"tokenizer.chat_template": default, "tokenizer.chat_template.tool_use": tool_use}
     made = [
         load_tokenizer(write_directory(tmp_path, byte_level(), chat_template=named)),
         load_tokenizer(write_gguf_header(tmp_path / "a.gguf", gguf_file)),
