@@ -110,10 +110,13 @@ def field_names(body: ResponsesBody) -> dict[str, str]:
     names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body.tools or ()))}
     position, num_calls, is_assistant = -1, 0, False
     if body.instructions:
-        position, names["messages[0]"] = 0, "instructions"
+        position = 0
+        names |= {"messages[0]": "instructions", "messages[0].content": "instructions"}
     if isinstance(body.input, str):
-        return names | {f"messages[{position + 1}]": "input"}
+        return names | {f"messages[{position + 1}]": "input", f"messages[{position + 1}].content": "input"}
     for index, item in enumerate(body.input):
+        if item.type == "reasoning":  # becomes no message
+            continue
         is_call = item.type == "function_call"
         if not is_call or not is_assistant:
             position, num_calls = position + 1, 0
