@@ -20,7 +20,7 @@ from text.compiled_grammars import MAX_KEPT_BYTES, CompiledGrammars, Measures
 from text.grammar_account import MASK_S, Account
 from text.grammars import GrammarReader
 from text.output_format import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
-from text.tokenizer import load_tokenizer
+from text.tokenizer import ModelTokenizer, load_tokenizer
 from text.tool_grammar import tool_grammar
 
 TOKENIZER = load_tokenizer("fake:tiny")
@@ -258,6 +258,9 @@ def test_a_row_is_looked_at_alone_only_behind_a_slow_step() -> None:
     quick, late = (GrammarReader(lambda: TOKENIZER, each.measures) for each in clocks)
     assert [len(quick.begin([drafts])().allowed["a"]) for _ in range(3)] == [3, 3, 3]
     assert [len(late.begin([drafts])().allowed["a"]) for _ in range(4)] == [3, 1, 3, 1], "alone, drafts are not taken"
+    for output in (b'{"na', b'{"name": "bo', b'{"name": "bo", "is": true}', [*b'{"name": "bo", "is": true}', EOS]):
+        row = GrammarRow(view_of(NAME, output), len(PROMPT) + len(output))
+        assert allowed(row, late) == allowed(row, late) == allowed(row), output
 
 
 def test_one_slow_mask_is_forgiven() -> None:
@@ -309,7 +312,12 @@ def test_compiled_grammars_are_kept_while_their_memory_fits() -> None:
 
 def test_the_tokens_of_the_model_can_be_read_before_the_first_grammar() -> None:
     is_read = threading.Event()
-    GrammarReader(lambda: is_read.set() or TOKENIZER).warm_up()
+
+    def load() -> ModelTokenizer:
+        is_read.set()
+        return TOKENIZER
+
+    GrammarReader(load).warm_up()
     assert is_read.wait(60.0)
 
 
