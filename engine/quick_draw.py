@@ -41,7 +41,8 @@ class QuickDraw:
             return draw_token(adjusted, sampling, key)
         if len(self._token_ids) < len(adjusted):
             self._grow(len(adjusted))
-        token_ids, logits = self._token_ids[: len(adjusted)], adjusted
+        token_ids: np.ndarray = self._token_ids[: len(adjusted)]
+        logits = adjusted
         least = _least_logit(adjusted, sampling, float(highest))
         if least is not None:
             token_ids = np.flatnonzero(adjusted >= least)
@@ -118,7 +119,7 @@ class _Row:
 
     def _winner(self) -> tuple[int, float]:
         """The place of the token with the best score, and its exact weight."""
-        _, scores = self._exact(self.ratios.argmin(keepdims=True))
+        _, scores = self._exact(self.ratios.argmin(axis=0, keepdims=True))
         # An exponential variate is at least its quantile, so a token with a larger ratio does not win against this one.
         contenders = np.flatnonzero(self.ratios <= 1.001 * 2.0**32 * math.exp(-scores[0]))
         weights, scores = self._exact(contenders)
