@@ -46,6 +46,7 @@ from tests.unit.router.driving_router import SERVING, DrivenRouter, agent, reque
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 
 Outcomes = Counter[str]
+OpenCall = events.StartPrefill | events.StartDecode
 
 
 MESSAGES = [
@@ -116,7 +117,7 @@ def _engine_addresses(rng: random.Random, count: int) -> Outcomes:
 class FuzzedRouter(DrivenRouter):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
-        self.answered: list[events.StartPrefill | events.StartDecode] = []
+        self.answered: list[OpenCall] = []
 
 
 def reports(rng: random.Random, count: int) -> Outcomes:
@@ -174,29 +175,26 @@ def _report(router: FuzzedRouter, rng: random.Random) -> None:
 
 def _answer(router: FuzzedRouter, rng: random.Random) -> None:
     """Of a call that is open: a link posts one answer for each."""
-    open_calls = [
-        call
-        for call in (*router.of(events.StartPrefill), *router.of(events.StartDecode))
-        if call not in router.answered
-    ]
+    calls: list[OpenCall] = [*router.of(events.StartPrefill), *router.of(events.StartDecode)]
+    open_calls = [call for call in calls if call not in router.answered]
     if not open_calls:
         return
     call = rng.choice(open_calls)
     router.answered.append(call)
     if isinstance(call, events.StartPrefill):
         prefilled = worker_pb2.PrefillResponse(first_token=worker_pb2.SampledToken(token_id=5))
-        result = _decode_prefill(changed_message(prefilled, rng))  # type: ignore[arg-type]
+        result = _decode_prefill(changed_message(prefilled, rng))
         router.post(events.PrefillReturned(call.dispatch_id, result))
         return
     finished = worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP, num_tokens=2)
-    router.post(events.DecodeReturned(call.dispatch_id, _decode_finished(changed_message(finished, rng))))  # type: ignore[arg-type]
+    router.post(events.DecodeReturned(call.dispatch_id, _decode_finished(changed_message(finished, rng))))
 
 
 def _tokens(router: FuzzedRouter, rng: random.Random) -> None:
     calls = [start.call for start in router.of(events.StartDecode)][-4:]
     tokens = worker_pb2.StepTokens(calls=calls, indexes=[1] * len(calls), token_ids=[7] * len(calls))
     tokens.moves.add(call=calls[-1] if calls else 1)
-    router.post(decode_step_tokens(changed_message(tokens, rng)))  # type: ignore[arg-type]
+    router.post(decode_step_tokens(changed_message(tokens, rng)))
 
 
 SPEC = fleet_spec(TandemConfig())

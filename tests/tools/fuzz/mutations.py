@@ -5,17 +5,36 @@ from __future__ import annotations
 import copy
 import math
 import random
-from typing import Any
+from typing import Any, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1.7e308, math.inf, -math.inf, math.nan)
 TEXTS = ("", "a", "ü", "\x00", "\ud800", "\u2028", "[/x]", "a" * 300, "x\r\ny: z", "null", "stop", "user", "<|im_end|>")
-VALUES = (None, True, False, 0, -1, 1.5, 1e400, 2**70, "", "a", [], {}, [[]], {"a": 1}, [None], ["a"] * 70)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e400,
+    2**70,
+    "",
+    "a",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [None],
+    ["a"] * 70,
+)
 MAX_ITEMS = 4
+
+M = TypeVar("M", bound=Message)
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -65,7 +84,7 @@ def _change_item(place: Any, key: Any, rng: random.Random) -> None:
         place[key] = copy.deepcopy(rng.choice((*VALUES, *TEXTS, *NUMBERS)))
 
 
-def changed_message(message: Message, rng: random.Random) -> Message:
+def changed_message(message: M, rng: random.Random) -> M:
     """A copy with some fields, at any depth, drawn again."""
     found: Any = copy.deepcopy(message)
     for _ in range(rng.randint(1, 3)):
@@ -77,10 +96,11 @@ def changed_message(message: Message, rng: random.Random) -> Message:
             place = rng.choice(inside)
         if place.DESCRIPTOR.fields:
             _draw_field(place, rng.choice(place.DESCRIPTOR.fields), rng, depth=0)
-    return found  # type: ignore[no-any-return]
+    assert isinstance(found, type(message))
+    return found
 
 
-def drawn_message(descriptor: Descriptor, rng: random.Random, depth: int = 0) -> Message:
+def drawn_message(descriptor: Any, rng: random.Random, depth: int = 0) -> Message:
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if rng.random() < (0.5 if depth < 2 else 0.15):
@@ -92,7 +112,7 @@ def _is_one_message(field: FieldDescriptor) -> bool:
     return field.type == FieldDescriptor.TYPE_MESSAGE and not field.is_repeated
 
 
-def _draw_field(message: Any, field: FieldDescriptor, rng: random.Random, depth: int) -> None:
+def _draw_field(message: Any, field: Any, rng: random.Random, depth: int) -> None:
     message.ClearField(field.name)
     if depth > 4 or rng.random() < 0.1:
         return

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from core.config import GatewayConfig
+from core.service import Service
 from gateway.fleets import Fleets
 from protos import codec, kserve_pb2
 from runtime.rpc.grpc_server import open_channel
@@ -96,7 +98,7 @@ async def servers() -> AsyncIterator[Servers]:
             address = deployment.endpoints[id(worker)].address
             channel = await stack.enter_async_context(open_channel(address, 4 << 20, Credentials()))
             channels |= {f"tandem.v1.{own}": channel, f"tandem.v1.Worker@{own}": channel}
-        services = (deployment.router, *deployment.workers)
+        services: list[Service] = [deployment.router, *deployment.workers]
         failures = [asyncio.create_task(service.failed()) for service in services]
         try:
             yield Servers(deployment, int(url.rpartition(":")[2]), channels, errors, failures)
@@ -146,16 +148,16 @@ def grpc_calls(world: Servers, rng: random.Random, count: int) -> list[Callable[
         if service.full_name == name.partition("@")[0]
         for method in service.methods
     ]
-    sends = []
+    sends: list[Callable[[], Awaitable[str]]] = []
     for _ in range(count):
         channel, method = rng.choice(methods)
         good = GOOD.get(method.input_type.full_name) or GetMessageClass(method.input_type)()
         odd = changed_message(good, rng) if rng.random() < 0.6 else drawn_message(method.input_type, rng)
-        sends.append(lambda channel=channel, method=method, odd=odd: _call(channel, method, odd.SerializeToString()))
+        sends.append(partial(_call, channel, method, odd.SerializeToString()))
     return sends
 
 
-async def _call(channel: grpc.aio.Channel, method: MethodDescriptor, payload: bytes) -> str:
+async def _call(channel: Any, method: MethodDescriptor, payload: bytes) -> str:
     path = f"/{method.containing_service.full_name}/{method.name}"
     try:
         if method.client_streaming:
@@ -199,7 +201,7 @@ PAGES = (
 
 def http_requests(world: Servers, rng: random.Random, count: int) -> list[Callable[[], Awaitable[str]]]:
     payloads = [_odd_request(rng) for _ in range(count)]
-    return [lambda payload=payload: _exchange(world.http_port, payload) for payload in payloads]
+    return [partial(_exchange, world.http_port, payload) for payload in payloads]
 
 
 def _odd_request(rng: random.Random) -> bytes:
