@@ -41,6 +41,7 @@ def _refuse(reason: str, *neutral: Any) -> FieldRule:
 
 
 TAGS = "use tools, response_format or a grammar"
+RUNNER = "no tool runs inside the gateway"
 SAMPLER = "the engine has no such sampling"
 
 # Fields that every route shares.
@@ -50,7 +51,9 @@ SHARED: dict[str, FieldRule] = {
     "metadata": _ignore("describes stored answers, and nothing is stored"),
     "safety_identifier": _ignore("names the end user to OpenAI"),
     "prompt_cache_key": _ignore("the router finds cached prefixes by itself"),
+    "prompt_cache_options": _ignore("the router finds cached prefixes by itself"),
     "prompt_cache_retention": _ignore("the router finds cached prefixes by itself"),
+    "moderation": _refuse("the guardrail of the gateway alone moderates"),
     "prediction": _ignore("only speeds up the output of OpenAI's models"),
     "spaces_between_special_tokens": _ignore("special tokens have no text"),
     "store": _warn("nothing is stored", False),
@@ -104,9 +107,12 @@ RESPONSES: dict[str, FieldRule] = SHARED | {
     "previous_response_id": _refuse("nothing is stored; send the earlier messages in input"),
     "conversation": _refuse("nothing is stored; send the earlier messages in input"),
     "background": _refuse("nothing is stored; wait for the answer", False),
+    "background_options": _refuse("nothing is stored; wait for the answer"),
+    "access_programs": _refuse("belongs to OpenAI's models"),
+    "image": _refuse("the models here write text only"),
     "include": _refuse("there is nothing to include", [], ["reasoning.encrypted_content"]),
     "prompt": _refuse("prompt templates are stored nowhere; use instructions and input"),
-    "max_tool_calls": _refuse("no tool runs inside the gateway"),
+    "max_tool_calls": _refuse(RUNNER),
     "top_logprobs": _refuse("use /v1/chat/completions", 0),
     "stream_options": _warn("the stream always ends with the usage", {}),
     "context_management": _refuse("a prompt is never cut", []),
@@ -137,6 +143,9 @@ ITEM: dict[str, FieldRule] = {
     "phase": _ignore("is no part of the text"),
     "parsed_arguments": _ignore("are the arguments once more"),
     "refusal": _refuse("earlier refusals are no input"),
+    "async": _refuse(RUNNER, False),
+    "caller": _refuse(RUNNER, {"type": "direct"}),
+    "namespace": _refuse("tools have no namespaces", ""),
 }
 
 # Fields of one part of a content, of a call of a tool, and of a tool.
@@ -160,7 +169,13 @@ CALL: dict[str, FieldRule] = {
     "provider_specific_fields": _ignore("are no part of the text"),
     "extra_content": _ignore("is no part of the text"),
 }
-TOOL: dict[str, FieldRule] = {"cache_control": _ignore("the router finds cached prefixes by itself")}
+TOOL: dict[str, FieldRule] = {
+    "cache_control": _ignore("the router finds cached prefixes by itself"),
+    "output_schema": _ignore("the model reads each result as it is"),
+    "allowed_callers": _refuse(RUNNER, [], ["direct"]),
+    "async": _refuse(RUNNER, False),
+    "defer_loading": _refuse("the model sees every tool from the start", False),
+}
 
 
 def check_extra(extra: Mapping[str, Any] | None, rules: Mapping[str, FieldRule], path: str = "") -> list[str]:

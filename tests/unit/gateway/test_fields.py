@@ -6,14 +6,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    ResponseFunctionToolCallParam,
+    ResponseOutputMessageParam,
+    ResponseOutputTextParam,
+)
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParameters
+from openai.types.responses.response_input_item_param import FunctionCallOutput
+from openai.types.shared_params import FunctionDefinition
 
 from docs.gateway_fields import DOCUMENT, GROUPS, render
 from gateway.errors import ApiError
 from gateway.schemas.base import Schema
-from gateway.schemas.chat import ChatBody
+from gateway.schemas.chat import ChatBody, ContentPart, FunctionSpec, Message, MessageToolCall, ToolSpec
 from gateway.schemas.completions import CompletionBody
-from gateway.schemas.fields import CHAT, COMPLETION, FieldRule, check_extra
-from gateway.schemas.responses import ResponsesBody
+from gateway.schemas.fields import (
+    CALL,
+    CHAT,
+    COMPLETION,
+    ITEM,
+    MESSAGE,
+    PART,
+    RESPONSES,
+    TOOL,
+    FieldRule,
+    check_extra,
+)
+from gateway.schemas.responses import InputItem, ResponsesBody, ResponseTool
 
 
 def test_the_document_lists_every_field() -> None:
@@ -66,8 +97,33 @@ def test_null_means_not_set_for_every_field_that_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameters", "schema", "rules"),
+    [
+        (ChatParameters, ChatBody, CHAT),
+        (CompletionParameters, CompletionBody, COMPLETION),
+        (ResponseParameters, ResponsesBody, RESPONSES),
+        (ChatCompletionUserMessageParam, Message, MESSAGE),
+        (ChatCompletionAssistantMessageParam, Message, MESSAGE),
+        (ChatCompletionToolMessageParam, Message, MESSAGE),
+        (ChatCompletionContentPartTextParam, ContentPart, PART),
+        (ChatCompletionMessageFunctionToolCallParam, MessageToolCall, CALL),
+        (ChatCompletionFunctionToolParam, ToolSpec, TOOL),
+        (FunctionDefinition, FunctionSpec, TOOL),
+        (ResponseOutputTextParam, ContentPart, PART),
+        (EasyInputMessageParam, InputItem, ITEM),
+        (ResponseOutputMessageParam, InputItem, ITEM),
+        (ResponseFunctionToolCallParam, InputItem, ITEM),
+        (FunctionCallOutput, InputItem, ITEM),
+        (FunctionToolParam, ResponseTool, TOOL),
+    ],
+)
+def test_every_field_of_openais_client_has_a_place(parameters: Any, schema: Any, rules: dict[str, FieldRule]) -> None:
+    assert not set(parameters.__annotations__) - set(schema.model_fields) - set(rules)
+
+
+@pytest.mark.parametrize(
     ("schema", "rules"),
-    [(ChatBody, CHAT), (CompletionBody, COMPLETION), (ResponsesBody, GROUPS["/v1/responses"])],
+    [(ChatBody, CHAT), (CompletionBody, COMPLETION), (ResponsesBody, RESPONSES)],
 )
 def test_no_field_of_a_schema_has_a_rule_as_well(schema: Any, rules: dict[str, FieldRule]) -> None:
     assert not set(schema.model_fields) & set(rules)
