@@ -96,6 +96,7 @@ class Fleet:
     site_of: Callable[[str], Site] = lambda _name: Site()
     reach: Callable[[str], Awaitable[str]] = _as_it_is  # a service's address -> where the test finds it
     others: Sequence[Endpoint] = ()  # workers in no process of the fleet; the router gets them too
+    operator_key: str = ""  # of a fleet with API keys
     services: dict[str, ServiceProcess] = field(default_factory=dict)  # by name: router-0, decode-1, ...
 
     @classmethod
@@ -164,10 +165,10 @@ class Fleet:
                 while await self._num_serving(router) != len(workers):
                     await asyncio.sleep(0.02)
 
-    @staticmethod
-    async def _num_serving(router: ServiceProcess) -> int:
+    async def _num_serving(self, router: ServiceProcess) -> int:
         cluster = cluster_pb2_grpc.ClusterStub(router.channel)  # type: ignore[no-untyped-call]
-        fleet = await cluster.GetFleet(cluster_pb2.GetFleetRequest())
+        metadata = [("authorization", f"Bearer {self.operator_key}")] if self.operator_key else []
+        fleet = await cluster.GetFleet(cluster_pb2.GetFleetRequest(), metadata=metadata)
         return sum(worker.state == worker_pb2.WORKER_STATE_SERVING for worker in fleet.workers)
 
     async def kill(self, name: str) -> None:

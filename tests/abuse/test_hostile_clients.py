@@ -1,0 +1,154 @@
+"""Honest streams of one router beside every hostile client at once: they keep their pace, and nothing stays behind.
+
+The honest streams run twice, first undisturbed. In `make test` each part takes seconds, and the limit of the gaps has
+room for other tests on the same cores; a router that stands still for a second exceeds it. `make soak` takes minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from core.config import ApiKeyConfig, GatewayConfig, SchedulerConfig
+from runtime.rpc.api_keys import hash_of
+from tests.abuse.hostile_clients import CLIENTS, Target
+from tests.support.deployment import SLACK_S, make_request, tiny_config
+from tests.support.ports import kept_port
+from tests.support.processes import Fleet
+from tests.support.waiting import until
+
+NUM_STREAMS = 16  # over gRPC, and as many over HTTP
+STEP_S = 0.02
+MAX_MORE_BYTES = 150 * 2**20
+KEYS = {"honest": "tandem-honest", "hostile": "tandem-hostile", "operator": "tandem-operator"}
+
+
+def percentile_99(gaps: list[float]) -> float:
+    return sorted(gaps)[int(len(gaps) * 0.99)]
+
+
+class HonestStreams:
+    """They generate without pause, and note every gap between two tokens."""
+
+    def __init__(self, fleet: Fleet, http_port: int) -> None:
+        self._fleet, self._http_port = fleet, http_port
+        self.gaps: list[float] = []
+        self.num_ended = 0
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(kind(seed))
+            for kind in (self._over_grpc, self._over_http)
+            for seed in range(NUM_STREAMS)
+        ]
+        try:
+            yield
+            assert not any(task.done() for task in tasks), [task for task in tasks if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _over_grpc(self, seed: int) -> None:
+        metadata = (("authorization", f"Bearer {KEYS['honest']}"),)
+        for number in itertools.count(seed):
+            request = make_request(text=f"honest {number % 50}", max_tokens=100, temperature=1.0, seed=number)
+            last = None
+            async for response in self._fleet.inference.Generate(request, timeout=60.0, metadata=metadata):
+                if response.HasField("tokens"):
+                    last = self._note(last)
+            self.num_ended += 1
+
+    async def _over_http(self, seed: int) -> None:
+        for number in itertools.count(seed):
+            fields = {"prompt": f"honest {number % 50}", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            body = json.dumps(fields | {"seed": number}).encode()
+            target = Target(self._http_port, self._fleet.inference, KEYS["honest"])
+            last = None
+            async with target.connected() as (reader, writer):
+                writer.write(target.head("/v1/completions", len(body)) + body)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                async for line in reader:
+                    if line.startswith(b"data: {"):
+                        last = self._note(last)
+                    elif line.startswith(b"data: [DONE]"):
+                        break
+            self.num_ended += 1
+
+    def _note(self, last: float | None) -> float:
+        now = time.perf_counter()
+        if last is not None:
+            self.gaps.append(now - last)
+        return now
+
+    def take(self) -> list[float]:
+        gaps, self.gaps = self.gaps, []
+        return gaps
+
+
+async def hostile_for(target: Target, seconds: float) -> Counter[str]:
+    """Every client at least once, and then in a random order until `seconds` have passed."""
+    order, spread, deadline = list(CLIENTS), random.Random(0), time.monotonic() + seconds
+    counts: Counter[str] = Counter()
+
+    async def act() -> None:
+        while order or time.monotonic() < deadline:
+            name = order.pop() if order else spread.choice(list(CLIENTS))
+            try:
+                target.answers.setdefault(name, set()).add(await CLIENTS[name](target))
+            except OSError as error:  # an answer may be late, or its connection be closed
+                target.answers.setdefault(name, set()).add(repr(error))
+            counts[name] += 1
+
+    await asyncio.gather(*(act() for _ in CLIENTS))
+    return counts
+
+
+@pytest.mark.parametrize(("seconds", "more_s"), [(8.0, 0.25), pytest.param(900.0, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.timeout(2400)
+async def test_honest_streams_keep_their_pace_beside_every_hostile_client(seconds: float, more_s: float) -> None:
+    keys = tuple(
+        ApiKeyConfig(name=name, sha256=hash_of(key), operator=name == "operator") for name, key in KEYS.items()
+    )
+    with kept_port("127.0.0.1") as port:
+        config = replace(tiny_config(transport="nixl"), api_keys=keys, gateway=GatewayConfig(port=port))
+        config = replace(config, scheduler=SchedulerConfig(max_batched_tokens=256, max_running=128))
+        async with Fleet.start(
+            config, {"prefill": 1, "decode": 1}, {"decode": STEP_S}, operator_key=KEYS["operator"]
+        ) as fleet:
+            router = psutil.Process(fleet.services["router-0"].process.pid)
+            streams, target = HonestStreams(fleet, port), Target(port, fleet.inference, KEYS["hostile"])
+            num_files = router.num_fds()
+            async with streams.run():
+                await until(lambda: streams.num_ended >= 4 * NUM_STREAMS, "every stream is warm", 60)
+                streams.take()
+                await asyncio.sleep(seconds)
+                calm, memory = streams.take(), router.memory_info().rss
+                most_memory = memory
+                hostile = asyncio.create_task(hostile_for(target, seconds))
+                while not hostile.done():
+                    await asyncio.wait((hostile,), timeout=0.2)
+                    most_memory = max(most_memory, router.memory_info().rss)
+                counts, disturbed = hostile.result(), streams.take()
+            print(
+                f"\ngaps p99 {percentile_99(calm):.3f} s alone, {percentile_99(disturbed):.3f} s beside; longest "
+                f"{max(calm):.3f}, {max(disturbed):.3f} s; router +{(most_memory - memory) / 2**20:.0f} MiB"
+            )
+            for name, found in sorted(target.answers.items()):
+                print(f"  {counts[name]} x {name}: {', '.join(sorted(found))[:120]}")
+            assert set(counts) == set(CLIENTS)
+            assert percentile_99(disturbed) <= 2 * percentile_99(calm) + more_s
+            assert most_memory - memory <= MAX_MORE_BYTES
+            await fleet.settle(config.transfer.lease_s + SLACK_S)
+            await until(lambda: router.num_fds() <= num_files, lambda: f"{router.net_connections()} are left", 90)
