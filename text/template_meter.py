@@ -26,7 +26,8 @@ MAX_NUMBER_BITS = 4096
 _STEP_SIZE = 16  # counted for each step in addition to the size of its result
 _CLOCK_INTERVAL = 512  # counted size between two reads of the clock
 _VISITS_BETWEEN_CLOCK_READS = 4096
-_CONTAINERS: tuple[type, ...] = (list, tuple, dict, MappingView)
+_CONTAINERS: Any = (list, tuple, dict, MappingView)
+_SIZED: Any = (str, bytes, *_CONTAINERS)
 _WIDE_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # "%9999d", "%*d", "{:{}}": a width that is large or comes from data
 
 
@@ -118,5 +119,5 @@ def check_format(text: str, values: Iterable[object], num_named: int) -> None:
     check_size(len(text) + sum(sizes) + num_named * max(sizes, default=0))
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes, *_CONTAINERS)) else 0
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, _SIZED) else 0
