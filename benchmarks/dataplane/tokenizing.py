@@ -76,7 +76,7 @@ async def validate(
     request = GenerateRequest.FromString(message)  # on the loop, as gRPC does
 
     def prepared() -> None:
-        generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, None, grammars)
+        generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, (), grammars)
         assert generation.choices[0].num_prompt_tokens > NUM_TOKENS * 0.9
 
     await pool.run(60.0, len(message), prepared)

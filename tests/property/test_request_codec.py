@@ -42,7 +42,7 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
         user=request.tenant,
         speculation=request.sampling.speculation,
     )
-    (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None, GRAMMARS).choices
+    (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, (), GRAMMARS).choices
     tenant = request.tenant or request.cache_salt
     sent_by_it = replace(request, request_id="name.0", tenant=tenant, age_s=0.0)
     assert choice == replace(sent_by_it, num_prompt_tokens=len(request.token_ids))
