@@ -92,7 +92,11 @@ def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfi
         value = flags.get(flag.parameter)
         if value is not None:
             tables.setdefault(flag.table, {})[flag.option] = value
-    return _with_full_paths(_for_vllm(from_mapping(tables)))
+    config = _for_vllm(from_mapping(tables))
+    try:
+        return _with_full_paths(config)
+    except (ValueError, RuntimeError) as error:  # half a surrogate, a null byte, or the home of an unknown user
+        raise ConfigError(f"a path of the config is none: {error}") from error
 
 
 def _for_vllm(config: TandemConfig) -> TandemConfig:

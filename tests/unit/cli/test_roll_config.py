@@ -59,6 +59,9 @@ def test_an_option_that_services_of_a_fleet_share_must_stay(new: TandemConfig, n
         ("[]", "config: must be an object of tables"),
         ('{"security": 1}', "config: must be an object of tables"),
         ('{"router": {"prot": 1}}', r"config: \[router\] prot is not an option"),
+        (r'{"telemetry": {"trace_file": "\ud800"}}', "config: .*surrogates"),
+        (r'{"telemetry": {"trace_file": "\u0000"}}', "config: .*null"),
+        ('{"telemetry": {"trace_file": "~nobody-here/x"}}', "config: .*home directory"),
     ],
 )
 def test_a_config_that_cannot_be_read_names_the_fault(text: str, named: str) -> None:
