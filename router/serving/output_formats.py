@@ -83,7 +83,7 @@ class RequestGrammars:
         except InvalidRequest:  # the model may call a tool whose schema cannot be forced
             return ""
 
-    def num_accepted(self, grammar: str, token_ids: Sequence[int], is_late: Callable[[], bool]) -> int:
+    def num_accepted(self, grammar: str, token_ids: Sequence[int], is_late: Callable[[], bool] = lambda: False) -> int:
         """How many of these first tokens of an output `grammar` allows.
 
         Raises `InvalidRequest`, and `DeadlineExceeded` once `is_late`.

@@ -340,6 +340,5 @@ def test_an_error_of_the_form_of_the_output_names_the_field_that_asks_for_it(fie
 
 def test_a_text_as_input_is_named_input() -> None:
     names = field_names(ResponsesBody.model_validate({"input": "a", "text": {"format": {"type": "json_object"}}}))
-    assert [name_of(field, names) for field in ("prompt", "chat.messages[0].content", "max_tokens", "output_format")] == [
-        "input", "input", "max_output_tokens", "text.format",
-    ]  # fmt: skip
+    fields = ("prompt", "chat.messages[0].content", "max_tokens", "output_format")
+    assert [name_of(field, names) for field in fields] == ["input", "input", "max_output_tokens", "text.format"]

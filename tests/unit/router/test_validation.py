@@ -140,7 +140,7 @@ def test_a_request_that_says_nothing_is_sampled_as_the_model_says(
 ) -> None:
     tokenizer = load_tokenizer("fake:tiny")
     tokenizer.info = replace(tokenizer.info, default_sampling=OF_THE_MODEL)
-    sampling = prepare(wire, tokenizer, RouterConfig(), "id", lambda: 0, None, GRAMMARS).choices[0].sampling
+    sampling = prepare(wire, tokenizer, RouterConfig(), "id", lambda: 0, (), GRAMMARS).choices[0].sampling
     assert {name: getattr(sampling, name) for name in OF_THE_MODEL} == OF_THE_MODEL | others
 
 
