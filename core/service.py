@@ -30,6 +30,11 @@ class Endpoint:
     version: str = ""  # of the software in its process; its host knows it
     draining: bool = False  # it will drain: routers send it no new call
 
+    def has_switched(self, now: Endpoint) -> bool:
+        """Whether the worker has left its role by the time of `now`. A worker that drained serves again only after a
+        switch, and a slow router may miss one of two switches."""
+        return self.role is not now.role or (self.draining and not now.draining)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetRouter:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from core.service import PoolSizes
+from core.service import Endpoint, PoolSizes
 from fleet.claims import Claims
 
 
@@ -61,6 +61,10 @@ class Serving:
     service_id: str
     address: str  # host:port
     draining: bool = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.service_id, self.address, self.role, draining=self.draining)
 
 
 @dataclass(frozen=True, slots=True)

@@ -500,7 +500,7 @@ class Supervisor:
         try:
             while True:
                 publication = self._unpublished[router]
-                workers = [Endpoint(s.service_id, s.address, s.role, draining=s.draining) for s in publication.workers]
+                workers = [serving.endpoint for serving in publication.workers]
                 routers = [FleetRouter(s.service_id, s.address, s.draining) for s in publication.routers]
                 await self._hosts[router].set_fleet(workers, routers)
                 if self._unpublished[router] is publication:

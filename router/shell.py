@@ -166,7 +166,7 @@ class RouterShell:
         gone = [
             link
             for worker_id, link in self.links.items()
-            if worker_id not in wanted or _has_switched(link.endpoint, wanted[worker_id])
+            if worker_id not in wanted or link.endpoint.has_switched(wanted[worker_id])
         ]
         for link in gone:
             link.end_watch()  # else a report that has arrived already lets the worker join again
@@ -241,11 +241,6 @@ class RouterShell:
     def _on_fatal(self, error: BaseException) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
-
-
-def _has_switched(before: Endpoint, now: Endpoint) -> bool:
-    """A worker that drained serves again only after a switch. A slow router may miss one of two switches."""
-    return before.role is not now.role or (before.draining and not now.draining)
 
 
 def report_interval_ms(num_workers: int) -> int:

@@ -13,7 +13,7 @@ hand-off asks its owner once the pool has room for it, and `TenantShares` that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -85,8 +85,9 @@ class _Expected:
 class Oracle:
     """Raises `SimulationError` at the first broken rule."""
 
-    def __init__(self, world: World, scenario: Scenario) -> None:
-        self._world, self._scenario = world, scenario
+    def __init__(self, world: World, scenario: Scenario, fleet: Mapping[str, WorkerShell]) -> None:
+        """`fleet` has every worker so far, dead or alive."""
+        self._world, self._scenario, self._fleet = world, scenario, fleet
         self._requests: dict[str, _Expected] = {}
         self._num_roundings = 1 + max(spec.rounding for spec in scenario.workers)
         self.num_drains = 0  # so far
@@ -245,7 +246,7 @@ class Oracle:
 
     def _decode_pool_had_trouble(self, call: _CallRecord) -> bool:
         """Whether every decode worker had a fault since the arrival of the call."""
-        pool = [spec.worker_id for spec in self._scenario.workers if spec.role is ServiceRole.DECODE]
+        pool = [name for name, node in self._fleet.items() if node.spec.role is ServiceRole.DECODE]
         return all(self._world.had_trouble(worker_id, call.arrived_at) for worker_id in pool)
 
     def _workers_had_trouble(self, call: _CallRecord) -> bool:

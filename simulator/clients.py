@@ -1,5 +1,5 @@
-"""The clients of all routers. Most of them resume: after the death of a router, they send the request to the next one,
-with the tokens that they have, as tandem_client does.
+"""The clients of all routers. Most of them resume: after the death of a router, they send the request to the next one
+that serves, with the tokens that they have, as tandem_client does.
 
     open at a router --> lost --> pause --> open at the next router ... ended, for the oracle once
 
@@ -66,7 +66,7 @@ class ResumingClients:
         deadline = self._world.now + client.timeout_s
         for request in client.choices:
             self._open[request.request_id] = _Open(client, request, deadline, router, request.request_id)
-        if self.routers[router].alive:
+        if self.routers[router].serves:
             self.routers[router].arrive(client.request, client.timeout_s, client.others)
         else:
             self._lose([self._open[request.request_id] for request in client.choices])
@@ -117,8 +117,12 @@ class ResumingClients:
             del self._open[name]
             self._oracle.completed(name)
         else:
-            found.router = (found.router + 1) % len(self.routers)
-            if self.routers[found.router].alive:
+            others = range(found.router + 1, found.router + 1 + len(self.routers))
+            serving = [
+                number for number in (other % len(self.routers) for other in others) if self.routers[number].serves
+            ]
+            if serving:
+                found.router = serving[0]
                 self._send_again(found)
             else:
                 self._pause(found)

@@ -7,13 +7,15 @@ that has computed its conversation, and NUM_COMPARED others of each role by chan
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
+from core.service import Endpoint
 from core.traffic import RequestTotals, RouterTraffic
+from fleet.events import Member
 from simulator.coarse_worker import CoarseRequest, CoarseSpec, CoarseWorker
 from simulator.elastic_fleet import ElasticFleet, Sizing
 from simulator.replay import MAX_EVENTS, START_S
@@ -135,29 +137,36 @@ class CoarseFleet:
         num_open = int(self._totals.num_arrived) - self._totals.num_ended
         yield "router-0", RouterTraffic(self._totals, 0, num_open, self._slo.ttft_s, workers)
 
-    def start_worker(self, worker_id: str, role: ServiceRole) -> None:
+    def start_service(self, service_id: str, member: Member) -> None:
+        self._start_worker(service_id, member.role)
+
+    def _start_worker(self, worker_id: str, role: ServiceRole) -> None:
         worker = CoarseWorker(worker_id, role, self.world, self._spec, self._prompt_done, self._stream_done)
         self._workers[worker_id] = worker
         self._serving[role].append(worker)
 
-    def drain_worker(self, worker_id: str) -> None:
-        worker = self._workers[worker_id]
+    def drain_service(self, service_id: str) -> None:
+        worker = self._workers[service_id]
         worker.draining = True
         self._serving[worker.role].remove(worker)
         for request in worker.take_streams():
             request.decode = self._least_loaded(self._compared(D, request.traced), request)
             request.decode.add_stream(request)
 
-    def is_idle(self, worker_id: str) -> bool:
-        worker = self._workers[worker_id]
+    def is_idle(self, service_id: str) -> bool:
+        worker = self._workers[service_id]
         return not (worker.prompts or worker.streams or worker.waiting)
 
-    def end_worker(self, worker_id: str, killed: bool) -> None:
-        del killed  # only a drain without an end kills, and none takes DRAIN_LIMIT_S
-        del self._workers[worker_id]
+    def switch_service(self, service_id: str) -> None:
+        """A coarse worker loses its prefix cache."""
+        self._start_worker(service_id, D if self._workers[service_id].role is P else P)
 
-    def announce_leaving(self, worker_ids: Iterable[str]) -> None:
-        """`drain_worker` follows at once."""
+    def end_service(self, service_id: str, killed: bool) -> None:
+        del killed  # only a drain without an end kills, and none takes DRAIN_LIMIT_S
+        del self._workers[service_id]
+
+    def publish(self, router: Member, workers: Sequence[Endpoint]) -> None:
+        """There is no router. `drain_service` follows at once."""
 
 
 def _tpot_s(request: CoarseRequest) -> float:

@@ -6,14 +6,16 @@ A drained worker ends when it has moved or finished its sequences.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.config import ClusterConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole, Stage, Timeline
 from core.request import Request
+from core.service import Endpoint
 from core.traffic import RouterTraffic
+from fleet.events import Member
 from router.operations.traffic_count import TrafficCount
 from router.requests import events
 from simulator.elastic_fleet import ElasticFleet, SizeChange, Sizing, num_reversals
@@ -106,7 +108,7 @@ class ElasticReplay(Replay):
             result,
             self._fleet.worker_s / 3600.0,
             tuple(self._fleet.changes),
-            self._fleet.num_switches,
+            self._fleet.shell.num_switches,
             sum(record.path == "recomputed" for record in result.requests),
             tuple(self._fleet.notes),
         )
@@ -117,31 +119,28 @@ class ElasticReplay(Replay):
         for router in self.routers:
             yield router.name, self.clients.counts[router.name].reading(router.machine.view, self.config.slo_ttft_s)
 
-    def start_worker(self, worker_id: str, role: ServiceRole) -> None:
-        is_switched = worker_id in self.workers
-        self._add_worker(worker_id, role)
-        if not is_switched:
-            for links in self._links:
-                links.keep_connected(worker_id)
+    def start_service(self, service_id: str, member: Member) -> None:
+        self._add_worker(service_id, member.role)
 
-    def drain_worker(self, worker_id: str) -> None:
-        self.workers[worker_id].drain()
+    def drain_service(self, service_id: str) -> None:
+        self.workers[service_id].drain()
 
-    def is_idle(self, worker_id: str) -> bool:
-        return self.workers[worker_id].machine.idle
+    def is_idle(self, service_id: str) -> bool:
+        return self.workers[service_id].is_idle
 
-    def end_worker(self, worker_id: str, killed: bool) -> None:
-        worker = self.workers[worker_id]
+    def switch_service(self, service_id: str) -> None:
+        self.workers[service_id].switch_role()
+
+    def end_service(self, service_id: str, killed: bool) -> None:
+        worker = self.workers[service_id]
         worker.die(silent=False, killed=killed)
-        for links in self._links:
-            links.notice_death(worker)
-
-    def announce_leaving(self, worker_ids: Iterable[str]) -> None:
-        leaving = list(worker_ids)
         for router in self.routers:
-            for worker_id in leaving:
-                router.post(events.WorkerLeaves(worker_id))
+            _links_of(router).notice_death(worker)
 
-    @property
-    def _links(self) -> list[BreakableLinks]:
-        return [router.links for router in self.routers if isinstance(router.links, BreakableLinks)]
+    def publish(self, router: Member, workers: Sequence[Endpoint]) -> None:
+        _links_of(self.routers[router.ordinal]).set_workers(workers)
+
+
+def _links_of(router: RouterShell) -> BreakableLinks:
+    assert isinstance(router.links, BreakableLinks)
+    return router.links

@@ -2,19 +2,22 @@
 
 A breakable link carries the report stream, the token stream and the calls, as router/links/worker_link.py does in
 production. A broken stream is opened again at once. A report of a worker that the machine had counted as lost opens a
-new stream. A decode worker reports only after its token stream is open.
+new stream. A decode worker reports only after its token stream is open. The supervisor of a fleet publishes the workers
+to which there are links (`set_workers`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
+from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
+from core.service import Endpoint
 from decode_worker.events import HandoffArrived, MoveArrived, ResumeArrived
 from router.requests import events
 from simulator.line import Line, independent_line
@@ -49,9 +52,10 @@ class StreamLinks:
     def _answer(self, call: Call, worker: WorkerShell, result: Any) -> None:
         self._send_event(call.worker_id, worker, worker.returned(call, result))
 
-    def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None:
+    def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None:
         worker, call = self._workers[worker_id], self._new_call(dispatch_id, worker_id)
-        call.number, call.tokens = number, None if worker.is_prefill else self._tokens[worker_id]
+        call.role, call.number = role, number
+        call.tokens = self._tokens[worker_id] if role is ServiceRole.DECODE else None
         call.reply = partial(self._answer, call)
         call.to_worker.send(partial(worker.accept, call, arrived))
 
@@ -77,11 +81,17 @@ class _ReportStream:
     opened_at: float
 
 
+@dataclass(slots=True, eq=False)
+class _Link:
+    endpoint: Endpoint  # as published last
+
+
 class BreakableLinks:
     """`fleet` maps a worker id to the newest incarnation of the worker, dead or alive."""
 
     def __init__(self, world: World, router: RouterShell, network: Network, fleet: Mapping[str, WorkerShell]) -> None:
         self._world, self._router, self._network, self._fleet = world, router, network, fleet
+        self._links: dict[str, _Link] = {}  # by worker id
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
         self._token_streams: dict[str, Call] = {}  # open here, by worker id
@@ -89,34 +99,70 @@ class BreakableLinks:
 
     def close(self) -> None:
         """Each connection to a worker breaks."""
-        for call in self._calls.values():
-            self._give_up(call)
-        for tokens in list(self._token_streams.values()):
+        for worker_id in self._links:
+            self._close_link(worker_id)
+
+    def _close_link(self, worker_id: str) -> None:
+        """Its calls and streams end, and nothing of them is posted."""
+        for key in [key for key in self._calls if key[1] == worker_id]:
+            self._give_up(self._calls.pop(key))
+        tokens = self._token_streams.get(worker_id)
+        if tokens is not None:
             self._end_tokens(tokens)
-        self._calls.clear()
-        self._streams.clear()
+        self._streams.pop(worker_id, None)
+
+    def set_workers(self, endpoints: Iterable[Endpoint]) -> None:
+        """The supervisor has published these workers. Acts as `RouterShell.set_workers` of the router."""
+        wanted, post = {endpoint.service_id: endpoint for endpoint in endpoints}, self._router.post
+        for endpoint in wanted.values():
+            if endpoint.draining:
+                post(events.WorkerLeaves(endpoint.service_id))
+        gone = [
+            worker_id
+            for worker_id, link in self._links.items()
+            if worker_id not in wanted or link.endpoint.has_switched(wanted[worker_id])
+        ]
+        for worker_id in gone:
+            self._streams.pop(worker_id, None)
+        for worker_id in gone:
+            post(events.WorkerLost(worker_id, "the supervisor removed the worker, or gave it another role"))
+        for worker_id in gone:
+            self._close_link(worker_id)
+            del self._links[worker_id]
+        for worker_id, endpoint in wanted.items():
+            if worker_id in self._links:
+                self._links[worker_id].endpoint = endpoint
+            else:
+                self._links[worker_id] = link = _Link(endpoint)
+                self._keep_connected(worker_id, link)
+
+    def _linked(self, worker_id: str) -> WorkerShell:
+        """Raises `SimulationError` without a link to this worker."""
+        if worker_id not in self._links:
+            raise SimulationError(f"{self._router.name} has no link to {worker_id}")
+        return self._fleet[worker_id]
 
     def _new_call(self, call_id: str, worker_id: str) -> Call:
         name, network = self._router.name, self._network
         return Call(call_id, worker_id, network.line(name, worker_id), network.line(worker_id, name))
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None:
-        node = self._fleet[worker_id]
+        node = self._linked(worker_id)
         line = self._peer_lines.setdefault(node.name, self._network.line(self._router.name, worker_id))
         for change in changes:
             line.send(partial(node.post, change))
 
     # ---- calls
 
-    def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None:
+    def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None:
         """Raises `SimulationError` for a call of a decode worker without an open token stream."""
-        node, tokens = self._fleet[worker_id], None
-        if not node.is_prefill:
+        node, tokens = self._linked(worker_id), None
+        if role is ServiceRole.DECODE:
             tokens = self._token_streams.get(worker_id)
             if tokens is None:
                 raise SimulationError(f"{dispatch_id} was sent to {worker_id}, which has no token stream")
         call = self._new_call(dispatch_id, worker_id)
-        call.number, call.tokens = number, tokens
+        call.role, call.number, call.tokens = role, number, tokens
         call.reply = partial(self._on_answer, call)
         self._calls[(dispatch_id, worker_id)] = call
 
@@ -129,12 +175,12 @@ class BreakableLinks:
         call.to_worker.send(deliver)
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
-        node = self._fleet[worker_id]
+        node = self._linked(worker_id)
         self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
 
     def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
         """Reliable while the worker lives. A dead worker refuses."""
-        node = self._fleet[worker_id]
+        node = self._linked(worker_id)
         back = self._network.line(worker_id, self._router.name)
 
         def answer(error: TandemError) -> None:
@@ -206,20 +252,22 @@ class BreakableLinks:
             return
         stream = self._new_call(f"tokens of {self._router.name} {self._world.num_events}", worker_id)
 
-        def receive(message: events.StepTokens | None) -> None:
+        def receive(message: events.StepTokens | TokenStreamEnded | None) -> None:
             if not self._router.alive or not self._arrives(stream, node):
                 return
-            if message is not None:
+            if isinstance(message, TokenStreamEnded):
+                self._on_tokens_broken(stream)
+            elif message is not None:
                 self._router.post(message)
             else:
                 self._token_streams[worker_id] = stream
                 then()
 
-        def reply(_: WorkerShell, message: events.StepTokens | None) -> None:
+        def reply(_: WorkerShell, message: events.StepTokens | TokenStreamEnded | None) -> None:
             stream.to_router.send(partial(receive, message))
 
         def arrive() -> None:
-            if node.alive and not node.stopped and stream.caller is CallState.OPEN:
+            if node.alive and not node.stopped and not node.is_prefill and stream.caller is CallState.OPEN:
                 node.token_streams[stream.call_id] = stream
                 reply(node, None)  # the first message says that the stream is open
 
@@ -264,18 +312,20 @@ class BreakableLinks:
 
     # ---- report streams
 
-    def keep_connected(self, worker_id: str) -> None:
+    def _keep_connected(self, worker_id: str, link: _Link) -> None:
         """Open a report stream to this worker, now and whenever the machine does not know the worker."""
+        if self._links.get(worker_id) is not link:
+            return
         node, router = self._fleet[worker_id], self._router
         if router.alive and node.alive and not node.stopped and router.machine.workers.get(worker_id) is None:
             stream = self._streams.get(worker_id)
             if stream is None or self._world.now - stream.opened_at > CONNECT_TIMEOUT_S:
                 self.subscribe(worker_id)
-        self._world.after(RECONNECT_S, lambda: self.keep_connected(worker_id))
+        self._world.after(RECONNECT_S, partial(self._keep_connected, worker_id, link))
 
     def subscribe(self, worker_id: str) -> None:
         """Open a new report stream. Reports still on the way in the old stream are dropped."""
-        if not self._router.alive:
+        if not self._router.alive or worker_id not in self._links:
             return
         node, stream, name = self._fleet[worker_id], _ReportStream(self._world.now), self._router.name
         self._streams[worker_id] = stream
@@ -293,7 +343,7 @@ class BreakableLinks:
         def watch() -> None:
             self._world.after(self._network.delay(name, worker_id), open_stream)
 
-        if node.is_prefill:
+        if self._links[worker_id].endpoint.role is ServiceRole.PREFILL:
             watch()
         else:
             self._open_tokens(worker_id, watch)
@@ -307,13 +357,20 @@ class BreakableLinks:
             del self._streams[worker_id]  # a worker counted as lost reports again
             self.subscribe(worker_id)
             return
-        current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
-        is_joined = isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive
-        if is_joined and (tokens is None or not tokens.is_broken):
-            self._world.end_trouble(
-                worker_id, self._router.name
-            )  # until now, the router sent requests to a dead incarnation
+        if isinstance(event, events.WorkerJoined):
+            if event.role is not self._links[worker_id].endpoint.role:
+                del self._streams[worker_id]  # the supervisor will publish the role
+                self._router.post(events.WorkerLost(worker_id, f"it serves as {event.role.value} worker now"))
+                return
+            self._note_joined(worker_id, event)
         self._router.post(event)
+
+    def _note_joined(self, worker_id: str, joined: events.WorkerJoined) -> None:
+        """Until now, the router may have sent requests to a dead incarnation, or could not send any."""
+        current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
+        serves = current.alive and joined.agent == current.address and joined.load.state is WorkerState.SERVING
+        if serves and (tokens is None or not tokens.is_broken):
+            self._world.end_trouble(worker_id, self._router.name)
 
     def notice_death(self, node: WorkerShell) -> None:
         """Break the connections to a process that has ended."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.handoff import HandoffMessage
+from core.lifecycle import ServiceRole
 from simulator.line import LONGEST, SHORTEST, Line
 from simulator.world import SimulationError, World
 
@@ -95,6 +96,7 @@ class Call:
     caller: CallState = CallState.OPEN
     cut: bool = False  # the last answers were lost when the worker died
     is_broken: bool = False  # a token stream; its ends notice later
+    role: ServiceRole = ServiceRole.PREFILL  # of the worker that can answer
     number: int = 0  # of a decode call
     tokens: Call | None = None  # the StreamTokens call of a decode call
     num_tokens: int = 0  # of a decode call, put on the token stream

@@ -11,6 +11,7 @@ from typing import Any, Protocol, assert_never
 
 from core.config import RouterConfig
 from core.errors import TandemError
+from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import CallId
@@ -45,7 +46,7 @@ class Clients(Protocol):
 class Links(Protocol):
     """The connections of a router to its workers."""
 
-    def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None: ...
+    def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None: ...
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
 
@@ -85,7 +86,16 @@ class RouterShell:
             policy=None if self._new_policy is None else self._new_policy(),
         )
         self.alive = True
+        self.draining = False  # it takes no new request
         self._timer = MachineTimer(self._world, self.machine, self.post)
+
+    @property
+    def serves(self) -> bool:
+        return self.alive and not self.draining
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.machine.view.num_queued and not self.machine.view.num_in_flight
 
     def die(self) -> None:
         """kill -9. The owner of the process breaks its connections."""
@@ -122,7 +132,7 @@ class RouterShell:
                 self._clients.dispatched(dispatch_id, worker_id)
                 call_id = CallId(router_id, number)
                 self.links.call(
-                    dispatch_id, worker_id, number,
+                    dispatch_id, worker_id, number, ServiceRole.PREFILL,
                     lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s, call_id),
                 )  # fmt: skip
             case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number, is_move=is_move):
@@ -131,7 +141,7 @@ class RouterShell:
                 self._clients.dispatched(dispatch_id, worker_id)
                 call_id = CallId(router_id, number)
                 self.links.call(
-                    dispatch_id, worker_id, number,
+                    dispatch_id, worker_id, number, ServiceRole.DECODE,
                     lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id, is_move),
                 )  # fmt: skip
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):

@@ -21,6 +21,7 @@ from core.request import Request, SamplingParams
 from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import VOCAB_SIZE
 from simulator.network import NetworkFaults
+from simulator.orders import FleetFaults, draw_fleet_faults
 from simulator.worker_spec import EngineFaults, WorkerSpec
 
 NUM_REQUESTS = 50
@@ -31,6 +32,7 @@ VLLM_LEASE_S = 5.0  # longer than any stop of a worker
 VLLM_STEP_TIMEOUT_S = 1.0
 PATIENT_TIMEOUT_S = 60.0
 STEP_COST = StepCost(step_s=0.004, sequence_s=0.0002, context_s=0.0, token_s=0.0002, pair_s=0.0)
+FLEET_STEP_COST = replace(STEP_COST, step_s=0.02)  # requests outlive a switch
 SLOW_STEP_COST = replace(STEP_COST, sequence_s=0.002, token_s=0.002)
 
 
@@ -85,9 +87,21 @@ class Scenario:
     faults: tuple[Fault, ...]
     num_routers: int = 1
     router_deaths: tuple[RouterDeath, ...] = ()
+    fleet: FleetFaults | None = None  # None: each worker that ends starts again under its name
 
 
 def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
+    return _with_drains(chance_of(f"drains of {seed}"), _without_drains(seed, num_requests))
+
+
+def make_fleet_scenario(seed: int) -> Scenario:
+    """The same with a fleet, in every second world with faults."""
+    still = _without_drains(seed, NUM_REQUESTS)
+    scenario = _with_drains(chance_of(f"drains of {seed}"), still)
+    return _with_fleet(chance_of(f"fleet of {seed}"), scenario, is_roomy=scenario is not still)
+
+
+def _without_drains(seed: int, num_requests: int) -> Scenario:
     chance = random.Random(seed)
     calm = seed % 5 == 0
     transfer = TransferConfig(
@@ -108,7 +122,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     prefixes = [_tokens(chance, chance.randint(8, largest // 3)) for _ in range(4)]
     num_routers = (1, 2, 2, 3)[seed % 4]
-    scenario = Scenario(
+    return Scenario(
         seed=seed,
         calm=calm,
         workers=workers,
@@ -120,7 +134,6 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         num_routers=num_routers,
         router_deaths=() if calm else _router_deaths(chance, num_routers),
     )
-    return _with_drains(chance_of(f"drains of {seed}"), scenario)
 
 
 def make_harsh_scenario(seed: int) -> Scenario:
@@ -158,7 +171,7 @@ def make_vllm_scenario(seed: int) -> Scenario:
 
 
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
-    "plain": make_scenario,
+    "plain": make_fleet_scenario,
     "harsh": make_harsh_scenario,
     "vllm": make_vllm_scenario,
 }
@@ -311,11 +324,7 @@ def chance_of(name: str) -> random.Random:
 
 
 def _with_drains(chance: random.Random, scenario: Scenario) -> Scenario:
-    """In most worlds, workers drain and start again. In a calm world another worker of the pool serves meanwhile.
-
-    Pools are larger there, outputs longer and steps slower: something runs when a worker drains, and another one has
-    room for it.
-    """
+    """In most worlds, workers drain and start again. In a calm world another worker of the pool serves meanwhile."""
     by_role = [[spec.worker_id for spec in scenario.workers if spec.role is role] for role in ServiceRole]
     names = [name for pool in by_role if len(pool) > 1 for name in (pool[:1] if scenario.calm else pool)]
     count = chance.choice((0, 3, 5, 8)) if names else 0
@@ -323,6 +332,12 @@ def _with_drains(chance: random.Random, scenario: Scenario) -> Scenario:
         return scenario
     moments = [chance.uniform(0.5, ARRIVALS_S + 0.5) for _ in range(count)]
     drains = [Fault("drains", chance.choice(names), at, chance.choice((0.05, 0.4))) for at in moments]
+    roomy = _roomy(chance, scenario)
+    return replace(roomy, faults=(*scenario.faults, *drains))
+
+
+def _roomy(chance: random.Random, scenario: Scenario) -> Scenario:
+    """Larger pools, longer outputs, slower steps: something runs when a worker drains, and others have room for it."""
     cost = replace(STEP_COST, step_s=chance.choice((0.004, 0.02)))
     workers = tuple(
         replace(
@@ -332,7 +347,21 @@ def _with_drains(chance: random.Random, scenario: Scenario) -> Scenario:
     )
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     requests = tuple(_lengthened(chance, client, largest) for client in scenario.requests)
-    return replace(scenario, workers=workers, requests=requests, faults=(*scenario.faults, *drains))
+    return replace(scenario, workers=workers, requests=requests)
+
+
+def _with_fleet(chance: random.Random, scenario: Scenario, is_roomy: bool) -> Scenario:
+    """FleetMachine decides which services run, in which role."""
+    if scenario.calm or chance.random() < 0.5:
+        return scenario
+    if not is_roomy:
+        scenario = _roomy(chance, scenario)
+    model = scenario.workers[0]  # a worker that switches its role keeps its blocks
+    workers = tuple(
+        replace(spec, layout=model.layout, num_blocks=model.num_blocks, step_cost=FLEET_STEP_COST)
+        for spec in scenario.workers
+    )
+    return replace(scenario, workers=workers, fleet=draw_fleet_faults(chance, ARRIVALS_S + 1.0))
 
 
 def _lengthened(chance: random.Random, client: ClientRequest, pool_tokens: int) -> ClientRequest:

@@ -142,6 +142,10 @@ class VllmShell(WorkerShell):
     # ---- what is left
 
     @property
+    def is_idle(self) -> bool:
+        return self.alive and not self.stopped and self.machine.idle
+
+    @property
     def cached_blocks(self) -> set[int]:
         return self.engine.cached_blocks
 

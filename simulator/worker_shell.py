@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from core.cost.step_cost_fit import StepCostFit
-from core.errors import TandemError, TokenStreamEnded
+from core.errors import TandemError, TokenStreamEnded, WorkerDrains
 from core.handoff import AgentAddress
 from core.lifecycle import MoveReason, ServiceRole, Stage
 from core.machine import Tick
@@ -76,7 +77,6 @@ class WorkerShell:
         self.killed = False  # died, and its last answers may be lost
         self.calls: dict[str, Call] = {}  # open at this end
         self.token_streams: dict[str, Call] = {}  # open at this end, by call id
-        self.is_prefill = spec.role is ServiceRole.PREFILL
         self._world, self._clock_offset_s = world, clock_offset_s
         self._inbox: list[Any] | None = None  # while stopped
         self._subscribers: dict[str, SendReport] = {}  # by router
@@ -109,26 +109,29 @@ class WorkerShell:
             self.name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, spec.probe_bytes,
             spec.location,
         )  # fmt: skip
-        machine = self._build_machine()
-        self.machine: Any = machine
-        if isinstance(machine, DecodeMachine):
-            self._hand_offs = HandOffsAsk(machine)
-        if isinstance(machine, DecodeMachine | PrefillMachine):
-            self._shares = TenantShares(machine.core.scheduler, self.pool)
-        self.view: Any = WorkerMachineView(self.machine)
+        scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
+        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.known_cost))
+        self._drive(core, TransferMachine(spec.transfer, self.pool, self.address))
 
     def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
         """`agents` has those of the fleet by name."""
         self.agent.join(self._world, network, agents, faults)
 
-    def _build_machine(self) -> PrefillMachine | DecodeMachine:
-        spec = self.spec
-        scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
-        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.known_cost))
-        transfers = TransferMachine(spec.transfer, self.pool, self.address)
+    def _drive(self, core: WorkerCore, transfers: TransferMachine) -> None:
+        """The machine of the present role."""
+        core.take_role(speculates=not self.is_prefill)
         if self.is_prefill:
-            return PrefillMachine(core, transfers)
-        return DecodeMachine(core, transfers, spec.worker.max_pulls_waiting)
+            self.machine: Any = PrefillMachine(core, transfers)
+            self._hand_offs = None
+        else:
+            self.machine = DecodeMachine(core, transfers, self.spec.worker.max_pulls_waiting)
+            self._hand_offs = HandOffsAsk(self.machine)
+        self._shares = TenantShares(core.scheduler, self.pool)
+        self.view: Any = WorkerMachineView(self.machine)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.spec.role is ServiceRole.PREFILL
 
     # ---- the driver
 
@@ -259,6 +262,8 @@ class WorkerShell:
             self._inbox.append((event, refuse))
             return
         try:
+            if self.is_prefill:
+                raise WorkerDrains("this worker serves as prefill worker")
             self.post(event)
         except TandemError as error:
             self._world.counts["refused move"] += 1
@@ -267,13 +272,16 @@ class WorkerShell:
     def accept(self, call: Call, arrived: Callable[[float], PrefillArrived | DecodeArrived]) -> None:
         """Start a call. `arrived` takes the time of this process."""
         self.calls[call.call_id] = call
-        if self._authorship is not None and not self.is_prefill:
+        if self._authorship is not None and call.role is ServiceRole.DECODE:
             self._authorship.accepted(call)
         self._accept(call, arrived(self.clock))
 
     def _accept(self, call: Call, arrived: PrefillArrived | DecodeArrived) -> None:
         if self._inbox is not None:
             self._inbox.append((call, arrived))
+            return
+        if call.role is not self.spec.role:
+            self._end_call(call.call_id, WorkerDrains(f"this worker serves as {self.spec.role.value} worker"))
             return
         if call.tokens is not None and call.tokens.call_id not in self.token_streams:
             self._end_call(call.call_id, TokenStreamEnded("no such token stream is open"))
@@ -299,7 +307,8 @@ class WorkerShell:
 
     def returned(self, call: Call, result: Any) -> events.PrefillReturned | events.DecodeReturned:
         """The event of the router's machine at the end of this call."""
-        return (events.PrefillReturned if self.is_prefill else events.DecodeReturned)(call.call_id, result)
+        is_prefill = call.role is ServiceRole.PREFILL
+        return (events.PrefillReturned if is_prefill else events.DecodeReturned)(call.call_id, result)
 
     # ---- reports
 
@@ -407,6 +416,24 @@ class WorkerShell:
 
     def drain(self) -> None:
         self.post(DrainRequested())
+
+    @property
+    def is_idle(self) -> bool:
+        """The process runs, and has nothing left to do."""
+        return self.alive and not self.stopped and bool(self.view.is_idle)
+
+    def switch_role(self) -> None:
+        """The idle worker serves in the other role, as `WorkerService.switch_role` of the worker. The streams end."""
+        machine, role = self.machine, ServiceRole.DECODE if self.is_prefill else ServiceRole.PREFILL
+        for stream in list(self.token_streams.values()):
+            self.close_tokens(stream)
+            stream.reply(self, TokenStreamEnded("this worker changes its role"))
+        self._subscribers.clear()
+        self.spec = replace(self.spec, role=role)
+        self._timer.stop()
+        self._drive(machine.core, machine.transfers)
+        self._timer = MachineTimer(self._world, self.machine, self._on_tick, self._clock_offset_s)
+        self.post(Tick())
 
     def die(self, silent: bool, killed: bool) -> None:
         self.alive, self.silent, self.killed = False, silent, killed

@@ -115,7 +115,7 @@ def large_fleet(report: Report, traces: Path, seed: int) -> None:
 def timed_events(fleet: CoarseFleet) -> list[float]:
     """The CPU time of each event of its machine, from now on."""
     seconds: list[float] = []
-    machine: Any = fleet.fleet.machine
+    machine: Any = fleet.fleet.shell.machine
     handle = machine.handle
 
     def timed(event: FleetEvent, now: float) -> list[FleetAction]:

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from simulator.__main__ import main
+from simulator.orders import OrderKind
 from simulator.scenario import make_scenario
 from simulator.simulation import Result, run_seed
 
@@ -26,6 +27,8 @@ FAULTS_THAT_MUST_HAPPEN = (
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
     "loses its token stream", "router dies", "read of pieces", "step planned ahead", "dropped step",
     "sequence without memory", "drains",
+    *(kind.value for kind in OrderKind), "refused order", "failed start", "dies with its machine",
+    "killed by its fleet",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
@@ -39,6 +42,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "failed DeadlineExceeded", "failed RequestCancelled", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
     "failed with its router", "resumed", "finished before it was resumed",
+    "switches its role",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
 )  # fmt: skip
 VLLM_FAULTS_THAT_MUST_HAPPEN = (

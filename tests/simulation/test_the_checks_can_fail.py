@@ -28,6 +28,7 @@ from router.requests import events
 from router.requests.machine import RouterMachine
 from router.requests.moves import OpenMoves
 from router.requests.routed_request import Dispatch, RoutedRequest
+from router.routing.worker_record import WorkerRecord
 from simulator.agent import ReadFaults
 from simulator.authorship import Authorship
 from simulator.clients import ResumingClients
@@ -40,6 +41,7 @@ from simulator.scenario import (
     Fault,
     RouterDeath,
     Scenario,
+    make_fleet_scenario,
     make_scenario,
     make_vllm_scenario,
     other_choices,
@@ -586,3 +588,25 @@ def test_a_router_that_resumes_the_source_of_a_target_with_tokens_is_caught(monk
     monkeypatch.setattr(RouterMachine, "handle", and_send)
     failure = first_failure(lossy_drains)
     assert any(sign in failure for sign in ("are in steps at the same time", "are both authors of index"))
+
+
+# ---- fleets
+
+
+def test_a_router_that_takes_the_loss_of_a_moved_request_for_that_of_its_prompt_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker that computed the prompt has become a decode worker, and the target of the move."""
+    retry = RouterMachine._retry_dispatches
+
+    def forget(self: RouterMachine, record: WorkerRecord, error: TandemError, now: float) -> list[events.RouterAction]:
+        for name in list(record.dispatched):
+            routed = self._dispatches.by_id.get(name)
+            dispatch = None if routed is None else routed.dispatch
+            is_open = dispatch is None or dispatch.prefill_open
+            if dispatch is not None and not is_open and dispatch.candidate.prefill_worker == record.worker_id:
+                record.remove_call(name)
+        return retry(self, record, error, now)
+
+    monkeypatch.setattr(RouterMachine, "_retry_dispatches", forget)
+    assert "waits for a worker that is lost" in first_failure(make=make_fleet_scenario, first_seed=3)
