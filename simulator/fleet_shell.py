@@ -143,9 +143,11 @@ class FleetShell:
         self.post(ServicePlaced(member, self.machine_for(member)))
 
     def machine_for(self, member: Member) -> MachineId:
+        """One of its own, unless the fleet says otherwise."""
         return MachineId(member.name, "")
 
     def start_fails(self, member: Member) -> bool:
+        """Never, unless the fleet says otherwise."""
         del member
         return False
 
@@ -183,4 +185,5 @@ class FleetShell:
     def _end(self, member: Member, killed: bool) -> None:
         service_id = self.ids.pop(member, None)
         if service_id is not None:
+            self._world.counts["killed by its fleet"] += killed
             self._services(member).end_service(service_id, killed)

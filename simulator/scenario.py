@@ -1,4 +1,4 @@
-"""Makes a scenario from a seed: a small fleet, its requests and its faults.
+"""Makes a scenario from a seed: a small fleet, its requests, its faults, and in some worlds its orders.
 
 Pools are small, so that requests queue, wait for blocks and are preempted. In some fleets, the two pools have different
 block sizes, or prompts are computed slowly. Prompts share prefixes. Some requests are cancelled, have short deadlines,

@@ -274,7 +274,6 @@ class Simulation:
             self.links[number].set_workers(())
             return
         node = self.fleet[service_id]
-        self.world.counts["killed by its fleet"] += killed
         if node.alive:
             node.die(silent=False, killed=killed)
             self._remove_dead(node, 0.0)
