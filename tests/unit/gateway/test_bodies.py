@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.requests import Request
 
@@ -16,10 +20,11 @@ from core.config import GatewayConfig
 from gateway.errors import ApiError, api_error
 from gateway.routes.calls import read_body
 from gateway.routes.tokens import DetokenizeBody, TokenizeBody
+from gateway.schemas import json_size
 from gateway.schemas.base import Schema
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
-from gateway.schemas.json_size import MAX_KEYS, MAX_VALUES, check_size
+from gateway.schemas.json_size import MAX_KEYS, MAX_TEXTS, MAX_VALUES, check_size, count_values
 from gateway.schemas.responses import ResponsesBody, ResponseTool
 from runtime.validation_threads import MAX_SHORT_BYTES, ValidationThreads
 
@@ -102,6 +107,9 @@ def test_a_map_of_wrong_items_makes_one_error() -> None:
         (b'{"prompt": "%b"}' % (rb"\"[{:,\\" * (MAX_VALUES + 1)), True),
         (filled('{"a": "%s", "x": [' % ("[" * MAX_KEYS), "[]", "]}", MAX_KEYS), False),
         (b"[" * 2 * MAX_KEYS, False),
+        (filled('{"x": [', '""', "]}", MAX_TEXTS - 1), True),
+        (filled('{"x": [', '""', "]}", MAX_TEXTS), False),
+        (b'{"x": "%b"}' % (rb"\"" * (2 * MAX_TEXTS + 1)), True),
     ],
 )
 def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) -> None:
@@ -111,6 +119,30 @@ def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) ->
     with pytest.raises(ApiError, match=r"^body: must have at most") as caught:
         check_size(body)
     assert caught.value.status == 400
+
+
+TEXTS = st.text(alphabet='\\",:[{a', max_size=6)
+VALUES = st.recursive(
+    TEXTS | st.integers(0, 9), lambda inner: st.lists(inner, min_size=1) | st.dictionaries(TEXTS, inner)
+)
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Commas, texts with keys, and keys with lists and objects."""
+    if isinstance(value, str):
+        return 0, 1, 0
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    inner = [counts(item) for item in (value.values() if isinstance(value, dict) else value)]
+    commas, texts, keys = (sum(numbers) for numbers in zip((max(0, len(value) - 1), 0, 1), *inner, strict=True))
+    return (commas, texts + len(value), keys + len(value)) if isinstance(value, dict) else (commas, texts, keys)
+
+
+@given(value=VALUES, part_bytes=st.integers(1, 9))
+def test_values_are_counted_however_the_body_is_divided(value: Any, part_bytes: int) -> None:
+    with patch.object(json_size, "PART_BYTES", part_bytes):
+        num_values, num_texts, num_keys = count_values(json.dumps(value).encode())
+    assert (num_values - 1, num_texts, num_keys) == counts(value)
 
 
 @pytest.fixture
