@@ -20,6 +20,7 @@ TEXT_INPUT, INPUT_IDS = "text_input", "input_ids"
 TEXT_OUTPUT, OUTPUT_IDS, FINISH_REASON = "text_output", "output_ids", "finish_reason"
 INPUTS = {TEXT_INPUT: ("BYTES", [1]), INPUT_IDS: ("INT32", [-1])}
 OUTPUTS = {TEXT_OUTPUT: ("BYTES", [1]), OUTPUT_IDS: ("INT32", [-1]), FINISH_REASON: ("BYTES", [1])}
+MAX_OUTPUTS = 16  # that a request names
 VERSION = "1"
 FINAL = "triton_final_response"  # the parameter by which Triton's clients know the last response
 
@@ -67,6 +68,8 @@ def decode_request(wire: kserve_pb2.ModelInferRequest, max_tokens: int) -> Infer
     request = inference_pb2.GenerateRequest(model=wire.model_name, request_id=wire.id)
     stream = _read_parameters(wire, request)
     _read_prompt(wire, request, max_tokens)
+    if len(wire.outputs) > MAX_OUTPUTS:
+        raise InvalidRequest("outputs", f"must have at most {MAX_OUTPUTS} items, has {len(wire.outputs)}")
     unknown = sorted({output.name for output in wire.outputs} - OUTPUTS.keys())
     if unknown:
         raise InvalidRequest(f"outputs.{shortened(unknown[0])}", f"must be one of {', '.join(OUTPUTS)}")
@@ -161,9 +164,9 @@ def _read_prompt(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.Gene
 
 def _check_shape(tensor: kserve_pb2.ModelInferRequest.InferInputTensor, count: int) -> None:
     """[count], or [1, count]: a batch of one."""
-    shape = list(tensor.shape)
+    shape = list(tensor.shape[:8])
     if shape not in ([count], [1, count]):
-        raise InvalidRequest(f"inputs.{tensor.name}", f"shape must be [{count}] or [1, {count}], is {shape[:8]}")
+        raise InvalidRequest(f"inputs.{tensor.name}", f"shape must be [{count}] or [1, {count}], is {shape}")
 
 
 def _text(tensor: kserve_pb2.ModelInferRequest.InferInputTensor, raw: bytes | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidRequest
 from protos import kserve_pb2
+from router.kserve import kserve_tensors
 from router.kserve.kserve_tensors import PARAMETERS, decode_request
 from runtime.rpc.grpc_server import FIELD_KEY, trailers_of
 
@@ -84,3 +87,19 @@ def test_stop_strings_are_one_text_or_a_json_list() -> None:
     for text, stops in (("END", ["END"]), ("[END]", ["[END]"]), ('["a", "[b]"]', ["a", "[b]"])):
         read = decode_request(request_of(stop=kserve_pb2.InferParameter(string_param=text)), 100)
         assert list(read.generate.stop.stop_strings) == stops
+
+
+class Unread(list[int]):
+    """Only a slice of it may be read."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("a long list is read item by item")
+
+
+def test_a_million_outputs_or_dimensions_are_refused_before_they_are_read() -> None:
+    request = request_of()
+    request.outputs.extend([kserve_pb2.ModelInferRequest.InferRequestedOutputTensor(name="text_output")] * 17)
+    assert "outputs: must have at most 16 items, has 17" in str(refusal_of(request))
+    tensor = SimpleNamespace(name="text_input", shape=Unread([1] * 1000))
+    with pytest.raises(InvalidRequest, match=r"shape must be \[1\] or \[1, 1\], is \[1, 1, 1, 1, 1, 1, 1, 1\]"):
+        kserve_tensors._check_shape(tensor, 1)  # type: ignore[arg-type]
