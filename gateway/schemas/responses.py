@@ -23,6 +23,9 @@ from gateway.schemas.output_format import response_format
 from gateway.schemas.sampling import Count, GenerationFields
 from tandem_client.stubs.inference_pb2 import ChatMessage, OutputFormat, Tool, ToolCall
 
+MAX_METADATA = 16  # as OpenAI's; every event with a response repeats them
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -63,6 +66,7 @@ class ResponsesBody(GenerationFields):
     tools: Annotated[list[dict[str, Any]], items(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], items(MAX_METADATA)] | None = None
 
 
 def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
@@ -179,14 +183,14 @@ def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
 
 
 def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of the request that every response object repeats."""
+    """The fields of the request that every response object repeats: those that the router has checked and bounded."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "temperature": body.temperature,  # null: the default of the model
         "top_p": body.top_p,
-        "tools": body.tools or [],
-        "tool_choice": body.tool_choice or "auto",
+        "tools": [] if body.tool_choice == "none" else body.tools or [],
+        "tool_choice": _echoed_choice(body.tool_choice or "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
@@ -194,10 +198,17 @@ def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
         "text": {"format": _echoed_format(body)},
         "truncation": "disabled",
         "user": body.user,
-        "metadata": (body.model_extra or {}).get("metadata") or {},
+        "metadata": body.metadata or {},
     }
+
+
+def _echoed_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """`wire_choice` has found the name."""
+    return choice if isinstance(choice, str) else {"type": "function", "name": choice.get("function", choice)["name"]}
 
 
 def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
     form = None if body.text is None else body.text.format
-    return {"type": "text"} | ({} if form is None else form.model_dump(by_alias=True, exclude_none=True))
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None or form.type is None else form.type}
+    return form.model_dump(by_alias=True, exclude_none=True)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from core.errors import InvalidRequest
 from gateway.errors import ApiError
@@ -196,6 +197,30 @@ def test_the_format_of_a_response() -> None:
     assert text_format(body) == (OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)), [])
     assert echoed_fields(body)["text"]["format"]["schema"] == SCHEMA
     assert text_format(ResponsesBody.model_validate({"input": "a"})) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": {"type": "text", "schema": {"enum": [1] * 10_000}}}},
+        {"tools": [{"type": "function", "name": "f", "parameters": {"enum": [1] * 10_000}}], "tool_choice": "none"},
+        {
+            "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": {"type": "function", "name": "f", "x": [1] * 10_000},
+        },
+    ],
+)
+def test_a_response_repeats_nothing_that_the_router_does_not_get(fields: dict[str, Any]) -> None:
+    assert len(json.dumps(echoed_fields(ResponsesBody.model_validate({"input": "a"} | fields)))) < 1000
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"a": [1]}, {"a": "b" * 513}, {"a" * 65: "b"}, dict.fromkeys("abcdefghijklmnopq", "")]
+)
+def test_metadata_of_a_response_has_the_bounds_of_openai(metadata: dict[str, Any]) -> None:
+    assert echoed_fields(ResponsesBody.model_validate({"input": "a", "metadata": {"a": "b"}}))["metadata"] == {"a": "b"}
+    with pytest.raises(ValidationError, match=r"metadata"):
+        ResponsesBody.model_validate({"input": "a", "metadata": metadata})
 
 
 def test_options_of_a_stream_need_a_stream() -> None:
