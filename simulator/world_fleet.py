@@ -72,7 +72,7 @@ class WorldFleet(FleetShell):
     def start_fails(self, member: Member) -> bool:
         del member
         fails = self._world.now > 0.0 and self._world.chance(self._faults.failed_start)
-        self._world.counts["failed start"] += fails
+        self._world.counts["start fails"] += fails
         return fails
 
     # ---- orders

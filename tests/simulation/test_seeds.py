@@ -27,7 +27,7 @@ FAULTS_THAT_MUST_HAPPEN = (
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
     "loses its token stream", "router dies", "read of pieces", "step planned ahead", "dropped step",
     "sequence without memory", "drains",
-    *(kind.value for kind in OrderKind), "refused order", "failed start", "dies with its machine",
+    *(kind.value for kind in OrderKind), "refused order", "start fails", "dies with its machine",
     "killed by its fleet",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
@@ -108,7 +108,7 @@ def test_most_requests_finish_in_spite_of_everything() -> None:
     ended -= totals["failed pull"] + totals["failed step"]
     num_choices = sum(len(client.choices) for seed in range(NUM_SEEDS) for client in make_scenario(seed).requests)
     assert ended == num_choices > 50 * NUM_SEEDS
-    assert finished > 0.8 * ended
+    assert finished > 0.7 * ended  # a fifth of the clients cancel or have a short deadline
 
 
 def test_a_replay_in_another_process_is_the_same_world() -> None:
