@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from core.errors import InvalidRequest, quoted
+from core.errors import InvalidRequest, quoted, shortened
 from core.request import MAX_GRAMMAR_CHARS
 from router.serving.client_json import json_object, json_value
 from tandem_client.stubs import inference_pb2
@@ -139,7 +139,10 @@ def format_grammar(wire: inference_pb2.OutputFormat) -> str:
             schema = json_value(field, wire.json_schema)
             if not isinstance(schema, dict | bool):
                 raise InvalidRequest(field, f"must be a JSON object, true or false, is {quoted(wire.json_schema)}")
-            return output_format.json_schema_grammar(schema)
+            try:
+                return output_format.json_schema_grammar(schema)
+            except ValueError as error:  # an integer of more than 64 bits
+                raise InvalidRequest(field, f"cannot be read: {shortened(str(error))}") from None
         case "regex":
             _check_length(field, len(wire.regex))
             return output_format.regex_grammar(wire.regex)

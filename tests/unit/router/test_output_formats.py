@@ -70,6 +70,13 @@ def test_descriptions_do_not_count_as_part_of_a_grammar() -> None:
     assert len(grammar) < 5_000
 
 
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
+def test_a_schema_with_an_integer_of_more_than_64_bits_is_refused_by_name(number: int) -> None:
+    schema = OutputFormat(json_schema=json.dumps({"const": number}))
+    with pytest.raises(InvalidRequest, match=r"^output_format\.json_schema: cannot be read: .{0,200}$"):
+        grammar_of(GenerateRequest(text="a", output_format=schema))
+
+
 def test_an_output_that_must_not_end_is_free() -> None:
     assert grammar_of(chat(ADD, stop=StopConditions(ignore_eos=True))) == ""
 
