@@ -2,10 +2,11 @@
 
     http        bytes to the gateway                     hand-offs   notifications between agents
     grpc        every method of routers and workers      reports     what workers say to a router
-                                                         records     what an earlier supervisor has left
+    costs       long inputs of each parser               records     what an earlier supervisor has left
 
-Law: no unexpected exception, no INTERNAL or UNKNOWN, no status 500, and no error without a type. A batch has 100
-messages drawn from its seed. A fault is shown with the command that sends its batch again.
+Law: no unexpected exception, no INTERNAL or UNKNOWN, no status 500, no error without a type, and no parser that takes
+long (tests/tools/fuzz/costs.py). A batch has 100 messages drawn from its seed. A fault is shown with the command that
+sends its batch again.
 """
 
 from __future__ import annotations
@@ -18,26 +19,36 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from tests.tools.fuzz import machines, servers
+from tests.tools.fuzz.costs import BUSY_SLACK, costs
 
 BATCH = 100  # messages
 MAX_FAULTS = 5  # of a surface; then it is left
 Batch = Callable[[random.Random, int], Counter[str]]
-MACHINES: Mapping[str, Batch] = {
+MACHINES: dict[str, Batch] = {
     "hand-offs": machines.hand_offs,
     "reports": machines.reports,
     "records": machines.records,
 }
 SERVERS = {"http": servers.http_requests, "grpc": servers.grpc_calls}
-SHARES = {"http": 0.12, "grpc": 0.13, "hand-offs": 0.5, "reports": 0.15, "records": 0.1}  # of all messages
+SHARES = {
+    "http": 0.12,
+    "grpc": 0.13,
+    "hand-offs": 0.49,
+    "reports": 0.15,
+    "records": 0.1,
+    "costs": 0.01,
+}  # of all messages
 
 
 class Run:
     """Batches of one seed. `faults` has a report of each batch that broke the law."""
 
-    def __init__(self, seed: int, first_batch: int = 0) -> None:
-        self.seed, self.first_batch = seed, first_batch
+    def __init__(self, seed: int, first_batch: int = 0, further: str = "") -> None:
+        """`further`: arguments of the command that sends a batch again."""
+        self.seed, self.first_batch, self.further = seed, first_batch, further
         self.outcomes: dict[str, Counter[str]] = {}
         self.faults: list[str] = []
 
@@ -69,16 +80,24 @@ class Run:
     def _goes_on(self, surface: str, number: int) -> bool:
         command = (
             f"python -m tests.tools.fuzz --surface {surface} --seed {self.seed} --first-batch {number} --batches 1"
+            f"{self.further}"
         )
         self.faults.append(f"{traceback.format_exc(limit=-6)}replay with `{command}`")
         return sum(f"--surface {surface} " in fault for fault in self.faults) < MAX_FAULTS
 
 
-def fuzz(num_messages: int, seed: int, surfaces: tuple[str, ...] = tuple(SHARES), first_batch: int = 0) -> Run:
-    """Send about `num_messages`, shared among the surfaces, or all to the only one."""
-    run, total = Run(seed, first_batch), sum(SHARES[surface] for surface in surfaces)
+def fuzz(
+    num_messages: int,
+    seed: int,
+    surfaces: tuple[str, ...] = tuple(SHARES),
+    first_batch: int = 0,
+    slack: float = BUSY_SLACK,
+) -> Run:
+    """Send about `num_messages`, shared among the surfaces, or all to the only one. `slack`: of costs."""
+    run = Run(seed, first_batch, "" if slack == BUSY_SLACK else f" --slack {slack:g}")
+    total = sum(SHARES[surface] for surface in surfaces)
     num_batches = {name: max(1, round(num_messages * SHARES[name] / total / BATCH)) for name in surfaces}
-    for surface, batch in MACHINES.items():
+    for surface, batch in (MACHINES | {"costs": partial(costs, slack=slack)}).items():
         if surface in num_batches:
             run.fuzz_machine(surface, batch, num_batches[surface])
     of_servers = {surface: number for surface, number in num_batches.items() if surface in SERVERS}
@@ -94,10 +113,12 @@ def main() -> None:
     parser.add_argument("--surface", choices=tuple(SHARES), help="only this one")
     parser.add_argument("--first-batch", type=int, default=0)
     parser.add_argument("--batches", type=int, help="instead of --messages, with --surface")
+    parser.add_argument("--slack", type=float, default=BUSY_SLACK, help="how far costs may be over the law")
     given = parser.parse_args()
     surfaces = (given.surface,) if given.surface else tuple(SHARES)
     started_at = time.monotonic()
-    run = fuzz(BATCH * given.batches if given.batches else given.messages, given.seed, surfaces, given.first_batch)
+    num_messages = BATCH * given.batches if given.batches else given.messages
+    run = fuzz(num_messages, given.seed, surfaces, given.first_batch, given.slack)
     for surface, outcomes in run.outcomes.items():
         print(f"{surface}: {outcomes.total()} messages: {dict(outcomes.most_common())}")
     print(f"seed {given.seed}, {time.monotonic() - started_at:.1f} s, {len(run.faults)} faults")
