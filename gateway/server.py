@@ -122,7 +122,8 @@ class HttpServer:
         if connections:
             await asyncio.sleep(LAST_BYTES_S)
             for connection in list(connections):
-                connection.transport.abort()
+                assert isinstance(connection, BoundedHttpProtocol)
+                connection.abort()
         self._server = None
         await asyncio.to_thread(self._telemetry.close)
 

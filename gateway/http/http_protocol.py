@@ -66,11 +66,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._waiting: list[Callable[[], None]] = []
         self._unsent: int | None = None  # of a client that is behind
         self._stalled_since = 0.0
+        self._tls: Any = None  # asyncio's protocol of a connection with TLS
+        self._lower: asyncio.Transport  # of the socket, beneath TLS
 
     # ---- a stream writes
 
     def write_chunk(self, data: bytes) -> None:
         """Write `data`, which is not empty, as a part of the open answer."""
+        if self.transport.is_closing():  # a TLS transport that is closed twice raises an error at a write
+            return
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data)
 
     @property
@@ -96,6 +100,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._tls = getattr(transport, "_ssl_protocol", None)
+        self._lower = transport if self._tls is None else self._tls._transport
+        if self._tls is not None:
+            self._tls._ssl_shutdown_timeout = float("inf")  # `check` ends a connection that closes
         self._enter(State.HEAD)
         if len(self.connections) > min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
             self._refuse(503, "overloaded", "this process has too many connections")
@@ -214,14 +222,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """End the connection if it has outlived its state. `now` is the time of the loop."""
-        if self.is_full or self.transport.is_closing():  # it gets no more to write, so less in it means progress
-            unsent = self.transport.get_write_buffer_size()
+        is_closing = self.transport.is_closing()
+        if is_closing:
+            self._lower.close()  # else TLS waits for an answer to its end, which an idle client does not give
+        if self.is_full or is_closing:  # it gets no more to write, so less in it means progress
+            unsent = self._num_unsent()
             if self._unsent is None or unsent < self._unsent:
                 self._unsent, self._stalled_since = unsent, now
             elif now - self._stalled_since > WRITE_TIMEOUT_S:
-                self.transport.abort()
+                self.abort()
         elif now - self._since > self._limit_s():
             self.transport.close()
+
+    def _num_unsent(self) -> int:
+        """Bytes. With TLS they are in two places, and most of them are beneath TLS."""
+        above: int = 0 if self._tls is None else self._tls._get_write_buffer_size()
+        return above + self._lower.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """asyncio's TLS transport cannot: it forgets its connection when it is closed a second time."""
+        self._lower.abort()
 
     def _limit_s(self) -> float:
         match self._state:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ from gateway.http.http_protocol import (
     WRITE_TIMEOUT_S,
     BoundedHttpProtocol,
 )
+from tests.support.certificates import Authority
 
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -99,6 +105,9 @@ class Client:
         self.state = ServerState()
         self.protocol = BoundedHttpProtocol(config=config, server_state=self.state, app_state={})
         self.transport = Transport(self.protocol)
+        self._connect()
+
+    def _connect(self) -> None:
         self.protocol.connection_made(self.transport)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -122,8 +131,11 @@ class Client:
     async def sends(self, *parts: bytes) -> None:
         for part in parts:
             if not self.transport.is_closed:
-                self.protocol.data_received(part)
+                self._deliver(part)
             await self.settles()
+
+    def _deliver(self, data: bytes) -> None:
+        self.protocol.data_received(data)
 
     async def settles(self) -> None:
         for _ in range(8):
@@ -137,6 +149,44 @@ class Client:
 
     def has_answer(self, status: int) -> bool:
         return f"HTTP/1.1 {status} ".encode() in self.transport.written
+
+
+class TlsClient(Client):
+    """The same over TLS: `transport` is the one of the socket."""
+
+    def _connect(self) -> None:
+        with TemporaryDirectory() as directory:
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            server.load_cert_chain(*Authority(Path(directory) / "authority").sign("here"))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing)
+        loop = asyncio.get_running_loop()
+        self._layer: Any = SSLProtocol(loop, self.protocol, server, None, server_side=True)
+        self.transport.protocol = self._layer
+        self._layer.connection_made(self.transport)
+        for _ in range(3):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                self.tls.do_handshake()
+            self._pass()
+            self._incoming.write(self.transport.written)
+            self.transport.written, self.transport.unread = b"", 0
+
+    def _deliver(self, data: bytes) -> None:
+        self.tls.write(data)
+        self._pass()
+
+    def says_goodbye(self) -> None:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.tls.unwrap()
+        self._pass()
+
+    def _pass(self) -> None:
+        data = self._outgoing.read()
+        if data:
+            self._layer.get_buffer(len(data))[: len(data)] = data
+            self._layer.buffer_updated(len(data))
 
 
 DRIPPED_HEAD = [bytes([byte]) for byte in GET[:-1]]
@@ -199,20 +249,49 @@ async def test_each_time_that_a_client_is_behind_counts_for_itself() -> None:
         client.transport.read(3 * HIGH_WATER)
 
 
+@pytest.mark.parametrize("kind", [Client, TlsClient])
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("closes", [True, False])
-async def test_a_client_that_takes_nothing_is_cut_off_and_a_slow_one_is_not(closes: bool, reads: bool) -> None:
-    client = Client(answer=b"x" * (4 * HIGH_WATER))
+async def test_a_client_that_takes_nothing_is_cut_off_and_a_slow_one_is_not(
+    closes: bool, reads: bool, kind: type[Client]
+) -> None:
+    client = kind(answer=b"x" * (20 * HIGH_WATER))
     head = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") if closes else GET
     await client.sends(head)
     assert client.transport.unread > 3 * HIGH_WATER
     start = client.start
-    for minute in range(1, 4):
+    for minute in range(1, 6):
         client.start = start + minute * (WRITE_TIMEOUT_S - 1)
         client.protocol.check(client.start)
         if reads:
             client.transport.read(1)
     assert client.transport.is_lost is not reads
+
+
+async def test_an_idle_client_does_not_hold_up_the_end_of_its_tls() -> None:
+    client = TlsClient()
+    await client.sends(GET)
+    client.transport.read(HIGH_WATER)
+    client.protocol.shutdown()
+    client.transport.read(HIGH_WATER)
+    assert not client.transport.is_lost
+    client.protocol.check(client.start)
+    await client.settles()
+    assert client.transport.is_lost
+
+
+async def test_a_client_that_ends_tls_and_reads_nothing_is_cut_off() -> None:
+    client = TlsClient(waits=True)
+    await client.sends(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    client.protocol.write_chunk(b"x" * HIGH_WATER)
+    client.says_goodbye()
+    client.release.set()
+    await client.settles()  # the end of the answer closes the transport for the second time
+    client.protocol.write_chunk(b"more")
+    client.after(WRITE_TIMEOUT_S + 2)
+    await client.settles()
+    assert client.transport.is_lost
+    assert not client.state.connections
 
 
 @pytest.mark.parametrize(
