@@ -15,16 +15,20 @@ from gateway.http.body import BodyReader
 class Upload:
     """A body that arrives part by part; an empty part is the last one."""
 
-    def __init__(self, reader: BodyReader, length: str = "") -> None:
+    def __init__(self, reader: BodyReader, length: str = "", host: str = "here", key: str = "") -> None:
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         headers = [(b"content-length", length.encode())] if length else []
-        self.reading = asyncio.create_task(reader.read({"headers": headers}, self._receive))
+        scope = {"headers": [*headers, (b"authorization", key.encode())], "client": (host, 1)}
+        self.reading = asyncio.create_task(reader.read(scope, self._receive))
 
     async def sends(self, *parts: bytes | None) -> None:
-        for part in parts:
-            self._parts.put_nowait(part)
+        self.send_soon(*parts)
         for _ in range(5 + len(parts)):
             await asyncio.sleep(0)
+
+    def send_soon(self, *parts: bytes | None) -> None:
+        for part in parts:
+            self._parts.put_nowait(part)
 
     async def _receive(self) -> dict[str, Any]:
         part = await self._parts.get()
@@ -92,3 +96,34 @@ async def test_the_largest_body_makes_room_for_the_others(monkeypatch: pytest.Mo
     alone = Upload(reader)
     await alone.sends(b"x" * 100, b"")
     assert len(await alone.reading) == 100, "ended bodies give back their room"
+
+
+async def test_bodies_that_grow_while_one_is_given_up_are_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
+    reader = BodyReader(1000)
+    large, *others = (Upload(reader) for _ in range(6))
+    await large.sends(b"x" * 90)
+    for other in others:
+        await other.sends(b"x")
+    for other in others:  # in as many turns of the loop
+        other.send_soon(b"x" * 12, b"")
+        await asyncio.sleep(0)
+    assert await large.refusal() == (503, "overloaded")
+    assert [len(await other.reading) for other in others] == [13] * 5
+
+
+@pytest.mark.parametrize("kind", ["host", "key"])
+async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
+    reader = BodyReader(1000)
+    honest = Upload(reader, **{kind: "honest"})
+    hostile = [Upload(reader, **{kind: "hostile"}) for _ in range(15)]
+    await honest.sends(b"x" * 30)
+    for each in hostile:
+        await each.sends(b"x" * 6)
+    await honest.sends(b"x" * 10, b"")
+    assert len(await honest.reading) == 40
+    ended = [await each.refusal() for each in hostile if each.reading.done()]
+    assert ended == [(503, "overloaded")] * 5

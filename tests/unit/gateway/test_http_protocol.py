@@ -42,7 +42,7 @@ class Transport(asyncio.Transport):
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
-        self.protocol = protocol
+        self.protocol: Any = protocol
         self.written, self.unread = b"", 0
         self.is_closed = self.is_lost = self.is_reading_paused = False
         self.is_full = self.has_late_write = False
@@ -163,7 +163,7 @@ class TlsClient(Client):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing)
         loop = asyncio.get_running_loop()
-        self._layer: Any = SSLProtocol(loop, self.protocol, server, None, server_side=True)
+        self._layer: Any = SSLProtocol(loop, self.protocol, server, loop.create_future(), server_side=True)
         self.transport.protocol = self._layer
         self._layer.connection_made(self.transport)
         for _ in range(3):
