@@ -63,6 +63,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refusal: tuple[int, str, str] | None = None  # status, code and message
         self._drops = False  # all that comes
         self._has_chunks = True
+        self._asks_for_upgrade = False  # the head that has arrived
         self._waiting: list[Callable[[], None]] = []
         self._unsent: int | None = None  # of a client that is behind
         self._stalled_since = 0.0
@@ -115,9 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._enter(State.HEAD)
         self._made_progress = False
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # the answer is one of HTTP/1.1, as if the client had not asked
+            self._feed(data)
         except httptools.HttpParserError as error:
             self._refusal = self._refusal or (400, "invalid_http", f"not a request of HTTP/1.1: {error}")
         self._quiet_bytes = 0 if self._made_progress else self._quiet_bytes + len(data)
@@ -127,6 +126,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(*self._refusal)
         elif self._state is State.BODY and self.scope["method"] not in READ_BY_THE_MIDDLEWARE:
             self.cycle.keep_alive = False  # nobody reads the rest of the body
+
+    def _feed(self, data: bytes) -> None:
+        while data and not self._drops:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head, for a new parser: after a head with an upgrade, httptools reads no body of HTTP/1.1. Java's client
+        asks for HTTP/2 with its first request."""
+        if not self._asks_for_upgrade:
+            return b""
+        self._asks_for_upgrade = False
+        head = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        options = b",".join(value for name, value in self.headers if name == b"connection").lower().split(b",")
+        kept = [(name, value) for name, value in self.headers if name not in (b"connection", b"upgrade")]
+        if b"close" in map(bytes.strip, options):
+            kept.append((b"connection", b"close"))
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([head, *(b"%b: %b" % entry for entry in kept), b"\r\n"])
 
     def on_message_begin(self) -> None:
         if self._is_answering:
@@ -152,6 +173,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             self._refusal = _HEADERS_TOO_LARGE
         if self._drops or self._refusal is not None:
+            return
+        self._asks_for_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._asks_for_upgrade:
             return
         self._enter(State.BODY)
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]

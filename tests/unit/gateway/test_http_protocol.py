@@ -98,6 +98,7 @@ class Client:
     def __init__(self, answer: bytes = b"", waits: bool = False, begins_late: bool = False) -> None:
         self.answer, self.release, self.begins_late = answer, asyncio.Event(), begins_late
         self.num_calls, self.has_left, self.connection = 0, False, None
+        self.body = b""
         if not waits:
             self.release.set()
         self.start = asyncio.get_running_loop().time()
@@ -122,7 +123,9 @@ class Client:
             await asyncio.wait((receiving, releasing), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 receiving.cancel()
-            elif receiving.result()["type"] == "http.disconnect":
+            elif receiving.result()["type"] == "http.request":
+                self.body += receiving.result()["body"]
+            else:
                 self.has_left = True
                 releasing.cancel()
                 return
@@ -358,6 +361,25 @@ async def test_an_empty_line_behind_a_body_does_not_hurt_the_answer() -> None:
     assert b"whole" in client.transport.written
     await client.sends(GET)
     assert client.num_calls == 2
+
+
+@pytest.mark.parametrize("length", [b"content-length: 5", b"transfer-encoding: chunked"])
+@pytest.mark.parametrize("size", [1, 10, 1000])
+@pytest.mark.parametrize("closes", [True, False])
+async def test_a_client_that_asks_for_another_protocol_is_answered_in_this_one(
+    length: bytes, size: int, closes: bool
+) -> None:
+    client = Client(b"whole", waits=True)
+    options = b"Upgrade, HTTP2-Settings" + b", Close" * closes
+    asks = b"connection: %b\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n%b\r\n\r\n" % (options, length)
+    request = b"POST /a HTTP/1.1\r\n" + asks + (b"5\r\nhello\r\n0\r\n\r\n" if b"chunked" in length else b"hello")
+    await client.sends(*(request[start : start + size] for start in range(0, len(request), size)))
+    assert client.body == b"hello"
+    client.release.set()
+    await client.settles()
+    assert b"whole" in client.transport.written
+    await client.sends(GET)
+    assert client.num_calls == (1 if closes else 2)
 
 
 async def test_http_1_0_gets_no_chunks() -> None:
