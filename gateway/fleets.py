@@ -25,6 +25,7 @@ OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then s
 POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0
+NEXT_FLEET_S = 0.2  # a fleet that has not said in this time whether it takes a key holds up no other
 
 Connect = Callable[[str], RouterCalls]  # to host:port
 
@@ -114,6 +115,9 @@ class Fleet:
         self._turn += 1
         return present[self._turn % len(present)]
 
+    async def authorize(self, metadata: Metadata) -> None:
+        await self.pick().router.authorize(metadata)
+
     async def fault(self) -> str:
         """The reason why no request can be served now; empty if one can."""
         for link in self.links:
@@ -177,16 +181,22 @@ class Fleets:
 
     async def authorize(self, metadata: Metadata) -> None:
         """Raises `TandemError` if no fleet takes calls with the API key in `metadata`."""
-        refusal: TandemError | None = None
-        for fleet in self.fleets:
-            try:
-                await fleet.pick().router.authorize(metadata)
-            except TandemError as error:
-                refusal = refusal or error
-            else:
-                return
-        if refusal is not None:
-            raise refusal
+        asking: list[asyncio.Task[None]] = []
+        try:
+            for fleet in self.fleets:
+                asking.append(asyncio.create_task(fleet.authorize(metadata)))
+                await asyncio.wait(asking[-1:], timeout=NEXT_FLEET_S)
+                if any(task.done() and task.exception() is None for task in asking):
+                    return
+            for answer in asyncio.as_completed(asking):
+                with contextlib.suppress(TandemError):
+                    await answer
+                    return
+            await asking[0]  # raises its refusal
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def names(self) -> list[str]:
         return [listed.name for listed in self.listed()]

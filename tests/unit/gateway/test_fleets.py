@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.config import ModelRuleConfig, ServedModelConfig
-from core.errors import WorkerUnavailable
+from core.errors import Unauthenticated, WorkerUnavailable
 from gateway import fleets as fleets_module
 from gateway.fleets import Fleets, ModelUnknown
 from tandem_client.stubs.inference_pb2 import GetModelResponse
@@ -29,6 +30,7 @@ class FakeRouter:
     def __init__(self, address: str, model: str) -> None:
         self.address, self.fault, self.can_decode = address, "", True
         self.adapters: tuple[str, ...] = ()
+        self.takes_keys: bool | None = True  # None: it does not answer
         self._model = model
 
     async def open(self) -> None:
@@ -36,6 +38,12 @@ class FakeRouter:
 
     async def close(self) -> None:
         pass
+
+    async def authorize(self, _: Any) -> None:
+        if self.takes_keys is None:
+            await asyncio.Event().wait()
+        if not self.takes_keys:
+            raise Unauthenticated(f"unknown at {self.address}")
 
     async def model(self) -> GetModelResponse:
         if self.fault:
@@ -117,6 +125,23 @@ async def test_a_name_without_a_matching_rule_is_unknown() -> None:
     async with opened(models=MODELS, rules=rules) as (fleets, _):
         with pytest.raises(ModelUnknown):
             fleets.resolve("auto", 11)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refusal"),
+    [(None, True, ""), (False, True, ""), (True, None, ""), (False, False, "unknown at here:1")],
+)
+async def test_a_key_is_taken_if_one_fleet_takes_it_also_while_another_is_silent(
+    first: bool | None, second: bool | None, refusal: str
+) -> None:
+    async with opened(models=MODELS) as (fleets, routers):
+        routers["here:1"].takes_keys, routers["away:2"].takes_keys = first, second
+        async with asyncio.timeout(5):
+            if not refusal:
+                await fleets.authorize(())
+                return
+            with pytest.raises(Unauthenticated, match=refusal):
+                await fleets.authorize(())
 
 
 async def test_a_fleet_that_is_away_fails_its_own_models_only() -> None:
