@@ -17,6 +17,7 @@ from gateway.dashboard import routes
 from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
 from gateway.guardrails import load_guardrail
+from gateway.http.body import WaitingBodies
 from gateway.http.middleware import MAX_OPEN_REQUESTS, HttpMiddleware
 from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
@@ -70,5 +71,6 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
         lifespan=lifespan,
     )
     app.state.config, app.state.fleets, app.state.metrics, app.state.threads = config, fleets, metrics, threads
+    app.state.waiting_bodies = WaitingBodies()
     app.state.guardrail = load_guardrail(config.guardrail)
     return app

@@ -9,14 +9,18 @@ of others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
+from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
 from gateway.http.http_protocol import BODY_TIMEOUT_S
 
 MAX_READING_BYTES = 64 * 2**20  # of all incomplete bodies of a process
+MAX_WAITING_BYTES = 512 * 2**20  # of all bodies of a process that wait for a thread
 FIRST_BYTES_S = 10.0  # a body has this time, and a second for each `LEAST_BYTES_PER_S` that have arrived
 LEAST_BYTES_PER_S = 16 * 1024
 
@@ -39,8 +43,7 @@ class BodyReader:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body_bytes:
                 raise self._too_large()
-        keys = (value for name, value in scope["headers"] if name == b"authorization")
-        body = _Body(((scope.get("client") or ("", 0))[0], next(keys, b"")))
+        body = _Body(_owner(scope))
         self._reading.add(body)
         try:
             async with body.deadline:
@@ -81,6 +84,44 @@ class BodyReader:
     def _too_large(self) -> ApiError:
         message = f"body: larger than {self._max_body_bytes} bytes (gateway.max_body_bytes)"
         return ApiError(413, message, code="request_too_large")
+
+
+class WaitingBodies:
+    """The bodies that are complete and wait for a thread, with the one that it reads.
+
+    An address may hold half of the room if it is alone, and always as much as is free. So may a key of the address in
+    half of the room. So there is room left for a client that holds little.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._held: dict[tuple[str, bytes], int] = {}  # by address and key
+        self._held_by_host: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def hold(self, scope: Scope, num_bytes: int) -> Iterator[None]:
+        """Raises `QueueFull`."""
+        owner = _owner(scope)
+        of_host = self._held_by_host.get(owner[0], 0)
+        free = MAX_WAITING_BYTES - self._num_bytes - of_host
+        free_in_half = MAX_WAITING_BYTES // 2 - of_host - self._held.get(owner, 0)
+        if num_bytes > min(free, free_in_half):
+            raise QueueFull(f"bodies of {of_host} bytes from this client wait for a thread; too many for another one")
+        self._add(owner, num_bytes)
+        try:
+            yield
+        finally:
+            self._add(owner, -num_bytes)
+
+    def _add(self, owner: tuple[str, bytes], num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        _add(self._held, owner, num_bytes)
+        _add(self._held_by_host, owner[0], num_bytes)
+
+
+def _owner(scope: Scope) -> tuple[str, bytes]:
+    keys = (value for name, value in scope["headers"] if name == b"authorization")
+    return (scope.get("client") or ("", 0))[0], next(keys, b"")
 
 
 def _add(held: dict[T, int], owner: T, num_bytes: int) -> None:

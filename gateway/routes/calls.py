@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
+from gateway.http.body import WaitingBodies
 from gateway.http.connection import while_connected
 from gateway.schemas.base import Schema
 from gateway.schemas.json_size import check_size, work_of
@@ -115,14 +116,18 @@ async def read_body(request: Request, schema: type[S], convert: Callable[[S], T]
     """The body and what `convert` makes of it. A body with more than a little work is read in a thread.
 
     Raises `ApiError` that names the field which breaks the schema, or the page that may not send the body, and the
-    errors of `ValidationThreads.run`.
+    errors of `ValidationThreads.run` and `WaitingBodies.hold`.
     """
     refuse_other_sites(request.headers, request.app.state.config.cors_origins)
     body = await request.body()
     work = work_of(body)
-    reading = beside_the_loop(request, work, _read, body, schema, convert)
     try:
-        return await (reading if work <= MAX_INLINE_BYTES else while_connected(request.receive, reading))
+        if work <= MAX_INLINE_BYTES:
+            return await beside_the_loop(request, work, _read, body, schema, convert)
+        waiting: WaitingBodies = request.app.state.waiting_bodies
+        with waiting.hold(request.scope, len(body)):
+            reading = beside_the_loop(request, work, _read, body, schema, convert)
+            return await while_connected(request.receive, reading)
     except ValidationError as error:
         raise api_error(error) from None
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from core.config import GatewayConfig
 from gateway.errors import ApiError, api_error
+from gateway.http.body import WaitingBodies
 from gateway.routes.calls import read_body
 from gateway.routes.tokens import DetokenizeBody, TokenizeBody
 from gateway.schemas import json_size
@@ -170,7 +171,7 @@ async def test_a_body_with_much_work_is_read_in_a_thread(
         return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
 
     config = GatewayConfig(default_timeout_s=5.0)
-    app = SimpleNamespace(state=SimpleNamespace(threads=threads, config=config))
+    app = SimpleNamespace(state=SimpleNamespace(threads=threads, config=config, waiting_bodies=WaitingBodies()))
     request = Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
     _, thread = await read_body(request, CompletionBody, lambda _: threading.get_ident())
     assert (thread != threading.get_ident()) == in_thread

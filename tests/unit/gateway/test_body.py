@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
+from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
 from gateway.http import body
-from gateway.http.body import BodyReader
+from gateway.http.body import BodyReader, WaitingBodies
 
 
 class Upload:
@@ -127,3 +129,23 @@ async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(
     assert len(await honest.reading) == 40
     ended = [await each.refusal() for each in hostile if each.reading.done()]
     assert ended == [(503, "overloaded")] * 5
+
+
+def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clients() -> None:
+    waiting = WaitingBodies()
+    limit, size = body.MAX_WAITING_BYTES, 2**20
+
+    def fill(host: str, key: bytes) -> int:
+        """How many bodies this client can hold now."""
+        for number in range(limit // size):
+            try:
+                stack.enter_context(waiting.hold({"client": (host, 1), "headers": [(b"authorization", key)]}, size))
+            except QueueFull:
+                return number
+        raise AssertionError("no bound")
+
+    with contextlib.ExitStack() as stack:
+        assert [fill("proxy", key) * size for key in (b"hostile", b"honest")] == [limit // 4, limit // 8]
+        assert fill("there", b"") * size >= limit // 4
+    with contextlib.ExitStack() as stack:
+        assert fill("proxy", b"hostile") * size == limit // 4, "all room is given back"
