@@ -10,6 +10,7 @@ The arguments are passed on as the model writes them. Only their strings and bra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 NAMES = ("name",)
@@ -17,6 +18,7 @@ ARGUMENTS = ("arguments", "parameters")  # Llama writes the second
 IGNORED = ("id", "type")
 MAX_NAME_CHARS = 256
 _SPACE = " \t\r\n"
+_IN_STRING, _OUTSIDE = re.compile(r'[^"\\]+'), re.compile(r'[^"{}\[\]]+')
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -40,6 +42,17 @@ class CallObject:
 
     def read(self, character: str) -> bool:
         return self._state(character)
+
+    def read_run(self, text: str, place: int) -> int:
+        """Reads the characters of `text` that are arguments, and end neither a text nor the value. Returns the place
+        behind them."""
+        if not self._streams or self._escaped or self._arguments is None:
+            return place
+        found = (_IN_STRING if self._in_string else _OUTSIDE).match(text, place)
+        if found is None:
+            return place
+        self._arguments.append(found[0])
+        return found.end()
 
     def take_arguments(self) -> str:
         if not self.announced:

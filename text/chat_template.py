@@ -26,12 +26,23 @@ MAX_MESSAGES = 4096
 MAX_DATE_FORMAT_CHARS = 64
 _PROBE = "probe"
 
-# tool_format -> what a template that shows this format to its model contains
+# tool_format -> what a template that shows this format to its model contains, one behind the other
 _TOOL_FORMATS = {
-    "hermes": re.compile("<tool_call>"),
-    "mistral": re.compile(r"\[TOOL_CALLS\]"),
-    "llama3_json": re.compile(r'\{\\?"name\\?":.*?\\?"parameters\\?"\s*:', re.DOTALL),
+    "hermes": (re.compile("<tool_call>"),),
+    "mistral": (re.compile(r"\[TOOL_CALLS\]"),),
+    "llama3_json": (re.compile(r'\{\\?"name\\?":'), re.compile(r'"parameters\\?"\s*:')),
 }
+
+
+def _shows(source: str, patterns: tuple[re.Pattern[str], ...]) -> bool:
+    """One expression for all of `patterns` would search the rest of the source from each place of the first."""
+    position = 0
+    for pattern in patterns:
+        found = pattern.search(source, position)
+        if found is None:
+            return False
+        position = found.end()
+    return True
 
 
 def _refuse(message: object) -> None:
@@ -62,7 +73,7 @@ class ChatTemplate:
             self._template = environment.from_string(environment.metered(source))
         except Exception as error:  # jinja compiles the template to Python, which may raise any exception
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
-        formats = [name for name, pattern in _TOOL_FORMATS.items() if pattern.search(source)]
+        formats = [name for name, patterns in _TOOL_FORMATS.items() if _shows(source, patterns)]
         self.tool_format = formats[0] if formats and self.knows_tools else ""
         self._knows_developer = "developer" in source
         self.reserved = frozenset({"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals})

@@ -10,8 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
 from typing import Any
 from urllib.parse import unquote
 
@@ -58,15 +56,19 @@ class _Reader:
         """The patterns that must match at once, by place: all of `allOf` and `$ref`, and one of `anyOf`."""
         if not isinstance(schema, dict):
             return Counter()
-        found: Patterns = Counter({(): ("pattern" in schema) + ("format" in schema)})
+        own = ("pattern" in schema) + ("format" in schema)
+        found: Patterns = Counter({(): own} if own else {})  # every count is above 0
         if isinstance(target := schema.get("$ref"), str):
-            found += self._patterns_of(target)
+            found.update(self._patterns_of(target))
         for part in _list(schema.get("allOf")):
-            found += self._patterns(part)
+            found.update(self._patterns(part))
         for options in (schema.get("anyOf"), schema.get("oneOf")):
-            found += reduce(or_, map(self._patterns, _list(options)), Counter())
+            most: Patterns = Counter()
+            for option in map(self._patterns, _list(options)):
+                most.update({place: count - most[place] for place, count in option.items() if count > most[place]})
+            found.update(most)
         for step, child in _children(schema):
-            found += Counter({(step, *place): count for place, count in self._patterns(child).items()})
+            found.update({(step, *place): count for place, count in self._patterns(child).items()})
         if len(found) > MAX_PLACES:
             raise ValueError(f"patterns and formats of at most {MAX_PLACES} values")
         return found

@@ -13,13 +13,14 @@ long, such as spaces without end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from text.call_object import CallObject
 from text.tool_formats import ToolFormat
 
-_SPACE = " \t\r\n"
+_SPACES = re.compile(r"[ \t\r\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,10 @@ class ToolCallParser:
     # ---- the states: each takes some of text[position:] and returns the new position
 
     def _at_start(self, text: str, position: int) -> int:
-        character = text[position]
-        if character in _SPACE:
-            self._held.append(character)
-            return position + 1
-        if character == self._format.bare:
+        if spaces := _SPACES.match(text, position):
+            self._held.append(spaces[0])
+            return spaces.end()
+        if text[position] == self._format.bare:
             self._open()
         else:
             self._state = self._in_text
@@ -118,17 +118,18 @@ class ToolCallParser:
         self._state = self._opening if self._format.is_list else self._in_call
 
     def _opening(self, text: str, position: int) -> int:
-        character = text[position]
-        if character != "[" and character not in _SPACE:
+        if spaces := _SPACES.match(text, position):
+            self._held.append(spaces[0])
+            return spaces.end()
+        if text[position] != "[":
             return self._give_up(position)
-        self._held.append(character)
-        if character == "[":
-            self._state = self._in_call
+        self._held.append("[")
+        self._state = self._in_call
         return position + 1
 
     def _in_call(self, text: str, position: int) -> int:
-        call, held = self._call, self._held
-        for place in range(position, len(text)):
+        call, held, place = self._call, self._held, position
+        while (place := call.read_run(text, place)) < len(text):
             in_arguments = call.in_arguments
             if not call.read(text[place]):
                 self._pass_arguments()
@@ -144,14 +145,16 @@ class ToolCallParser:
                 held.clear()
                 self._begun, self._state = "", self._after_call
                 return place + 1
+            place += 1
         self._pass_arguments()
         return len(text)
 
     def _after_call(self, text: str, position: int) -> int:
+        if not self._begun and (spaces := _SPACES.match(text, position)):
+            self._held.append(spaces[0])
+            return spaces.end()
         character = text[position]
         self._held.append(character)
-        if not self._begun and character in _SPACE:
-            return position + 1
         self._begun += character
         if self._begun == self._separator:
             self._call, self._is_announced, self._state = CallObject(self._format.needs_arguments), False, self._in_call

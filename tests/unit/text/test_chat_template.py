@@ -216,3 +216,11 @@ def test_a_long_chat_stays_within_the_limits() -> None:
     chat = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 250
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim + '\n' }}{% endfor %}"
     assert len(ChatTemplate(source, {}).render(Chat(chat))) > 1_000_000
+
+
+@pytest.mark.timeout(30)
+def test_the_format_of_calls_is_found_in_one_pass_over_a_long_template() -> None:
+    shown = '{% if tools %}{"name": NAME, "parameters": ARGUMENTS}{% endif %}{{ messages[0].content }}'
+    assert ChatTemplate(shown, {}).tool_format == "llama3_json"
+    # It took two minutes to follow each name to the end of the template.
+    assert ChatTemplate('{"name":' * 30_000 + shown.replace("parameters", "other"), {}).tool_format == ""

@@ -6,12 +6,14 @@ import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tool_templates import FAMILIES
+from text.call_object import CallObject
 from text.tool_calls import TextDelta, ToolCallDelta, ToolCallParser
 from text.tool_formats import FORMATS
 
@@ -234,3 +236,13 @@ def test_text_that_waits_is_not_copied_again_for_each_token(
     for text in [piece * num_pieces] if at_once else [piece] * num_pieces:
         parser.push(CountedText(text))
     assert CountedText.num_made < 5 * num_pieces * len(piece)
+
+
+@pytest.mark.parametrize("long", ['"' + "a" * 10_000 + '"', "1" * 10_000, " " * 10_000 + "1"])
+def test_long_arguments_are_not_read_character_by_character(long: str) -> None:
+    with patch.object(CallObject, "read", autospec=True, side_effect=CallObject.read) as read:
+        deltas = ToolCallParser(FORMATS["hermes"], str).push(
+            f'<tool_call>{{"name": "f", "arguments": {{"a": {long}}}}}'
+        )
+    assert "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)) == f'{{"a": {long}}}'
+    assert read.call_count < 100
