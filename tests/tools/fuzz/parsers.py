@@ -293,7 +293,7 @@ def _tensors(data: bytes) -> Turns:
 
 
 def _grown_output(rng: random.Random) -> Grown:
-    inside, each = text(rng), rng.choice((4, 64, 4 * CHUNK_TOKENS))
+    inside, each = text(rng), rng.choice((4, 4 * CHUNK_TOKENS, 64 * CHUNK_TOKENS))
     return Grown(f"{inside.what} in pieces of {each}", lambda size: (inside.of(size), each))
 
 
