@@ -59,7 +59,9 @@ def costs(
 ) -> Counter[str]:
     """Parse inputs of up to `count` sizes. Raises `AssertionError` for a parser outside the law times `slack`."""
     if parsers is None:
-        from tests.tools.fuzz.parsers import PARSERS as parsers
+        from tests.tools.fuzz.parsers import PARSERS
+
+        parsers = PARSERS
     outcomes, names = Counter[str](), rng.sample(list(parsers), len(parsers))
     for name in itertools.islice(itertools.cycle(names), max(1, count // NUM_SIZES)):
         parser = parsers[name]

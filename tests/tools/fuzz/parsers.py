@@ -116,10 +116,10 @@ class _Loop:
 def _http(data: bytes) -> Turns:
     protocol = BoundedHttpProtocol(config=CONFIG, server_state=ServerState(), app_state={}, _loop=_Loop())
     protocol.connection_made(Transport(protocol))
-    yield
+    yield None
     for start in range(0, len(data), READ_BYTES):
         protocol.data_received(data[start : start + READ_BYTES])
-        yield
+        yield None
 
 
 def _grown_body(path: str) -> Callable[[random.Random], Grown]:
@@ -133,12 +133,12 @@ def _grown_body(path: str) -> Callable[[random.Random], Grown]:
 def _body(path: str, schema: Any, convert: Callable[[Any], Any]) -> Parser:
     def parse(data: bytes) -> Turns:
         work_of(data)
-        yield
+        yield None
         try:
             calls._read(data, schema, convert)
         except ValidationError as error:
             raise invalid(error) from None
-        yield
+        yield None
 
     # The parser of pydantic holds the lock for all of a body, whose values are bounded.
     return Parser(GatewayConfig().max_body_bytes, _grown_body(path), parse, ends_s=1.5, holds_s=0.2)
@@ -154,10 +154,10 @@ def _echo(data: bytes) -> Turns:
     if body is None:
         return
     field_names(body)
-    yield
+    yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
     json_pieces(ResponseAnswer(head, echoed_fields(body), UsageSum(1, False)).result())
-    yield
+    yield None
 
 
 # ---- the router
@@ -247,7 +247,7 @@ def _preparing(model: str) -> Callable[[GenerateRequest], Turns]:
         compiled._kept.clear()
         yield Ellipsis
         prepare(wire, tokenizer, config, "a", lambda: 0, (), grammars)
-        yield
+        yield None
 
     return parse
 
@@ -286,7 +286,7 @@ def _tensors(data: bytes) -> Turns:
     wire = kserve_pb2.ModelInferRequest.FromString(data)  # grpc does this: 4 MB of empty messages take 100 ms
     yield Ellipsis
     decode_request(wire, 8191)
-    yield
+    yield None
 
 
 # ---- outputs
@@ -303,9 +303,9 @@ def _tool_calls(form: str) -> Callable[[tuple[str, int]], Turns]:
         parser = ToolCallParser(FORMATS[form], str)
         for start in range(0, len(output), each):
             parser.push(output[start : start + each])
-            yield
+            yield None
         parser.finish()
-        yield
+        yield None
 
     return parse
 
@@ -313,14 +313,14 @@ def _tool_calls(form: str) -> Callable[[tuple[str, int]], Turns]:
 def _stop_strings(given: tuple[str, int]) -> Turns:
     output, each = given
     stops = StopStrings([output[at : at + MAX_STOP_STRING_CHARS - at] + "\ufffe" for at in range(1, 16)])
-    yield
+    yield None
     stream = TextStream(IncrementalDetokenizer(lambda token_id: chr(token_id).encode(errors="replace")), stops)
     ids = list(map(ord, output))
     for start in range(0, len(ids), each):
         stream.push(ids[start : start + each])
-        yield
+        yield None
     stream.flush()
-    yield
+    yield None
 
 
 PARSERS: dict[str, Parser] = {
