@@ -6,7 +6,9 @@ an option. The file sets the options that have no flag; deploy/tandem.toml shows
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -144,5 +146,11 @@ def _with_full_paths(config: TandemConfig) -> TandemConfig:
 
 
 def _full_path(path: str) -> str:
-    """Of a file. A link stays a link: its target may have another name, and Kubernetes moves that of a secret."""
-    return str(Path(path).expanduser().absolute()) if path else ""
+    """Of a file. A link stays a link: its target may have another name, and Kubernetes moves that of a secret.
+
+    Raises `ValueError` for a text that no file can have as its name.
+    """
+    full = str(Path(path).expanduser().absolute()) if path else ""
+    with contextlib.suppress(OSError):
+        os.lstat(full)
+    return full

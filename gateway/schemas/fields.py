@@ -48,7 +48,6 @@ SAMPLER = "the engine has no such sampling"
 SHARED: dict[str, FieldRule] = {
     "guided_decoding_backend": _ignore("there is one backend"),
     "guided_whitespace_pattern": _warn("a JSON output has at most 20 spaces between two parts"),
-    "metadata": _ignore("describes stored answers, and nothing is stored"),
     "safety_identifier": _ignore("names the end user to OpenAI"),
     "prompt_cache_key": _ignore("the router finds cached prefixes by itself"),
     "prompt_cache_options": _ignore("the router finds cached prefixes by itself"),
@@ -77,7 +76,10 @@ SHARED: dict[str, FieldRule] = {
     "mm_processor_kwargs": _refuse("the models here read text only"),
 }
 
+METADATA = _ignore("describes stored answers, and nothing is stored")  # a response repeats it
+
 CHAT: dict[str, FieldRule] = SHARED | {
+    "metadata": METADATA,
     "reasoning_effort": _warn("use chat_template_kwargs for the switches of the model's template"),
     "verbosity": _warn("the models here have no such switch"),
     "modalities": _refuse("the models here write text only", ["text"]),
@@ -96,6 +98,7 @@ CHAT: dict[str, FieldRule] = SHARED | {
 }
 
 COMPLETION: dict[str, FieldRule] = SHARED | {
+    "metadata": METADATA,
     "suffix": _refuse("the models here cannot insert text before a suffix", ""),
     "add_special_tokens": _refuse("a text gets the special tokens that the model expects; send token ids", True),
     "prompt_embeds": _refuse("send text or token ids"),
