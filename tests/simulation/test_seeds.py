@@ -14,9 +14,10 @@ import pytest
 from simulator.__main__ import main
 from simulator.orders import OrderKind
 from simulator.scenario import make_scenario
-from simulator.simulation import Result, run_seed
+from simulator.simulation import Result, run_scenario, run_seed
 
 NUM_SEEDS = 300
+STILL_SEED = 123  # without its fleet, an answer ends as its router dies, before its client resumes it
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
 VLLM_SEEDS = range(30)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10
@@ -94,6 +95,7 @@ def test_the_faults_really_happened_and_were_answered() -> None:
         totals += result_of(seed).counts
     for seed in HARSH_SEEDS:
         totals += harsh_result_of(seed).counts
+    totals += run_scenario(make_scenario(STILL_SEED)).counts
     missing = [name for name in (*FAULTS_THAT_MUST_HAPPEN, *ANSWERS_THAT_MUST_HAPPEN) if not totals[name]]
     assert not missing, f"never happened: {missing}, but {dict(totals)}"
     assert not totals["failed InvalidRequest"], "a worker was asked for what its pool cannot hold"
