@@ -1,7 +1,8 @@
 """Honest streams of one router beside every hostile client at once: they keep their pace, and nothing stays behind.
 
-The honest streams run twice, first undisturbed. In `make test` each part takes seconds, and the limit of the gaps has
-room for other tests on the same cores; a router that stands still for a second exceeds it. `make soak` takes minutes.
+The honest streams run twice, first undisturbed. Router, workers and all clients share the cores: on two of them, gaps
+of 0.09 s (p99) become 0.28 s. So the limit is twice the undisturbed gaps and MORE_S; a router that stands still for a
+second exceeds it. `make test` takes seconds for each part, `make soak` a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.support.waiting import until
 
 NUM_STREAMS = 16  # over gRPC, and as many over HTTP
 STEP_S = 0.02
+MORE_S = 0.25
 MAX_MORE_BYTES = 150 * 2**20
 KEYS = {"honest": "tandem-honest", "hostile": "tandem-hostile", "operator": "tandem-operator"}
 
@@ -115,9 +117,9 @@ async def hostile_for(target: Target, seconds: float) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize(("seconds", "more_s"), [(8.0, 0.25), pytest.param(900.0, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [8.0, pytest.param(900.0, marks=pytest.mark.slow)])
 @pytest.mark.timeout(2400)
-async def test_honest_streams_keep_their_pace_beside_every_hostile_client(seconds: float, more_s: float) -> None:
+async def test_honest_streams_keep_their_pace_beside_every_hostile_client(seconds: float) -> None:
     keys = tuple(
         ApiKeyConfig(name=name, sha256=hash_of(key), operator=name == "operator") for name, key in KEYS.items()
     )
@@ -148,7 +150,7 @@ async def test_honest_streams_keep_their_pace_beside_every_hostile_client(second
             for name, found in sorted(target.answers.items()):
                 print(f"  {counts[name]} x {name}: {', '.join(sorted(found))[:120]}")
             assert set(counts) == set(CLIENTS)
-            assert percentile_99(disturbed) <= 2 * percentile_99(calm) + more_s
+            assert percentile_99(disturbed) <= 2 * percentile_99(calm) + MORE_S
             assert most_memory - memory <= MAX_MORE_BYTES
             await fleet.settle(config.transfer.lease_s + SLACK_S)
             await until(lambda: router.num_fds() <= num_files, lambda: f"{router.net_connections()} are left", 90)
