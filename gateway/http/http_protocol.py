@@ -14,7 +14,6 @@ A request finds its connection in `scope["extensions"][CONNECTION]`. Once the he
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 from collections.abc import Callable
 from enum import Enum, auto
@@ -22,6 +21,8 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.errors import ApiError
 
 CONNECTION = "tandem.connection"
 MAX_CONNECTIONS = 8192  # of a process, at most half of its file descriptors
@@ -233,8 +234,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        body = json.dumps({"error": error}).encode()
+        body = ApiError(status, message, kind, code=code).response().body
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
