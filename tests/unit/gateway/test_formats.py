@@ -247,7 +247,10 @@ def test_an_object_keeps_no_log_probability_but_its_json() -> None:
     answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
     push(answer, tokens("a", 0, [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100))
     pieces = json_pieces(answer.result())
-    kept = [part for part in gc.get_objects() if isinstance(part, dict) and "logprob" in part]
+    # pydantic keeps schemas of its own under the same name
+    kept = [
+        part for part in gc.get_objects() if isinstance(part, dict) and isinstance(part.get("logprob"), int | float)
+    ]
     assert kept == []
     assert len(b"".join(pieces)) > 100 * 21 * 40
 
