@@ -37,7 +37,7 @@ from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Rank, Sequence, by_rank
 
 GROWTH_TOKENS = 256  # that a sequence may get while it moves here; at its end, it waits
-MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence waits this long before it takes blocks of lower ranks
+MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence that lacks blocks; beyond: lower ranks lose theirs
 
 
 @dataclass(slots=True, eq=False)

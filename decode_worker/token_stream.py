@@ -18,8 +18,9 @@ from core.step import SampledToken
 from protos import codec
 from tandem_client.stubs import worker_pb2
 
-MAX_PENDING = 262_144  # tokens, and log-probabilities of tokens, that wait for a write
-MAX_WRITE_S = 10.0
+# Limit: tokens that wait for one router, with log-probabilities; beyond: its stream and calls end; it retries
+MAX_PENDING = 262_144
+MAX_WRITE_S = 10.0  # a write to a router that does not read; beyond: its stream and calls end; it retries
 
 Write = Callable[[worker_pb2.StepTokens], Awaitable[None]]
 

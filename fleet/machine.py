@@ -70,11 +70,11 @@ from fleet.slots import Slot, Slots
 
 BACKOFF_MAX_S = 30.0
 STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
-DRAIN_GRACE_S = 2.0  # after the time limit of a drain; then the process is killed
+DRAIN_GRACE_S = 2.0  # after the time limit of a drain or a switch; beyond: the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
 ROLL_PLACE_S = 10.0  # without a machine for the new service so long, the old one drains first
-PLACING_NOTICE_S = 10.0  # without a machine for so long; then the operator reads the reason
+PLACING_NOTICE_S = 10.0  # a service without a machine; beyond: a note says what is missing; it waits on
 
 NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
 

@@ -8,7 +8,7 @@ from itertools import islice
 from core.fleet_control import FleetNote
 from fleet.events import FleetMessage
 
-MAX_NOTES = 1000  # then the oldest is dropped
+MAX_NOTES = 1000  # notes of the supervisor, for `tandem events`; beyond: the oldest is dropped
 
 
 class NoteRing:

@@ -39,7 +39,7 @@ from fleet.supervisor_control import SupervisorControl
 
 HOST_PREFIX = "host-"  # of the names of detached hosts
 LOOK_S = 30.0  # between two looks for the supervisor
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0  # the answer of a host that a supervisor may adopt; beyond: killed, and started again
 
 
 class HostActor(ServiceHost):

@@ -9,7 +9,8 @@ from typing import Any
 from core.errors import WorkerUnavailable
 
 KEY, NAMESPACE = b"handover", b"tandem"
-TIMEOUT_S = 2.0  # below CALL_TIMEOUT_S of an operator who waits for a write
+# Limit: a write of the record for the next supervisor, below `CALL_TIMEOUT_S`; beyond: tried again a second later
+TIMEOUT_S = 2.0
 
 
 class RayStore:

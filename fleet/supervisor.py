@@ -69,7 +69,7 @@ from fleet.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
-MAX_UPDATES = 1000  # unread; then the oldest is dropped
+MAX_UPDATES = 1000  # updates that `tandem serve` has not printed; beyond: the oldest is dropped
 
 MACHINES_INTERVAL_S = 1.0
 PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S

@@ -14,7 +14,7 @@ from fleet.host import HostDied
 from fleet.ray_calls import await_actor
 from fleet.supervisor import Refusal
 
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0  # a call of a router to the supervisor; beyond: UNAVAILABLE
 ROLL_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it
 
 

@@ -25,7 +25,7 @@ from runtime.named_function import load_function
 
 logger = logging.getLogger(__name__)
 
-GUARDRAIL_TIMEOUT_S = 10.0  # of one call of a guardrail
+GUARDRAIL_TIMEOUT_S = 10.0  # one call of a guardrail; beyond: the request is refused
 FAILED = "the guardrail of this server failed, so the request is refused"
 
 T = TypeVar("T")

@@ -60,7 +60,7 @@ SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
 PAUSE_SHARE = 1 / 16  # of the time since the last event; bounds how late the thread sees the next one
 NICENESS = 5  # an event loop that wakes during a copy runs at once, not after a time slice of 3 to 4 ms
-MAX_COMMANDS = 65_536  # more than all transfers need at once: an agent with more is stuck, and fails
+MAX_COMMANDS = 65_536  # commands, more than all transfers need at once; beyond: the agent hangs, and fails
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory, Transport
 
 SLICE_BYTES = 1 << 21
-MAX_SLICES_IN_FLIGHT = 4
+MAX_SLICES_IN_FLIGHT = 4  # slices of a read in flight; beyond: they wait
 
 Slice = tuple[int, int]  # first pair of the read, and end
 

@@ -31,7 +31,7 @@ from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
-MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt here; then other offers are withdrawn
+MAX_STALL_S = 1.0  # a prompt without blocks whose reader has room; beyond: another offer is withdrawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from core.handoff import (
 )
 from protos import handoff_pb2
 
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20  # bytes of a message between agents; beyond: refused
 MAX_ENTRIES = MAX_TRANSFERS  # in a heartbeat
 MAX_DETAIL_CHARS = 1024
 _TRANSFER_ID_BYTES = 16

@@ -10,7 +10,7 @@ import logging
 from core.plain_text import escaped
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-MAX_CHARS = 20_000  # of a record, which may have a traceback
+MAX_CHARS = 20_000  # characters of a record of the log, which may have a traceback; beyond: the middle is cut
 
 
 class LogLines(logging.Formatter):

@@ -24,8 +24,9 @@ from text.grammar_limits import check_limits
 from text.grammar_vocabulary import make_ll_tokenizer
 from text.tokenizer import ModelTokenizer
 
-MAX_GRAMMARS = 128  # compiled ones that are kept
-MAX_KEPT_BYTES = 64 * 1024 * 1024  # one takes 0.1 MB, the largest 10 MB
+MAX_GRAMMARS = 128  # compiled grammars that are kept; beyond: the least recently used is compiled again
+# Limit: their bytes; one takes 0.1 MB, the largest 10 MB; beyond: the least recently used is compiled again
+MAX_KEPT_BYTES = 64 * 1024 * 1024
 MAX_COMPILE_S = 1.0  # of a CPU: no known grammar within the limits takes a fifth of it
 _STACK_BYTES = 256 * 1024 * 1024  # 64 KB of nested schemas take 50 MB; what is not used takes no memory
 # On one core, 60 objects of 20 properties take 40 ms to compile, and most schemas 5 ms. A mask takes 50 us for most

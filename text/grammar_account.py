@@ -12,7 +12,7 @@ FIELD = "output_format"
 MASK_S = 5e-3  # the allowance of a mask; most take 50 us
 FOLLOW_S = 250e-6  # the allowance of a token of the output that is followed; most take 30 us
 MAX_CHARGE_S = 0.1  # at once
-MAX_DEBT_S = 0.25
+MAX_DEBT_S = 0.25  # time of a sequence's masks beyond `MASK_S` for each; beyond: it ends alone, with INVALID_ARGUMENT
 _STEP_S, _ROW_S = 10e-3, 500e-6  # of a step that needs no clock for each of its rows
 
 

@@ -10,7 +10,8 @@ import sys
 from array import array
 from collections import OrderedDict
 
-MAX_BYTES = 64 * 1024 * 1024  # about 200 conversations of 32,000 tokens
+# Limit: tokenized pieces, about 200 conversations of 32,000 tokens; beyond: the least recently used leaves
+MAX_BYTES = 64 * 1024 * 1024
 _ENTRY_BYTES = 700  # of an entry besides its text, salt and ids, measured as resident size
 
 Key = tuple[str, str]  # salt, text

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-MAX_PLACES = 500  # of patterns, in the values of one schema
+MAX_PLACES = 500  # patterns in the values of one schema; beyond: INVALID_ARGUMENT
 MAX_GENERAL = 100  # of these, inside items and other properties: each is compared with all
 _ANY = "*"  # a step to all properties or items of a value
 

@@ -19,9 +19,9 @@ from typing import Any
 from jinja2.sandbox import SecurityError
 from jinja2.utils import Namespace
 
-MAX_CPU_S = 1.0  # of one rendering
-MAX_VALUE_SIZE = 4_000_000  # characters of a text, items of a list
-MAX_TOTAL_SIZE = 64_000_000  # of the results of all steps of one rendering
+MAX_CPU_S = 1.0  # CPU time of one rendering; beyond: INVALID_ARGUMENT
+MAX_VALUE_SIZE = 4_000_000  # characters of a text, items of a list in a template; beyond: INVALID_ARGUMENT
+MAX_TOTAL_SIZE = 64_000_000  # results of all steps of one rendering; beyond: INVALID_ARGUMENT
 MAX_NUMBER_BITS = 4096
 _STEP_SIZE = 16  # counted for each step in addition to the size of its result
 _CLOCK_INTERVAL = 512  # counted size between two reads of the clock

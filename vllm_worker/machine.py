@@ -62,8 +62,8 @@ from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
 
-MAX_EARLY_HANDOFFS = 1024
-EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call is forgotten
+MAX_EARLY_HANDOFFS = 1024  # hand-offs that wait for their Decode calls; beyond: `QueueFull`
+EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call; beyond: forgotten
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from protos import codec
 from runtime.rpc.grpc_server import abort
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
-MAX_REPORTS_BEHIND = 64
+MAX_REPORTS_BEHIND = 64  # reports that wait for one router; beyond: the stream ends; the router subscribes again
 MAX_HOLDERS = 1024  # in one response of DescribeLedger
 
 

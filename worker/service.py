@@ -36,10 +36,10 @@ from worker.grammar_check import GrammarCheck
 from worker.reports import ReportFeed
 from worker.view import WorkerMachine, WorkerMachineView
 
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 5.0  # the end of a thread; beyond: logged, and the process ends
 # Failed steps in a row that end the worker. One may be the fault of a request. A worker that fails every step has no
 # work, so it would attract every request.
-MAX_FAILED_STEPS = 3
+MAX_FAILED_STEPS = 3  # failed steps in a row; beyond: the worker ends
 
 logger = logging.getLogger(__name__)
 

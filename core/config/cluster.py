@@ -29,9 +29,11 @@ class ClusterConfig:
     prefill_memory_mb: int = 0  # memory that Ray sets aside for each prefill worker; 0 = none. Ray does not enforce it
     decode_memory_mb: int = 0  # ... for each decode worker
     router_memory_mb: int = 0  # ... for each router
-    max_workers: int = 256  # of each role, and of routers
-    start_timeout_s: float = live(120.0)  # a start that takes longer on its machine has failed
-    adoption_timeout_s: float = 600.0  # services of a joined cluster outlive `tandem serve` so long; 0 = not at all
+    max_workers: int = 256  # workers of each role, and routers; beyond: `Scale` refuses
+    # Limit: time of a start on its machine; beyond: killed, and started again after a pause
+    start_timeout_s: float = live(120.0)
+    # Limit: life of services of a joined cluster without `tandem serve`; 0 = none; beyond: they end
+    adoption_timeout_s: float = 600.0
     restart_backoff_s: float = live(1.0)  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:

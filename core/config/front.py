@@ -20,21 +20,27 @@ MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fi
 class RouterConfig:
     host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
-    max_queued: int = live(1024)  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
-    max_in_flight_per_worker: int = live(0)  # open requests on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU
-    default_timeout_s: float = live(600.0)  # time limit of a call without a deadline
-    max_attempts: int = live(3)  # dispatches of one request in a row that deliver no token
+    # Limit: requests that wait for a worker, likewise those in validation; beyond: RESOURCE_EXHAUSTED, retryable
+    max_queued: int = live(1024)
+    # Limit: open calls on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU; beyond: requests wait here
+    max_in_flight_per_worker: int = live(0)
+    # Limit: time limit of a call without a deadline; beyond: DEADLINE_EXCEEDED, with the stage
+    default_timeout_s: float = live(600.0)
+    # Limit: dispatches of one request in a row that deliver no token; beyond: the client gets the last error
+    max_attempts: int = live(3)
     retry_pause_s: float = live(0.05)  # pause before the third of them, doubled for each later one; the second has none
     slo_ttft_ms: float = live(1000.0)  # wanted time to the first token; admission = "shed" refuses what misses it
     admission: str = live("queue")  # queue | shed; shed = refuse a request whose predicted first token is too late
     local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
     policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
-    report_stale_s: float = live(3.0)  # after this long without a report, a worker counts as saturated
-    worker_lost_s: float = live(10.0)  # ... and after this long as lost
-    worker_wait_s: float = live(20.0)  # queued requests fail after so long without decode worker, or 1.5 planned starts
-    max_message_bytes: int = 4 * 1024 * 1024  # largest gRPC message, received or sent
-    max_prompt_chars: int = live(1_000_000)  # a longer prompt is refused before it is tokenized
-    drain_timeout_s: float = live(10.0)  # time limit for open requests after Ctrl-C
+    report_stale_s: float = live(3.0)  # time without a report of a worker; beyond: it counts as saturated
+    # Limit: time without a report of a worker; beyond: it is lost, and its requests are retried
+    worker_lost_s: float = live(10.0)
+    # Limit: time of queued requests without a decode worker, or 1.5 planned starts; beyond: UNAVAILABLE, retryable
+    worker_wait_s: float = live(20.0)
+    max_message_bytes: int = 4 * 1024 * 1024  # largest gRPC message, received or sent; beyond: RESOURCE_EXHAUSTED
+    max_prompt_chars: int = live(1_000_000)  # characters of a prompt, before it is tokenized; beyond: INVALID_ARGUMENT
+    drain_timeout_s: float = live(10.0)  # time limit for open requests after Ctrl-C; beyond: UNAVAILABLE, retryable
 
     def __post_init__(self) -> None:
         require_given(self, "host")
@@ -77,8 +83,8 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"  # address that the gateway listens on; 0.0.0.0 = every address of this machine
     port: int = 0  # shared by the routers of a machine; 0 = `tandem serve` serves no HTTP
-    max_body_bytes: int = 8 * 1024 * 1024  # a larger body is refused with status 413
-    default_timeout_s: float = 600.0  # time limit of a request that names none
+    max_body_bytes: int = 8 * 1024 * 1024  # body of an HTTP request; beyond: status 413
+    default_timeout_s: float = 600.0  # time limit of a request that names none; beyond: status 504, or an error event
     min_interval_ms: int = 0  # least time between two events of a choice: tokens of this time come as one event
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the gateway; "*" = all
     tls_cert: str = ""  # PEM file: certificate of this machine; with it, the gateway serves HTTPS
@@ -106,8 +112,10 @@ class ApiKeyConfig:
     sha256: str = field(default="", repr=False)  # of the key, 64 hex digits
     tenant: str = ""  # tenant of every request with the key; empty = the name
     operator: bool = False  # may list the fleet, its requests and its metrics
-    max_streams: int = 0  # open requests at the same time, for each router; 0 = no limit
-    requests_per_minute: int = 0  # for each router; 0 = no limit
+    # Limit: open requests of the key, for each router; 0 = no limit; beyond: `KeyLimitReached` with a retry hint
+    max_streams: int = 0
+    # Limit: requests of the key, for each router; 0 = no limit; beyond: `KeyLimitReached` with a retry hint
+    requests_per_minute: int = 0
     min_priority: int = 0  # a request with a lower number, which would go first, gets this one
 
     def __post_init__(self) -> None:

@@ -17,20 +17,22 @@ def heartbeat_s(lease_s: float) -> float:
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     transport: str = "nixl"  # nixl | ucxx (install the extra ucxx) | memory (one process only, for tests)
-    lease_s: float = 20.0  # an offered block is kept for this long after the last heartbeat of its reader
-    connect_timeout_s: float = 5.0  # a peer is unreachable if it sends nothing for this long after connecting
-    min_bytes_per_s: float = 50e6  # a read slower than this fails
-    read_grace_s: float = 2.0  # added to the time limit of each read
-    max_reads_in_flight: int = 4  # per transfer
+    # Limit: an offered block is kept so long after the last heartbeat of its reader; beyond: the block is free
+    lease_s: float = 20.0
+    connect_timeout_s: float = 5.0  # time for a peer to answer after connecting; beyond: the path is unreachable
+    min_bytes_per_s: float = 50e6  # least speed of a read; beyond: cancelled; the call fails and is retried
+    read_grace_s: float = 2.0  # time added to the limit of each read; beyond: as above
+    max_reads_in_flight: int = 4  # reads of a transfer at the same time; beyond: they wait
     max_blocks_per_read: int = 512  # more blocks cost less per block; fewer let a cancelled read end sooner
     max_bytes_per_read: int = 134_217_728  # the same in bytes; a copy over shared memory blocks the transfer agent
     max_read_attempts: int = 2  # of the same blocks, when a digest does not match
-    max_transfers: int = 1024  # open offers, and likewise open pulls
+    # Limit: open offers, likewise pulls, early messages, remembered ends; beyond: `QueueFull`, or dropped, counted
+    max_transfers: int = 1024
     verify_digests: bool = True  # check the bytes of every block after its read
     slow_path_share: float = 0.25  # a path is slow below this share of its expected bandwidth
     expected_path_bytes_per_s: float = 0.0  # expected bandwidth of each path; 0 = derived from the hardware
     device_path: str = "auto"  # auto | mapped | direct | staged; how bytes move between pools on GPUs
-    staging_mb: int = 128  # pinned host memory of a worker on a GPU for staged bytes
+    staging_mb: int = 128  # pinned host memory of a worker on a GPU for staged bytes; beyond: slices wait
     idle_poll_interval_s: float = 0.02  # interval between polls of the transport without an open transfer
     active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 

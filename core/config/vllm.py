@@ -35,7 +35,8 @@ class VllmConfig:
     args: tuple[str, ...] = ()  # of vLLM's engine, as on the command line of `vllm serve`
     adapters: tuple[str, ...] = ()  # LoRA adapters as NAME=DIRECTORY; requests name one in place of the model
     tensor_parallel: int = 1  # GPUs of each worker, on one machine
-    lease_s: float = 30.0  # a prefill worker keeps the KV of a prompt that no decode worker reads for this long
+    # Limit: a prefill worker keeps the KV of a prompt so long for its decode worker; beyond: the KV is freed
+    lease_s: float = 30.0
     start_timeout_s: float = 600.0  # ... in place of [cluster] start_timeout_s, if that is shorter
 
     def __post_init__(self) -> None:

@@ -14,9 +14,10 @@ HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has ro
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_batched_tokens: int = live(0)  # token budget of one step; 0 = 512 on a CPU, 8192 on a GPU
-    max_running: int = live(0)  # sequences in one step; 0 = 64 on a CPU, 256 on a GPU
-    max_waiting: int = live(256)  # sequences waiting for a step; more are refused with RESOURCE_EXHAUSTED
+    # Limit: token budget of one step; 0 = 512 on a CPU, 8192 on a GPU; beyond: the next step
+    max_batched_tokens: int = live(0)
+    max_running: int = live(0)  # sequences in one step; 0 = 64 on a CPU, 256 on a GPU; beyond: the next step
+    max_waiting: int = live(256)  # sequences waiting for a step; beyond: `QueueFull`; the router tries elsewhere
     slo_itl_ms: float = live(100.0)  # wanted time between tokens: a step with sequences in decode takes no longer
 
     def __post_init__(self) -> None:
@@ -128,10 +129,11 @@ class WorkerConfig:
     host: str = "127.0.0.1"  # address of a worker; 0.0.0.0 = every address; in a joined cluster, its machine's
     report_interval_s: float = live(0.05)  # least interval between reports of changed load and blocks to the routers
     idle_report_interval_s: float = live(1.0)  # interval between reports without a change
-    drain_timeout_s: float = live(30.0)  # time limit for the open requests of a removed worker
-    max_pulls_waiting: int = live(256)  # hand-offs that wait for blocks on a decode worker
-    default_timeout_s: float = live(600.0)  # time limit of a call without a deadline
-    step_timeout_s: float = live(300.0)  # a longer step has failed: the worker's process is killed and replaced
+    # Limit: time limit for the open requests of a removed worker; beyond: they go on elsewhere
+    drain_timeout_s: float = live(30.0)
+    max_pulls_waiting: int = live(256)  # hand-offs that wait for blocks on a decode worker; beyond: `QueueFull`
+    default_timeout_s: float = live(600.0)  # time limit of a call without a deadline; beyond: DEADLINE_EXCEEDED
+    step_timeout_s: float = live(300.0)  # time of one step; beyond: the worker's process is killed and replaced
 
     def __post_init__(self) -> None:
         require_positive(

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Items
 from core.scheduling.sequence import Sequence
 from core.step import FORCED, NO_PROPOSAL, Proposal
 
-MAX_DRAFTS = 15  # of one sequence in one step
+MAX_DRAFTS = 15  # guessed tokens of one sequence in one step; beyond: the rest is guessed anew
 # Texts of Spec-Bench, written by SmolLM2-135M: shares of right guesses after matches of 1, 2, ... tokens
 FIRST_CHANCES = (0.2, 0.45, 0.55, 0.65, 0.7, 0.75, 0.75, 0.77, 0.78, 0.8, 0.82, 0.85, 0.85, 0.9, 0.9, 0.95, 0.95)
 MAX_MATCH = len(FIRST_CHANCES)  # longer matches are as good

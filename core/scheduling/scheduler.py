@@ -60,7 +60,7 @@ from core.scheduling.step_budget import StepBudget
 from core.scheduling.step_planner import NextStep, StepPlanner
 from core.step import NO_PROPOSAL, Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
 
-MAX_STEPS_IN_FLIGHT = 2
+MAX_STEPS_IN_FLIGHT = 2  # steps of a worker in flight; beyond: the next one is planned after the oldest
 
 # The constructor of a NamedTuple takes twice as long, and a step makes a chunk and an event for each sequence.
 _new_tuple = tuple.__new__

@@ -16,8 +16,8 @@ from gateway.router_calls import Metadata, RouterCalls
 
 MAX_AGE_S = 0.5  # an answer younger than this is shared
 TIMEOUT_S = 3.0  # for both calls of a refresh
-MAX_REQUESTS = 512  # kept for viewers, as many as the router keeps
-MAX_FEEDS = 32  # pairs of a fleet and a key; the one unused for longest goes first
+MAX_REQUESTS = 512  # requests kept for viewers, as many as the router keeps; beyond: the oldest is dropped
+MAX_FEEDS = 32  # pairs of a fleet and a key on the dashboard; beyond: the one unused for longest is dropped
 
 
 Credentials = tuple[tuple[str, str], ...]  # metadata of a call in the name of a viewer

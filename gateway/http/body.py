@@ -19,9 +19,9 @@ from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
 from gateway.http.http_protocol import BODY_TIMEOUT_S
 
-MAX_READING_BYTES = 64 * 2**20  # of all incomplete bodies of a process
-MAX_WAITING_BYTES = 512 * 2**20  # of all bodies of a process that wait for a thread
-FIRST_BYTES_S = 10.0  # a body has this time, and a second for each `LEAST_BYTES_PER_S` that have arrived
+MAX_READING_BYTES = 64 * 2**20  # incomplete bodies of a process; beyond: the largest gets status 503
+MAX_WAITING_BYTES = 512 * 2**20  # bodies of a process that wait for a thread; beyond: status 429
+FIRST_BYTES_S = 10.0  # time of a body, and a second for each `LEAST_BYTES_PER_S` of it; beyond: status 408
 LEAST_BYTES_PER_S = 16 * 1024
 
 

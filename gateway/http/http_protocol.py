@@ -25,14 +25,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.errors import ApiError
 
 CONNECTION = "tandem.connection"
-MAX_CONNECTIONS = 8192  # of a process, at most half of its file descriptors
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers; the bytes between two parts of a chunked body
-MAX_HEADERS = 256
-HEAD_TIMEOUT_S = 30.0  # from the first byte of a connection or request to the end of its head
-BODY_TIMEOUT_S = 60.0  # from the end of the head to the end of the body
+MAX_CONNECTIONS = 8192  # HTTP connections of a process, at most half of its file descriptors; beyond: status 503
+MAX_HEAD_BYTES = 64 * 1024  # head of a request; its trailers; bytes between two chunks; beyond: status 431
+MAX_HEADERS = 256  # headers of a request; beyond: status 431
+HEAD_TIMEOUT_S = 30.0  # from the first byte of a request to the end of its head; beyond: the connection closes
+BODY_TIMEOUT_S = 60.0  # from the end of the head to the end of the body; beyond: status 408
 BODY_GRACE_S = 5.0  # for the middleware, which answers status 408 first
-KEEP_ALIVE_S = 75.0  # longer than the idle time of common clients and proxies, which then never meet a closed one
-WRITE_TIMEOUT_S = 60.0  # for a client that takes no byte of its answer; also while the connection closes
+KEEP_ALIVE_S = 75.0  # between two requests, longer than clients and proxies wait; beyond: the connection closes
+# Limit: a client that takes no byte of its answer, or of its end; beyond: cut off, its request cancelled
+WRITE_TIMEOUT_S = 60.0
 READ_BY_THE_MIDDLEWARE = ("POST", "PUT", "PATCH")  # methods whose body is read before a route runs
 
 

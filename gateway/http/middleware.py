@@ -21,7 +21,7 @@ from gateway.http.http_protocol import READ_BY_THE_MIDDLEWARE
 from gateway.http.tracing import TracedRequest, Tracer, current
 from gateway.metrics import GatewayMetrics
 
-MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
+MAX_OPEN_REQUESTS = 4096  # open HTTP requests of a process; beyond: status 503
 LINGER_S = 2.0
 UNBOUNDED = ("/health", "/ready", "/metrics", "/version")  # answered also when too many requests are open
 

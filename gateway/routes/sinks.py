@@ -18,7 +18,7 @@ from gateway.router_calls import Chunk, Sink
 from gateway.routes.guarded_choice import GuardedChoice
 from tandem_client.stubs.inference_pb2 import Finished
 
-MAX_UNCHECKED_PARTS = 16  # of all choices; beyond it, tokens stay in the router
+MAX_UNCHECKED_PARTS = 16  # parts of an answer before the guardrail; beyond: tokens stay in the router
 
 
 class AnswerSink(Sink, Protocol):

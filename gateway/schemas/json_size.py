@@ -9,9 +9,9 @@ from __future__ import annotations
 from gateway.errors import refused
 from runtime.validation_threads import MAX_INLINE_BYTES, MAX_SHORT_BYTES
 
-MAX_VALUES = 2**20  # a million token ids
+MAX_VALUES = 2**20  # values in a body: a million token ids; beyond: status 400
 MAX_TEXTS = 2**17  # keys are texts, too
-MAX_KEYS = 2**16  # keys, lists and objects
+MAX_KEYS = 2**16  # keys, lists and objects in a body; beyond: status 400
 MARK_BYTES = 4
 PART_BYTES = 64 * 1024  # counted while the lock is held
 

@@ -18,7 +18,7 @@ from gateway.schemas.output_format import FormatFields
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
-MAX_ANSWER_LOGPROBS = 2**20  # of an answer in one piece: 80 MB of JSON
+MAX_ANSWER_LOGPROBS = 2**20  # log-probabilities of an answer in one piece, 80 MB of JSON; beyond: status 400
 
 
 def _bias_token(key: str) -> str:

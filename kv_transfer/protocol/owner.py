@@ -47,7 +47,7 @@ from kv_transfer.protocol.plan import TransferPlan
 # puller time. Without digests, one READY has all blocks.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
-MAX_BLOCKS_PER_READY = 2048
+MAX_BLOCKS_PER_READY = 2048  # blocks in a READY; beyond: several messages
 
 
 @dataclass(frozen=True, slots=True)

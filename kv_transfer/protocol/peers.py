@@ -14,7 +14,7 @@ from enum import Enum
 from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
 from kv_transfer.protocol.events import Actions, Connect, Disconnect, SendMessage
 
-MAX_IDLE_PEERS = 64  # connections to peers without a live transfer
+MAX_IDLE_PEERS = 64  # connections to peers without a live transfer; beyond: the least recently used closes
 
 TransferMessage = Want | Ready | Release | Abort
 

@@ -55,7 +55,7 @@ from kv_transfer.protocol.peers import Drop, Peers, TransferMessage, transfer_na
 from kv_transfer.protocol.plan import TransferPlan, plan_from
 from kv_transfer.protocol.pull import Pull
 
-MAX_UNANSWERED_HEARTBEATS = 3
+MAX_UNANSWERED_HEARTBEATS = 3  # heartbeats without an answer of the owner; beyond: the pull is FAILED
 
 
 @dataclass(slots=True)

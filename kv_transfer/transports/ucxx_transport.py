@@ -57,8 +57,8 @@ OPTIONS = {
     "CMA_SEG_SIZE": "64m",  # of one such copy; UCX's default of 512 KB costs 8 % of the speed of 2 MiB blocks
     "CMA_TX_QUOTA": "64",  # copies in a row: Python code between two copies would run with cold caches
 }
-MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
-MAX_CONNECTIONS = 1024  # from peers to us
+MAX_GETS_IN_FLIGHT = 64  # gets of a read; a run is one get; beyond: they wait
+MAX_CONNECTIONS = 1024  # connections from peers; beyond: the oldest is forgotten
 MAX_STEPS = 16  # of progress in a row: while bytes arrive over TCP, progress would not end
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it

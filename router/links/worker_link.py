@@ -37,6 +37,7 @@ from runtime.rpc.security import Credentials
 from runtime.tracing.span_names import SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
+# Limit: the first report, or message of a token stream; beyond: the worker is lost; the router connects again
 CONNECT_TIMEOUT_S = 2.0
 # A busy router reads late. With a window of some hundred tokens, the worker soon waits, and joins its next steps into
 # one message. With gRPC's own window, dozens of steps would wait in the connection, each as a message of its own.

@@ -22,9 +22,9 @@ from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
 from text.tokenizer import ModelTokenizer
 
-LEDGER_TIMEOUT_S = 3.0
+LEDGER_TIMEOUT_S = 3.0  # `GetLedger`, unless its caller has less time; beyond: the worker is listed with an error
 ANSWER_SHARE = 0.9  # of the caller's time, for the worker to answer; the rest is for the way back
-MAX_HOLDERS = 16_384  # in one GetLedgerResponse, shared among the workers
+MAX_HOLDERS = 16_384  # holders in one `GetLedger`, over all workers; beyond: the oldest are listed, the others counted
 MAX_EVENTS, DEFAULT_EVENTS = 1000, 100  # in one ListEventsResponse
 MIN_HOLDERS = 16  # for each worker, even if the sum then exceeds MAX_HOLDERS
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from router.serving.ended_choice import EndedChoice
 
-CAPACITY = 512
+CAPACITY = 512  # ended requests that a router keeps for `tandem trace`; beyond: the oldest is dropped
 
 
 class RequestRing:

@@ -48,7 +48,7 @@ from router.routing.policy import Candidate, Policy, SecondsPolicy
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import NOT_TIMED, WorkerTable
 
-MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
+MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; beyond: retried elsewhere
 
 
 class RouterMachine:

@@ -20,7 +20,7 @@ from core.paths import PeerJoined, PeerLeft
 from router.requests.events import UpdatePeers
 from router.routing.worker_record import WorkerRecord
 
-MAX_ANNOUNCED_PEERS = 8
+MAX_ANNOUNCED_PEERS = 8  # peers that a joining worker learns of; beyond: the first hand-off connects
 
 
 def announce_join(joined: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:

@@ -16,7 +16,7 @@ from core.step import SampledToken
 from router.requests.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
 from router.routing.policy import Candidate
 
-MAX_ATTEMPTS_KEPT = 16  # for the trace
+MAX_ATTEMPTS_KEPT = 16  # attempts of a request in its trace; beyond: the oldest is dropped
 
 EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
 

@@ -28,7 +28,7 @@ from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 
-MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one chunk: at most some 100 KB
+MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one message, some 100 KB; beyond: the next message
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from text.tokenizer import ModelTokenizer
 from text.tool_formats import FORMATS
 from text.tool_grammar import NO_ARGUMENTS, tool_grammar
 
-MAX_FORMAT_CHARS = 64 * 1024
+MAX_FORMAT_CHARS = 64 * 1024  # characters of an output format; beyond: INVALID_ARGUMENT
 MAX_CHOICE_TEXTS = 1024
 _Key = tuple[bool | bytes, ...]
 

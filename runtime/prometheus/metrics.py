@@ -28,7 +28,7 @@ COUNT_BUCKETS = (0.0, *(float(2**i) for i in range(18)))  # 0, 1, 2, 4, ... 131,
 SPEED_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0, 500.0, 1000.0)
 
 LENGTHS = (256, 1024, 4096, 16_384)  # tokens of prompt and output: upper ends of the classes of `length_class`
-MAX_TENANTS = 100  # with series of their own; the rest is OTHER_TENANTS
+MAX_TENANTS = 100  # tenants with metric series of their own; beyond: counted as `other`
 OTHER_TENANTS = "other"
 
 

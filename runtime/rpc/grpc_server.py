@@ -58,16 +58,16 @@ _ERROR_OF_KEY: dict[str, type[TandemError]] = {
     MEMORY_KEY: OutOfDeviceMemory,
 }
 
-KEEPALIVE_TIME_S = 10.0  # a connection without traffic for this long gets a ping, ...
-KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
+KEEPALIVE_TIME_S = 10.0  # a connection without traffic; beyond: gRPC sends a ping
+KEEPALIVE_TIMEOUT_S = 5.0  # the answer to this ping; beyond: the connection breaks
 
 # Calls that gRPC accepts before a servicer starts them. Above the limit (1,000 by default), gRPC cancels calls at
 # random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
-MAX_PENDING_CALLS = 20_000
-ABORT_TIMEOUT_S = 2.0
+MAX_PENDING_CALLS = 20_000  # calls that the server has not started; beyond: gRPC cancels calls
+ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client does not read; beyond: it stays there
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
-MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024  # a message between services; beyond: RESOURCE_EXHAUSTED
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.limits import PAGE, draw
 from docs.render_tables import DRAWN, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,10 @@ def words_of_the_code() -> frozenset[str]:
 def test_the_tables_in_the_documents_are_those_of_the_code(document: str) -> None:
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     assert text == render(text, document), "run `python -m docs.render_tables`"
+
+
+def test_the_page_of_limits_is_that_of_the_code() -> None:
+    assert PAGE.read_text(encoding="utf-8") == draw(), "run `python -m docs.limits`"
 
 
 def test_every_relative_link_leads_somewhere() -> None:

@@ -22,7 +22,7 @@ from kv_transfer.transports.device.staging_ring import StagingRing
 from kv_transfer.transports.transport import PoolMemory
 
 LEASE_S = 20.0
-MAX_ASKED = 64  # slices of one reader that wait or are staged; a reader asks for SLOTS_PER_HALF at most
+MAX_ASKED = 64  # slices of one reader that wait or are staged; beyond: refused
 
 logger = logging.getLogger(__name__)
 
