@@ -2,7 +2,8 @@
 
 One implementation (engine/model.py) computes the whole family. This file describes the differences between its members:
 biases on q, k and v (Qwen2), norms on q and k (Qwen3), a separate head size (Qwen3, some Mistrals), rope scaling
-(Llama 3), tied embeddings (SmolLM2). A feature that the implementation lacks raises ConfigError.
+(Llama 3), tied embeddings (SmolLM2). `FAMILIES` has what a family fixes. A feature that the implementation lacks raises
+ConfigError.
 """
 
 from __future__ import annotations
@@ -134,10 +135,27 @@ def _scaled(frequency: float, scaling: RopeScaling) -> float:
     return (1 - share) * frequency / scaling.factor + share * frequency
 
 
-# ---- config.json of Hugging Face
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the layers of a family differ from Llama's. What only some models of a family have, their files say."""
 
-# model_type -> (q, k and v always have biases, q and k have norms)
-HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+    qkv_bias: bool = False  # q, k and v always have biases
+    qk_norm: bool = False  # q and k have norms
+    output_bias: bool = False  # config.json: `attention_bias` also adds a bias to the output projection
+    sliding_window: bool = True  # config.json: `sliding_window` counts ...
+    needs_use_sliding_window: bool = False  # ... with `use_sliding_window` only
+    in_gguf: bool = True  # GGUF files have an architecture of this name
+
+
+FAMILIES = {  # by model_type of config.json, and by general.architecture of GGUF
+    "llama": Family(output_bias=True, sliding_window=False),
+    "mistral": Family(in_gguf=False),  # as llama
+    "qwen2": Family(qkv_bias=True, needs_use_sliding_window=True),
+    "qwen3": Family(qk_norm=True, output_bias=True, needs_use_sliding_window=True),
+}
+
+
+# ---- config.json of Hugging Face
 
 
 def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -164,14 +182,13 @@ def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Convert a config.json of transformers 4 or 5. Raises `ConfigError` for a feature that is not supported."""
     fields = Fields(raw, "config.json")
-    family = fields.text("model_type", "")
-    if family not in HF_FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(HF_FAMILIES)}")
+    name = fields.text("model_type", "")
+    if name not in FAMILIES:
+        raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     if fields.text("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
         raise ConfigError("config.json: hidden_act must be silu and mlp_bias false; no other feed-forward is supported")
     fp8_block_size(raw)  # refuses other formats
-    always_biased, qk_norm = HF_FAMILIES[family]
-    attention_bias = fields.flag("attention_bias")
+    family, attention_bias = FAMILIES[name], fields.flag("attention_bias")
     rope_theta, scaling = _hf_rope(fields)
     hidden_size = fields.integer("hidden_size", most=MAX_SIZE)
     num_heads = fields.integer("num_attention_heads", most=MAX_SIZE)
@@ -187,9 +204,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,
-        qkv_bias=always_biased or attention_bias,
-        output_bias=attention_bias and family in ("llama", "qwen3"),
-        qk_norm=qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=family.output_bias and attention_bias,
+        qk_norm=family.qk_norm,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         sliding_window=_hf_sliding_window(fields, family),
     )
@@ -217,18 +234,17 @@ def _hf_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     raise ConfigError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
 
 
-def _hf_sliding_window(fields: Fields, family: str) -> int | None:
-    if family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
+def _hf_sliding_window(fields: Fields, family: Family) -> int | None:
+    if family.needs_use_sliding_window and not fields.flag("use_sliding_window"):
         return None
-    if family == "llama" or "sliding_window" not in fields:
+    if not family.sliding_window or "sliding_window" not in fields:
         return None
     return fields.integer("sliding_window")
 
 
 # ---- GGUF metadata
 
-# general.architecture -> (q, k and v have biases, q and k have norms)
-_GGUF_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+_GGUF_FAMILIES = {name: family for name, family in FAMILIES.items() if family.in_gguf}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -239,7 +255,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ConfigError(
             f"{file.path}: architecture {family!r} is not supported; supported: {', '.join(_GGUF_FAMILIES)}"
         )
-    qkv_bias, qk_norm = _GGUF_FAMILIES[family]
+    layers = _GGUF_FAMILIES[family]
     vocab_size, hidden_size = file.matrix_shape("token_embd.weight")
     num_heads = fields.integer(f"{family}.attention.head_count", most=MAX_SIZE)
     if file.metadata.get(f"{family}.expert_count"):
@@ -261,9 +277,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rope_theta=fields.number(f"{family}.rope.freq_base", 10_000.0, least=1.0),
         rope_scaling=_gguf_rope_scaling(file, family),
         rope_factors=_gguf_rope_factors(file),
-        qkv_bias=qkv_bias or "blk.0.attn_q.bias" in file.tensors,
+        qkv_bias=layers.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm=qk_norm,
+        qk_norm=layers.qk_norm,
         tie_embeddings="output.weight" not in file.tensors,
         sliding_window=fields.integer(window) if window in fields else None,
     )
