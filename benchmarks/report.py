@@ -1,7 +1,7 @@
 """The report of a benchmark: one line for each figure, with its peer, its floor and its goal where it has them.
 
 `Report` prints each line as soon as the figure is known. `write` puts all lines into build/bench/<name>.json, and into
-build/bench/<name>.md as the table that docs/performance.md shows. A missed goal is printed as missed.
+build/bench/<name>.md as the table that docs/figures/ shows. A missed goal is printed as missed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 def has_many_l1_miss_buffers(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this CPU's L1 has as many miss buffers as its L2: AMD's from Zen 5 on.
 
-    False without /proc/cpuinfo. Measured with paged attention, docs/performance.md.
+    False without /proc/cpuinfo. Measured with paged attention, docs/figures/engine.md.
     """
     first = _first_cpu(cpuinfo)
     return first.get("vendor_id") == "AuthenticAMD" and int(first.get("cpu family", "0")) >= _ZEN_5_FAMILY

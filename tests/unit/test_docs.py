@@ -14,7 +14,7 @@ from docs.render_tables import DRAWN, render
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
-WITH_CODE_NAMES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CODE_NAMES = [ROOT / "ARCHITECTURE.md", *(path for path in DOCUMENTS if path.parent.name in ("docs", "figures"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = (*PROJECT["tool"]["importlinter"]["root_packages"], "tests", "docs", "deploy")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
