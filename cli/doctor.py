@@ -39,7 +39,7 @@ MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
 MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
-MAX_TCP_RETRIES = 8  # 100 s; Linux has 15: 15 minutes
+MAX_TCP_RETRIES = 8  # give up after 100 s; the default of 15 after 15 minutes
 TCP_RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 STYLES = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
 

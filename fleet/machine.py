@@ -14,8 +14,8 @@ Rule 4: at shutdown all routers drain before any worker, so that dispatched requ
 Rule 5: at least one router is wanted.
 Rule 6: a slot waits for a machine without a time limit, until it is not wanted any more: a killed actor would take
 back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
-Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, at the latest so long
-before the end of the machine as a drain may take.
+Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, and at the latest
+`drain_timeout_s` before the machine ends.
 Rule 8: a roll replaces one service at a time (fleet/roll.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
 Rule 10: a worker may switch its role (fleet/role_switch.py). A roll waits for the end of a switch.

@@ -84,7 +84,7 @@ class Replay:
         return worker
 
     def _arrivals(self, workload: Workload) -> list[TraceRequest]:
-        """Every number of routers and workers gets the same arrivals, apart from their rate."""
+        """Runs with other numbers of routers and workers have the same arrivals, scaled."""
         config, requests = self.config, workload.requests
         chance = random.Random(f"arrivals of {config.seed}")
         duration_s = requests[-1].arrives_at - requests[0].arrives_at

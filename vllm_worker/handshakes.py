@@ -32,7 +32,7 @@ class Handshakes:
     _met: dict[str, None] = field(default_factory=dict)
 
     def join(self, peer: AgentAddress) -> list[ShakeHands]:
-        """Several routers announce one peer."""
+        """Queue a handshake with a peer, unless it has one. Idempotent, since every router announces the peer."""
         if peer.metadata and peer.name != self._current and peer.name not in self._met:
             self._waiting.setdefault(peer.name, peer.metadata)
             _bound(self._waiting)
@@ -52,7 +52,7 @@ class Handshakes:
         return self._next()
 
     def stop(self) -> None:
-        """Begin no other."""
+        """Drop the queue. The current handshake may still end."""
         self._waiting.clear()
 
     def _next(self) -> list[ShakeHands]:

@@ -205,7 +205,7 @@ class WorkerCore:
         events = self.scheduler.complete_step(output)
         work = self._step_works.pop(0)
         if not output.failed:  # a step that runs short of memory is computed in several parts
-            # The loop may have stood still over two steps; then the second one seems to take no time.
+            # If the event loop was blocked for two steps, only the engine's own time is right.
             seconds = now - self.step_started_at if output.seconds is None else output.seconds
             if plan.num_drafts:
                 self.scheduler.record_drafts(plan, work, seconds)

@@ -33,7 +33,7 @@ class Sequence:
     sample_limit: int | None = None  # ends with HANDOFF after this many tokens sampled on this worker; None = no limit
     token_ids: list[int] = field(default_factory=list)  # never replaced: the view has the same list
     num_computed_tokens: int = 0
-    num_planned_tokens: int = 0  # ... once the steps in flight have ended; belongs to the scheduler
+    num_planned_tokens: int = 0  # computed tokens after the steps in flight; written by `Scheduler` only
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # block ids, by position; cover every planned token
     known_full_blocks: list[FullBlock] = field(default_factory=list)  # leading full blocks of token_ids, hashed so far
@@ -44,8 +44,8 @@ class Sequence:
     num_recomputed_tokens: int = 0  # computed again after a preemption, or after a move that failed at its end
     is_moving: bool = False  # a peer reads its blocks, so its preemption would free none
     proposal: Proposal = NO_PROPOSAL  # this and the next two belong to core/scheduling/drafts.py
-    proposed_at: int = 0  # the number of tokens that the proposal goes behind
-    draft_bias: float = 0.0  # how much more often its guesses were right lately than those of others
+    proposed_at: int = 0  # the proposal continues after this many tokens
+    draft_bias: float = 0.0  # its recent share of right guesses minus the mean of the worker
     num_drafts: int = 0  # guesses that steps have computed
     num_right_drafts: int = 0  # ... and that were right
     arrived_at: float = 0.0  # time of arrival at this worker

@@ -1,8 +1,8 @@
 """Copies of many runs by one kernel: between the own pool, a mapped pool of a peer, and pinned host memory.
 
-The kernel works on raw addresses, because a mapped pool is no tensor. One copy per run through the driver is bound by
-its submission when a KV block is 2 MiB; one launch is not. A run is cut into pieces of one tile. A program finds the
-runs of its few pieces by their numbers, so the host prepares a row for each run and none for each piece.
+The kernel works on raw addresses, because a mapped pool is no tensor. With one driver call for each run, the calls would
+cost more than the copies of 2 MiB, so one kernel copies all runs. A run is cut into pieces of one tile. A program finds
+the runs of its few pieces by their numbers, so the host prepares a row for each run and none for each piece.
 
     runs of 3 and 5 pieces    first pieces 0, 3    piece 4 is the second piece of the second run
 
@@ -98,7 +98,7 @@ def _copy_runs(
 
 @triton.jit
 def _piece(runs, num_runs, piece, PIECE_BYTES: tl.constexpr):
-    """Where a piece begins, in the last run whose first piece is not behind it, and the bytes from there on."""
+    """(source, target, bytes left) of a piece. Its run is the last one whose first piece is at most `piece`."""
     run, behind = 0, num_runs
     while behind - run > 1:
         middle = (run + behind) // 2

@@ -41,8 +41,9 @@ DRAIN_STARTS = 0.5  # the sizes work off a backlog in so many start-ups
 LEAST_DRAIN_S = 30.0
 ATTAINMENT_S = 300.0  # the status shows the attainment of this time
 JUDGED_S = 60.0  # a decision is judged by this time, which begins when its workers serve
-DRAIN_CUTS = 8  # of the backlog, if no allowed sizes can work it off
-CUT, MAX_CUTS = 0.9, 40  # then of the rate, if none can follow it
+# If no allowed sizes are enough, plan for 8 smaller backlogs, then for 40 rates, each 10 % lower.
+DRAIN_CUTS = 8
+CUT, MAX_CUTS = 0.9, 40
 MAX_SIZE = 1024  # of a pool, in a search
 P, D = POOLS = ServiceRole.PREFILL, ServiceRole.DECODE
 

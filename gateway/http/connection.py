@@ -32,7 +32,7 @@ HEADERS = (
 
 
 class EventFormat(Protocol):
-    """Turns the parts of an answer into server-sent events. Every text may be empty."""
+    """Turns the parts of an answer into server-sent events. A method may return b""."""
 
     def chunk(self, chunk: Chunk) -> bytes: ...
 
@@ -79,7 +79,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventWriter:
-    """The sink of a streamed answer. Until `attach`, the text of the first parts stays in the writer."""
+    """The sink of a streamed answer. Events are held until `attach` gives the connection."""
 
     def __init__(self, form: EventFormat) -> None:
         self._form = form

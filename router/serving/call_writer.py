@@ -51,7 +51,7 @@ class StreamWriter:
         self._changed.set()
 
     async def write_all(self, messages: CallMessages) -> None:
-        """A message is as long as the client or a busy loop makes it: tokens that arrive meanwhile go into the next."""
+        """Tokens that arrive during a write go into the next message."""
         while not messages.have_ended:
             await self._changed.wait()
             self._changed.clear()
