@@ -1,6 +1,6 @@
 """Copies of many runs by one kernel: between the own pool, a mapped pool of a peer, and pinned host memory.
 
-The kernel works on raw addresses, because a mapped pool is no tensor. With one driver call for each run, the calls would
+The kernel works on raw addresses, because a mapped pool is no tensor. With a driver call for each run, the calls would
 cost more than the copies of 2 MiB, so one kernel copies all runs. A run is cut into pieces of one tile. A program finds
 the runs of its few pieces by their numbers, so the host prepares a row for each run and none for each piece.
 
