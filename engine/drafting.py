@@ -84,7 +84,7 @@ class _Text:
         return Proposal.copied(tuple(np.resize(followed, MAX_DRAFTS).tolist()), self._match)
 
     def continuation_behind(self, assumed: Sequence[int]) -> Proposal:
-        """As `continuation`, if these were the next tokens."""
+        """`continuation` if `assumed` were the next tokens."""
         known = self.num_tokens, self._next, self._match
         self.add(assumed)
         found = self.continuation()

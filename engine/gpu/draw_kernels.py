@@ -1,11 +1,12 @@
 """The Triton kernels of `draw_tokens`: of the tokens that top_k, top_p and min_p keep, the one with the largest
 logit / temperature - log(exponential(key, id)), as `draw_token` of engine/sampling.py.
 
-    _best_of_splits (all parts of all rows at once) -> _settle (a program for each row)
+    _best_of_splits (all parts of all rows at once) -> _reject_until_kept (a program for each row)
 
-Nothing is sorted. Each filter keeps the tokens down to some place in the order of `engine/gpu/sampling_kernels.py`. If
-a filter drops the best token, it drops every token behind it too, so `_settle` goes on with the best token before it.
-Each round leaves a random share of the mass. One pass over the row weighs the tokens before one, and finds the best.
+Nothing is sorted. Each filter keeps the tokens down to some place in the order of `engine/gpu/sampling_kernels.py`.
+`_reject_until_kept` is rejection over that order: if a filter drops the best token, it drops every later token, too, so
+the next candidate is the best token before it. Each round leaves a random share of the mass. One pass over the row
+weighs the tokens before the candidate, and finds the best of them.
 
 A mass is a weight as an integer, so sums depend on no order. The mass of the likeliest token is 2 ^ MASS_BITS.
 """
@@ -60,7 +61,7 @@ def draw_tokens(
         TILE=SAMPLING_SPLIT,
         num_warps=8,
     )
-    _settle[(len(rows),)](
+    _reject_until_kept[(len(rows),)](
         logits,
         rows,
         top_k,
@@ -174,12 +175,15 @@ def _share_above(key, logits, vocab_size, temperature, top, MASS_BITS: tl.conste
 
 
 @triton.jit
-def _quarter(few, many, num_kept, logits, vocab_size, TILE: tl.constexpr):
-    """The bounds of the quarter with the place: fewer than `num_kept` tokens are above `few`. -> few, many"""
-    gap = few.to(tl.int64) - many.to(tl.int64)
-    low = (many + (gap >> 2)).to(tl.int32)
-    middle = (many + (gap >> 1)).to(tl.int32)
-    high = (many + (gap * 3 >> 2)).to(tl.int32)
+def _kth_logit_bounds(upper, lower, num_kept, logits, vocab_size, TILE: tl.constexpr):
+    """One step of a 4-ary search for the key of the k-th logit, k = `num_kept`: lower < key <= upper. -> upper, lower
+
+    Fewer than k tokens are above `upper`, at least k above `lower`.
+    """
+    gap = upper.to(tl.int64) - lower.to(tl.int64)
+    low = (lower + (gap >> 2)).to(tl.int32)
+    middle = (lower + (gap >> 1)).to(tl.int32)
+    high = (lower + (gap * 3 >> 2)).to(tl.int32)
     above_low = tl.zeros([TILE], tl.int32)
     above_middle = tl.zeros([TILE], tl.int32)
     above_high = tl.zeros([TILE], tl.int32)
@@ -190,16 +194,16 @@ def _quarter(few, many, num_kept, logits, vocab_size, TILE: tl.constexpr):
         above_low += (inside & (keys > low)).to(tl.int32)
         above_middle += (inside & (keys > middle)).to(tl.int32)
         above_high += (inside & (keys > high)).to(tl.int32)
-    low_is_many = tl.sum(above_low, axis=0) >= num_kept
-    middle_is_many = tl.sum(above_middle, axis=0) >= num_kept
-    high_is_many = tl.sum(above_high, axis=0) >= num_kept
-    few = tl.where(high_is_many, few, tl.where(middle_is_many, high, tl.where(low_is_many, middle, low)))
-    many = tl.where(high_is_many, high, tl.where(middle_is_many, middle, tl.where(low_is_many, low, many)))
-    return few, many
+    low_is_lower = tl.sum(above_low, axis=0) >= num_kept
+    middle_is_lower = tl.sum(above_middle, axis=0) >= num_kept
+    high_is_lower = tl.sum(above_high, axis=0) >= num_kept
+    upper = tl.where(high_is_lower, upper, tl.where(middle_is_lower, high, tl.where(low_is_lower, middle, low)))
+    lower = tl.where(high_is_lower, high, tl.where(middle_is_lower, middle, tl.where(low_is_lower, low, lower)))
+    return upper, lower
 
 
 @triton.jit
-def _settle(
+def _reject_until_kept(
     logits,
     rows,
     top_k,
@@ -234,15 +238,15 @@ def _settle(
     has_top_p = top_p < 1.0
     mass = tl.zeros([], tl.int64)
     if has_top_p:
-        # Of the tokens that top_k keeps. By quarters, between a logit with fewer tokens above it and one with as many.
-        few = key_of(top)
-        many = key_of(tl.where(has_top_k, top - 50.0 * temperature, float("-inf"))) - 1
-        count, mass = _share_above(many, logits, vocab_size, temperature, top, MASS_BITS, TILE)
+        # The mass of the tokens that top_k keeps, by a 4-ary search for the k-th logit.
+        upper = key_of(top)
+        lower = key_of(tl.where(has_top_k, top - 50.0 * temperature, float("-inf"))) - 1
+        count, mass = _share_above(lower, logits, vocab_size, temperature, top, MASS_BITS, TILE)
         if has_top_k & (count > num_kept):
-            while few.to(tl.int64) - many.to(tl.int64) > 1:
-                few, many = _quarter(few, many, num_kept, logits, vocab_size, TILE)
-            count, above = _share_above(few, logits, vocab_size, temperature, top, MASS_BITS, TILE)
-            mass = above + (num_kept - count) * _masses(value_of(few), top, temperature, MASS_BITS)
+            while upper.to(tl.int64) - lower.to(tl.int64) > 1:
+                upper, lower = _kth_logit_bounds(upper, lower, num_kept, logits, vocab_size, TILE)
+            count, above = _share_above(upper, logits, vocab_size, temperature, top, MASS_BITS, TILE)
+            mass = above + (num_kept - count) * _masses(value_of(upper), top, temperature, MASS_BITS)
 
     undecided = has_top_k | has_top_p | (min_p > 0.0)
     while undecided:

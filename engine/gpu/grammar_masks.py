@@ -14,7 +14,7 @@ import torch
 
 from core.output_grammar import Masks
 from engine.gpu.device_queue import upload
-from engine.gpu.sampling_plan import WrittenRow
+from engine.gpu.sampling_plan import MaskedRow
 
 _ROWS_AT_ONCE = 32  # bounds the memory: 10 bytes for each row and token of the vocabulary
 
@@ -29,12 +29,12 @@ class Unmasked(NamedTuple):
         logits.index_copy_(0, self.rows, self.logits)
 
 
-def mask_logits(logits: torch.Tensor, written: Sequence[WrittenRow], masks: Masks) -> Unmasked | None:
+def mask_logits(logits: torch.Tensor, grammar_rows: Sequence[MaskedRow], masks: Masks) -> Unmasked | None:
     """Launch on the current stream: -inf for every token that a mask does not allow. A row without a mask has failed.
 
     # logits: float32 [S, vocab], changed in place
     """
-    masked = [row for row in written if row.chunk.sequence.sequence_id in masks.allowed]
+    masked = [row for row in grammar_rows if row.chunk.sequence.sequence_id in masks.allowed]
     asked = [row.row for row in masked if row.chunk.sequence.sampling.num_logprobs is not None]
     unmasked = None
     if asked:
@@ -45,7 +45,7 @@ def mask_logits(logits: torch.Tensor, written: Sequence[WrittenRow], masks: Mask
     return unmasked
 
 
-def _mask(logits: torch.Tensor, masked: Sequence[WrittenRow], masks: Masks) -> None:
+def _mask(logits: torch.Tensor, masked: Sequence[MaskedRow], masks: Masks) -> None:
     packed = np.stack([_allowed(row, masks.allowed[row.chunk.sequence.sequence_id][0]) for row in masked])
     rows = upload(np.array([row.row for row in masked], np.int64), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -53,7 +53,7 @@ def _mask(logits: torch.Tensor, masked: Sequence[WrittenRow], masks: Masks) -> N
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
 
 
-def _allowed(row: WrittenRow, mask: bytes) -> np.ndarray:
+def _allowed(row: MaskedRow, mask: bytes) -> np.ndarray:
     """Without the barred tokens, unless the grammar allows no others. # uint8 [vocab / 8, rounded up]"""
     allowed = np.frombuffer(mask, np.uint8)
     if not row.barred:

@@ -245,7 +245,7 @@ class GpuRunner:
         except Exception as error:  # noqa: BLE001 - `_compute` raises it when the step is collected
             step.error = error
         else:
-            if not step.plan.written:
+            if not step.plan.grammar_rows:
                 self._sample(step, NO_MASKS)
 
     def _sample(self, step: _Step, masks: Masks) -> None:
@@ -328,7 +328,7 @@ class GpuRunner:
 def _written(step: _Step) -> list[ScheduledChunk]:
     """The chunks with outputs that have a grammar. Without memory for its inputs, a step has no plan yet."""
     if step.plan is not None:
-        return [row.chunk for row in step.plan.written]
+        return [row.chunk for row in step.plan.grammar_rows]
     return [chunk for chunk in step.chunks if chunk.samples and chunk.sequence.sampling.grammar]
 
 

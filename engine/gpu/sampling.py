@@ -102,7 +102,7 @@ class DeviceSampler:
         # logits: float32 [S, vocab], rows contiguous
         # sampled_before: int32 [rows of the step before], None if the plan has no promised token that matters
         # highest: int32 [S or more], what `argmax` found in these logits, if it ran already
-        # masks: of the plan's `written` rows; a row that has failed is sampled without one
+        # masks: of the plan's `grammar_rows`; a row that has failed is sampled without one
         """
         assert logits.shape == (plan.num_rows, self._vocab_size), "one row of logits for each chunk that samples"
         assert logits.dtype is torch.float32, "sampling is exact in float32"
@@ -112,9 +112,9 @@ class DeviceSampler:
         result = torch.empty(plan.num_rows + num_asked * (1 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=self._device)
         token_ids = result[: plan.num_rows]
         saved = self._adjust(logits, plan, sampled_before)
-        unmasked = mask_logits(logits, plan.written, masks)
+        unmasked = mask_logits(logits, plan.grammar_rows, masks)
         if not plan.all_drawn:
-            if highest is None or plan.adjusted is not None or plan.written:
+            if highest is None or plan.adjusted is not None or plan.grammar_rows:
                 ops.argmax(logits, token_ids)
             else:
                 token_ids.copy_(highest[: plan.num_rows])

@@ -49,7 +49,7 @@ class AdjustedRows:
     promised: torch.Tensor  # int32 [A] row of the sequence's last token among the rows of the step before; -1: known
 
 
-class WrittenRow(NamedTuple):
+class MaskedRow(NamedTuple):
     """A row whose output has a grammar. Its mask comes with the tokens of the step before."""
 
     row: int
@@ -69,7 +69,7 @@ class SamplingPlan:
     num_logprobs: Sequence[int]  # [L] most likely tokens of each of these rows
     logprob_names: Sequence[str]  # [L]
     reads_promised: bool  # whether a penalty counts a promised token
-    written: Sequence[WrittenRow] = ()  # the rows whose outputs have a grammar
+    grammar_rows: Sequence[MaskedRow] = ()  # the rows whose outputs have a grammar
     uploaded: Mark | None = None  # the tensors are on the device from here on
 
     @property
@@ -121,8 +121,8 @@ class Planner:
             num_logprobs=[chunks[row].sequence.sampling.num_logprobs or 0 for row in asked],
             logprob_names=[chunks[row].sequence.sequence_id for row in asked],
             reads_promised=any(chunks[entry[0]].promised for entry in entries),
-            written=[
-                WrittenRow(row, chunk, barred_tokens(chunk, self._eos_token_ids))
+            grammar_rows=[
+                MaskedRow(row, chunk, barred_tokens(chunk, self._eos_token_ids))
                 for row, chunk in enumerate(chunks)
                 if chunk.sequence.sampling.grammar
             ],
