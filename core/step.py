@@ -92,7 +92,7 @@ class Proposal(NamedTuple):
         return cls(token_ids, (FORCED,) * len(token_ids))
 
     def with_next(self, following: Proposal, count: int) -> Proposal:
-        """These guesses, and the first `count` of the following ones."""
+        """This proposal, continued by the first `count` guesses of `following`."""
         return Proposal(self.token_ids + following.token_ids[:count], self.matches + following.matches[:count])
 
 

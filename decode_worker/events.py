@@ -110,7 +110,7 @@ class DecodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class AskToMove:
-    """These calls could go on at another worker."""
+    """Ask the routers to move these calls to another worker."""
 
     request_ids: tuple[str, ...]
     reason: MoveReason

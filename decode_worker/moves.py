@@ -135,7 +135,7 @@ class Moves:
         return actions
 
     def _ask(self, sequences: Iterable[Sequence], reason: MoveReason, now: float) -> list[AskToMove]:
-        """Those asked for longest ago come first."""
+        """Ask for moves. The sequences whose last request is oldest come first."""
         num_waiting = sum(now < at + ASK_AGAIN_S for at in self._asked_at.values())
         candidates = [s for s in sequences if self._can_move(s) and self._may_ask(s, now)]
         candidates.sort(key=lambda s: self._asked_at.get(s.sequence_id, 0.0))
@@ -207,7 +207,7 @@ class Moves:
         return next((move for move in self.by_id.values() if move.transfer_id == transfer_id), None)
 
     def _can_move(self, sequence: Sequence) -> bool:
-        """It is in decode, and will be for a while."""
+        """True if the sequence is in decode, and has enough tokens left to be worth a move."""
         name, queues = sequence.sequence_id, self._core.scheduler.queues
         is_decode = name not in queues.prefilling and sequence.num_uncomputed_tokens <= 1
         num_left = sequence.max_num_tokens - sequence.num_tokens

@@ -121,7 +121,7 @@ class PullQueue:
         self._note(pull)
 
     def announce(self, transfer_id: TransferId, positions: Iterable[int], *, is_last: bool = False) -> None:
-        """These positions need a target each. `is_last`: no others follow, so a growing sequence has its length."""
+        """Each position needs a target block. With `is_last` no others follow, so a growing sequence has its length."""
         pull = self.by_id[transfer_id]
         if not pull.call_ended:
             pull.announced += positions
@@ -155,7 +155,7 @@ class PullQueue:
             del self._lacking[place]
 
     def _place_of(self, pull: PulledPrompt) -> int | None:
-        """Where `_lacking` has the pull, in logarithmic time. No two pulls have one rank."""
+        """Index of the pull in `_lacking`, in logarithmic time; ranks are unique. None if it is not there."""
         place = bisect_left(self._lacking, _rank(pull), key=_rank)
         return place if place < len(self._lacking) and self._lacking[place] is pull else None
 

@@ -45,7 +45,7 @@ class Roll:
         return slot.state is SlotState.PLACING and self.replaced is None
 
     def next_slot(self, slots: Slots) -> Slot | None:
-        """Those that do not serve first: their end costs nothing."""
+        """The next slot to replace: first one that does not serve, since its end costs nothing."""
         others = [slot for slot in slots if slot.revision != self.revision and slot.state in STARTED]
         return min(
             others,

@@ -78,4 +78,4 @@ class ValidationThreads:
 def _end(free_threads: asyncio.Semaphore, result: asyncio.Future[Any]) -> None:
     free_threads.release()
     if not result.cancelled():
-        result.exception()  # else asyncio logs the exception of a call that nobody waits for
+        result.exception()  # else asyncio logs the exception of an abandoned call

@@ -59,7 +59,7 @@ class Replay:
         return ServedRequests(self.world)
 
     def _first_workers(self) -> list[tuple[ServiceRole, int]]:
-        """Those that serve before the first request."""
+        """(role, number) of the workers that serve before the first request."""
         return [(ServiceRole.PREFILL, self.config.num_prefill), (ServiceRole.DECODE, self.config.num_decode)]
 
     def _add_worker(self, worker_id: str, role: ServiceRole) -> WorkerShell:

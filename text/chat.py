@@ -25,7 +25,7 @@ class Chat:
 
     @property
     def uses_tools(self) -> bool:
-        """It has tools, calls or results."""
+        """True if the chat has tools, calls or results."""
         return bool(self.tools) or any("tool_calls" in m or m.get("role") == "tool" for m in self.messages)
 
     def texts(self) -> Iterator[tuple[str, str]]:

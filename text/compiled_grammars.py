@@ -123,7 +123,7 @@ def refusal(matcher: LLMatcher) -> InvalidRequest:
 
 
 def _deep_thread() -> ThreadPoolExecutor:
-    """It uses the cores of the caller: the thread that gives it a task may be pinned to the core of the model."""
+    """A thread with a deep stack, on the caller's cores. Its first task may come from a thread on the model's core."""
     made = ThreadPoolExecutor(1, "grammar-compiler", partial(os.sched_setaffinity, 0, os.sched_getaffinity(0)))
     usual = threading.stack_size(_STACK_BYTES)
     try:

@@ -24,7 +24,7 @@ MAX_CONSTANT_PARTS = 500  # objects and lists inside `const` and `enum`: 50 ms
 MAX_OPTIONAL = 150  # properties of one object; each adds four items to a row of the parser
 MAX_RULES = 500  # rules, terminals and schemas in Lark: 30 ms; a chain of 3,000 takes 20 s
 
-# As llguidance reads Lark. What is not closed runs to the end of the line or of the grammar, and llguidance refuses it.
+# Texts, expressions and comments, as llguidance reads Lark. It refuses one that is not closed.
 _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])++/?|(?:#|//)[^\n]*+')
 _RULE = re.compile(r"[\w\]]\s*+:")  # in JSON, a colon follows a text
 _JSON = re.compile(r"%json\s*+")

@@ -89,7 +89,7 @@ class Side:
     async def offer(
         self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
     ) -> None:
-        """Offer blocks that are ready, and wait for their digests if they shall be made first."""
+        """Offer blocks that are ready, and wait for their digests if `digests_made`."""
         blocks = self._offered = await self._shuffled(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))

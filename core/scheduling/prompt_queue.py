@@ -85,7 +85,7 @@ class PromptQueue:
             self._num_cached[sequence.sequence_id] = self._blocks.num_cached_tokens(sequence)
 
     def check(self, prompts: Iterable[Sequence]) -> None:
-        """These are the prompts, and all are in the order."""
+        """The queue has exactly `prompts`, and the order has all of them."""
         assert self._sequences == {sequence.sequence_id: sequence for sequence in prompts}
         self._order.check()
         assert len(self._order) == len(self._sequences)

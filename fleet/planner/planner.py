@@ -311,7 +311,7 @@ class Planner:
             )
 
     def _serving(self, role: ServiceRole, status: FleetStatus) -> list[SlotStatus]:
-        """Those that serve and stay: a reason says why one leaves."""
+        """The slots that serve and stay. A slot that leaves has a reason."""
         return [s for s in status.slots if s.role is role and s.state is SlotState.SERVING and not s.reason]
 
     def _held_tokens(self, slot: SlotStatus) -> int:

@@ -74,7 +74,7 @@ class TrafficLog:
         return {name: traffic for name, (at, traffic) in self._newest.items() if at > now - SILENT_S}
 
     def totals(self, seconds: float, now: float) -> RequestTotals:
-        """What the newest `seconds` have added."""
+        """Totals of the requests of the last `seconds`."""
         newest = range(math.floor(now - seconds) + 1, math.floor(now) + 1)
         added = [self._added[second] for second in newest if second in self._added]
         return RequestTotals._make(map(sum, zip(NOTHING, *added, strict=True)))

@@ -161,7 +161,7 @@ class OpenMoves:
         return routed.move is not None and routed.move.target.dispatch_id == dispatch_id
 
     def _can_move(self, routed: RoutedRequest, source: Dispatch) -> bool:
-        """It decodes, has a while to go, and does not move already."""
+        """True if the request decodes, has at least MIN_TOKENS_LEFT to go, and has no move yet."""
         num_left = routed.request.sampling.max_tokens - len(routed.delivered)
         is_decoding = routed.timeline.stage is Stage.DECODE and not source.prefill_open and source.decode is None
         knows_worker = self._workers.get(source.candidate.decode_worker) is not None

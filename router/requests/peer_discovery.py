@@ -49,7 +49,7 @@ def _hash(text: str) -> int:
 
 
 def _other_pool(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-    """Those with which the worker may hand over."""
+    """The workers with which this worker may hand over."""
     version = worker.agent.protocol_version
     return [o for o in workers if o.role is not worker.role and o.agent.protocol_version == version]
 

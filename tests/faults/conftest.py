@@ -1,4 +1,4 @@
-"""A fabric of its own for each test, with a hand on its wire."""
+"""Each test has its own memory fabric. `wire` drops, delays and changes its messages."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
             slow_down(worker, 0.05)
         early = [await Stream(deployment.inference, prompt_of(seed), 150).reach(2) for seed in range(4)]
         gate = Gate(leaving[0])
-        gate.close()  # or its drain might be over before anybody looks
+        gate.close()  # else the drain could end before the test observes it
         early += [Stream(deployment.inference, prompt_of(seed, 150), 60) for seed in range(10, 14)]
 
         def all_arrived() -> bool:

@@ -157,7 +157,7 @@ async def test_steps_that_end_in_time_are_never_taken_to_hang() -> None:
 
 
 def fail_on_arrival(worker: WorkerService) -> None:
-    """Its machine takes whatever else comes: what the transfer still measures shall not be what makes it fail."""
+    """Make the machine of a worker fail at `PrefillArrived`, and at no other event."""
     assert worker._driver is not None
     handle = worker._driver.machine.handle
 
@@ -170,7 +170,7 @@ def fail_on_arrival(worker: WorkerService) -> None:
 
 
 async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once() -> None:
-    """Who made it fail is not tried elsewhere, where it might do the same; all others are, and nobody waits."""
+    """The call that caused the failure is not retried, since it could fail the next worker, too. All others are."""
     async with deploy(tiny_config()) as deployment:
         (worker,) = deployment.prefill
         fail_on_arrival(worker)

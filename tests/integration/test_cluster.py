@@ -123,7 +123,7 @@ def family_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: Cluster, tmp_path: Path) -> None:
-    """Stands first: the fleet of the other tests has this Ray for itself."""
+    """The first test of this file, since the fleet of the others needs the whole Ray."""
     async with Journal.open(tmp_path / "journal"):
         spec = replace(fake_fleet(tmp_path / "journal", CONFIG), decode=build_nothing)
         await ray_here.start(spec)
