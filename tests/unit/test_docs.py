@@ -13,7 +13,8 @@ from docs.limits import PAGE, draw
 from docs.render_tables import DRAWN, render
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+PAGES = ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
+DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 WITH_CODE_NAMES = [ROOT / "ARCHITECTURE.md", *(path for path in DOCUMENTS if path.parent.name in ("docs", "figures"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = (*PROJECT["tool"]["importlinter"]["root_packages"], "tests", "docs", "deploy")
