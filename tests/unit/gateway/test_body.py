@@ -7,6 +7,8 @@ import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
@@ -55,6 +57,15 @@ async def test_a_body_over_the_limit_is_refused_by_its_length_or_its_parts(lengt
     upload = Upload(BodyReader(10), length)
     await upload.sends(*parts)
     assert await upload.refusal() == (413, "request_too_large")
+
+
+async def test_the_last_part_counts_like_the_others() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * 11, "more_body": False}
+
+    with pytest.raises(ApiError) as caught:
+        await BodyReader(10).read({"headers": []}, receive)
+    assert caught.value.status == 413
 
 
 async def test_a_client_that_leaves_ends_its_body() -> None:
@@ -129,6 +140,65 @@ async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(
     assert len(await honest.reading) == 40
     ended = [await each.refusal() for each in hostile if each.reading.done()]
     assert ended == [(503, "overloaded")] * 5
+
+
+OWNERS = st.tuples(st.sampled_from(["here", "there"]), st.sampled_from(["", "key"]))
+STEPS = st.sampled_from(["cancel", "leave", "end", "give up"]) | st.integers(1, 60)
+
+
+@given(
+    owners=st.lists(OWNERS, min_size=1, max_size=6), steps=st.lists(st.tuples(st.integers(0, 5), STEPS), max_size=40)
+)
+async def test_every_byte_of_a_body_is_counted_once_and_given_back_however_the_body_ends(
+    owners: list[tuple[str, str]], steps: list[tuple[int, str | int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "MAX_READING_BYTES", 100)
+        reader = BodyReader(80)
+        uploads = [Upload(reader, host=host, key=key) for host, key in owners]
+        for number, step in steps:
+            upload = uploads[number % len(uploads)]
+            match step:
+                case "cancel":
+                    upload.reading.cancel()
+                case "leave":
+                    await upload.sends(None)
+                case "end":
+                    await upload.sends(b"x", b"")
+                case "give up":  # by a neighbour that ends in the same turn of the loop
+                    upload.send_soon(b"x" * 79)
+                    uploads[0].send_soon(b"x" * 30, b"")
+                case int():
+                    upload.send_soon(b"x" * step)
+            await asyncio.sleep(0)
+            reader.check()
+        for upload in uploads:
+            await upload.sends(None)
+        await asyncio.gather(*(upload.reading for upload in uploads), return_exceptions=True)
+        reader.check()
+        assert not reader._reading
+        assert reader._ledger.total == 0
+
+
+@given(st.lists(st.tuples(OWNERS, st.integers(0, 70), st.booleans()), max_size=30))
+def test_waiting_bodies_never_exceed_their_room_and_give_it_back(
+    steps: list[tuple[tuple[str, str], int, bool]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as every_body:
+        patch.setattr(body, "MAX_WAITING_BYTES", 100)
+        waiting, held = WaitingBodies(), list[tuple[contextlib.ExitStack, int]]()
+        for (host, key), size, ends_one in steps:
+            if ends_one and held:
+                held.pop(size % len(held))[0].close()
+            stack = every_body.enter_context(contextlib.ExitStack())
+            with contextlib.suppress(QueueFull):
+                scope = {"client": (host, 1), "headers": [(b"authorization", key.encode())]}
+                stack.enter_context(waiting.hold(scope, size))
+                held.append((stack, size))
+            waiting.check()
+            assert waiting._ledger.total == sum(num_bytes for _, num_bytes in held)
+        every_body.close()
+        assert waiting._ledger.total == 0
 
 
 def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clients() -> None:
