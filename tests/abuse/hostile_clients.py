@@ -1,7 +1,10 @@
 """Clients that try to stop, fill, starve or mislead a router. Each does its worst once, and leaves.
 
 Every one is small: a few connections and a few hundred kilobytes. What is tried is how much of a router such a client
-gets for that, not how many packets a machine can take.
+gets for that, not how many packets a machine can take. They run in a process of their own, which yields its core to all
+others: what they compute themselves would be done on another machine.
+
+    python -m tests.abuse.hostile_clients HTTP_PORT GRPC_ADDRESS KEY SECONDS   # prints what each met, as JSON
 """
 
 from __future__ import annotations
@@ -9,6 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import random
+import sys
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,3 +285,37 @@ async def writes_into_terminals_and_pages(target: Target) -> str:
         await target.posts("/v1/completions", json.dumps({"prompt": "a", "user": name, "max_tokens": 1}).encode())
         await target.generates(make_request(text="a", max_tokens=1, request_id=name[:200]))
     return "written"
+
+
+# ---- all of them
+
+
+async def act_for(target: Target, seconds: float) -> Counter[str]:
+    """How often each acted: all at least once, and then in a random order until `seconds` have passed."""
+    order, spread, deadline = list(CLIENTS), random.Random(0), time.monotonic() + seconds
+    counts: Counter[str] = Counter()
+
+    async def act() -> None:
+        while order or time.monotonic() < deadline:
+            name = order.pop() if order else spread.choice(list(CLIENTS))
+            try:
+                target.answers.setdefault(name, set()).add(await CLIENTS[name](target))
+            except OSError as error:  # an answer may be late, or its connection be closed
+                target.answers.setdefault(name, set()).add(repr(error))
+            counts[name] += 1
+
+    await asyncio.gather(*(act() for _ in CLIENTS))
+    return counts
+
+
+async def main(http_port: str, grpc_address: str, key: str, seconds: str) -> None:
+    os.nice(19)
+    async with grpc.aio.insecure_channel(grpc_address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        target = Target(int(http_port), inference, key)
+        counts = await act_for(target, float(seconds))
+    print(json.dumps({name: (counts[name], sorted(target.answers[name])) for name in counts}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-import random
+import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -99,22 +98,20 @@ class HonestStreams:
         return gaps
 
 
-async def hostile_for(target: Target, seconds: float) -> Counter[str]:
-    """Every client at least once, and then in a random order until `seconds` have passed."""
-    order, spread, deadline = list(CLIENTS), random.Random(0), time.monotonic() + seconds
-    counts: Counter[str] = Counter()
-
-    async def act() -> None:
-        while order or time.monotonic() < deadline:
-            name = order.pop() if order else spread.choice(list(CLIENTS))
-            try:
-                target.answers.setdefault(name, set()).add(await CLIENTS[name](target))
-            except OSError as error:  # an answer may be late, or its connection be closed
-                target.answers.setdefault(name, set()).add(repr(error))
-            counts[name] += 1
-
-    await asyncio.gather(*(act() for _ in CLIENTS))
-    return counts
+async def hostile_for(http_port: int, grpc_address: str, seconds: float) -> dict[str, tuple[int, list[str]]]:
+    """How often each hostile client acted, and what it met."""
+    arguments = (str(http_port), grpc_address, KEYS["hostile"], str(seconds))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.abuse.hostile_clients", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0
+    found: dict[str, tuple[int, list[str]]] = json.loads(output)
+    return found
 
 
 @pytest.mark.parametrize("seconds", [8.0, pytest.param(900.0, marks=pytest.mark.slow)])
@@ -129,8 +126,8 @@ async def test_honest_streams_keep_their_pace_beside_every_hostile_client(second
         async with Fleet.start(
             config, {"prefill": 1, "decode": 1}, {"decode": STEP_S}, operator_key=KEYS["operator"]
         ) as fleet:
-            router = psutil.Process(fleet.services["router-0"].process.pid)
-            streams, target = HonestStreams(fleet, port), Target(port, fleet.inference, KEYS["hostile"])
+            router_service = fleet.services["router-0"]
+            router, streams = psutil.Process(router_service.process.pid), HonestStreams(fleet, port)
             num_files = router.num_fds()
             async with streams.run():
                 await until(lambda: streams.num_ended >= 4 * NUM_STREAMS, "every stream is warm", 60)
@@ -138,18 +135,18 @@ async def test_honest_streams_keep_their_pace_beside_every_hostile_client(second
                 await asyncio.sleep(seconds)
                 calm, memory = streams.take(), router.memory_info().rss
                 most_memory = memory
-                hostile = asyncio.create_task(hostile_for(target, seconds))
+                hostile = asyncio.create_task(hostile_for(port, router_service.endpoint["address"], seconds))
                 while not hostile.done():
                     await asyncio.wait((hostile,), timeout=0.2)
                     most_memory = max(most_memory, router.memory_info().rss)
-                counts, disturbed = hostile.result(), streams.take()
+                met, disturbed = hostile.result(), streams.take()
             print(
                 f"\ngaps p99 {percentile_99(calm):.3f} s alone, {percentile_99(disturbed):.3f} s beside; longest "
                 f"{max(calm):.3f}, {max(disturbed):.3f} s; router +{(most_memory - memory) / 2**20:.0f} MiB"
             )
-            for name, found in sorted(target.answers.items()):
-                print(f"  {counts[name]} x {name}: {', '.join(sorted(found))[:120]}")
-            assert set(counts) == set(CLIENTS)
+            for name, (count, answers) in sorted(met.items()):
+                print(f"  {count} x {name}: {', '.join(answers)[:120]}")
+            assert set(met) == set(CLIENTS)
             assert percentile_99(disturbed) <= 2 * percentile_99(calm) + MORE_S
             assert most_memory - memory <= MAX_MORE_BYTES
             await fleet.settle(config.transfer.lease_s + SLACK_S)
