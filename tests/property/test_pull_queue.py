@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import SchedulerConfig
 from core.errors import QueueFull
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release, Want
 from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from simulator.checks import HandOffsAsk
-from tests.support.driven_worker import request
-from tests.unit.decode_worker.driven_decode import Decode
+from tests.support.worker_words import WorkerReplay
 
 NUM_STEPS = 120
 MAX_ROUNDS = 400  # to the end of all calls
@@ -41,12 +39,12 @@ class World:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.num_blocks = rng.choice((6, 8, 12, 20))
-        config = SchedulerConfig(max_batched_tokens=8, max_running=rng.choice((2, 4)), max_waiting=8)
-        self.worker = Decode(self.num_blocks, max_pulls_waiting=6, scheduler=config)
+        self.worker = WorkerReplay()
+        self.worker.decode(blocks=self.num_blocks, pulls=6, max_running=rng.choice((2, 4)))
         self.owned: dict[int, Owned] = {}
         self.num_calls = 0
         self.num_reads_seen = 0
-        self.hand_offs = HandOffsAsk(self.worker.machine)
+        self.hand_offs = HandOffsAsk(self.worker.decoder)
         self.reads: list[StartRead] = []
         self.seen: Counter[str] = Counter()
 
@@ -59,20 +57,19 @@ class World:
         first = rng.choice((1, 1000 * self.num_calls + 1000))  # some share a prefix
         self.num_calls += 1
         name = f"r{self.num_calls}"
-        arriving = request(name, num_tokens, max_tokens, first, priority=rng.choice((0, 0, 0, -1, 1)))
+        options = {"max": max_tokens, "first": first, "priority": rng.choice((0, 0, 0, -1, 1)), "timeout": 1e6}
+        ticket = 0 if rng.random() < 0.3 else self.num_calls
         try:
-            if rng.random() < 0.3:
-                self.worker.arrive_alone(arriving, timeout_s=1e6)
-            else:
-                self.worker.arrive(arriving, ticket=self.num_calls, timeout_s=1e6)
-                self.owned[self.num_calls] = Owned(self.num_calls)
+            self.worker.arrive(name, num_tokens, ticket=ticket, **options)
+            if ticket:
+                self.owned[ticket] = Owned(ticket)
         except QueueFull:
             self.seen["refused"] += 1
 
     def announce(self, portion: int) -> None:
         """Of a hand-off with a WANT."""
-        wants = {want.transfer_id: want for want in self.worker.sent(Want)}
-        released = {release.transfer_id for release in self.worker.sent(Release)}
+        wants = {want.transfer_id: want for want in self.worker.of(Want)}
+        released = {release.transfer_id for release in self.worker.of(Release)}
         able = [o for o in self.owned.values() if o.ticket in wants and o.ticket not in released and not o.aborted]
         able = [o for o in able if o.num_announced <= len(wants[o.ticket].positions)]
         if not able:
@@ -84,14 +81,15 @@ class World:
         blocks = OfferedBlocks.of((position, position, 0) for position in want.positions[first:end])
         tokens = (self.rng.randrange(20, 60),) if last else ()
         owned.num_announced = end + last
-        self.worker.hear(lambda i, c: Ready(owned.ticket, i, c, want.counter, first, blocks, last, tokens))
+        fields = {"ack": want.counter, "first_block": first, "blocks": blocks, "last": last, "token_ids": tokens}
+        self.worker.hear(Ready, owned.ticket, **fields)
 
     def answer_heartbeat(self) -> None:
         """The owner knows every transfer."""
-        beats = [beat for beat in self.worker.sent(Heartbeat) if beat.ack is None]
+        beats = [beat for beat in self.worker.of(Heartbeat) if beat.ack is None]
         if beats:
             entries = tuple(HeartbeatEntry(entry.transfer_id, 0) for entry in beats[-1].entries)
-            self.worker.hear(lambda i, c: Heartbeat(i, c, beats[-1].counter, entries))
+            self.worker.hear(Heartbeat, ack=beats[-1].counter, entries=entries)
 
     def end_read(self, failing: bool = False) -> None:
         started = self.worker.of(StartRead)
@@ -109,7 +107,7 @@ class World:
             self.worker.post(DecodeCancelled(name))
         else:
             self.owned[ticket].aborted = True
-            self.worker.hear(lambda i, c: Abort(ticket, i, c, AbortReason.PREFILL_FAILED))
+            self.worker.hear(Abort, ticket, reason=AbortReason.PREFILL_FAILED)
 
     def step(self) -> None:
         rng = self.rng
@@ -131,7 +129,7 @@ class World:
 
     def look(self) -> None:
         """Count what a test wants to have happened."""
-        pulls = self.worker.machine.pulls
+        pulls = self.worker.decoder.pulls
         self.seen["half-pulled together"] += pulls.num_half_pulled > 1
         self.seen["blocked"] += pulls.blocked_rank is not None
         self.seen["stalled"] += pulls.next_deadline() is not None
@@ -159,7 +157,7 @@ class World:
         ended = [end.request_id for end in done] + [end.request_id for end in failed]
         assert len(ended) == len(set(ended)) == self.num_calls - self.seen["refused"]
         self.seen["done"] += len(done)
-        releases = self.worker.sent(Release)
+        releases = self.worker.of(Release)
         self.seen["overloaded"] += sum(release.reason is AbortReason.OVERLOADED for release in releases)
         self.seen["preempted"] += self.worker.core.scheduler.num_preemptions
 

@@ -14,15 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from core.config import SchedulerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole, WorkerState
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import CallId, WorkerLoad
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from router.routing.worker_record import CallWork, WorkerRecord
-from tests.support.driven_worker import request
-from tests.unit.decode_worker.driven_decode import Decode
+from tests.support.driven_worker import DrivenWorker, request
 
 ROUTERS = st.sampled_from(("a", "b"))
 COUNTS = st.integers(1, 3)
@@ -56,8 +54,8 @@ def brought(record: WorkerRecord) -> tuple[float, int]:
 class TwoRouters(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        config = SchedulerConfig(max_batched_tokens=4, max_running=3, max_waiting=4)
-        self.worker = Decode(num_blocks=40, scheduler=config)
+        self.worker = DrivenWorker()
+        self.worker.begin(is_prefill=False, blocks=40, max_batched_tokens=4, max_running=3, max_waiting=4)
         load = WorkerLoad(WorkerState.SERVING)
         self.routers = {
             name: Router(WorkerRecord("w", ServiceRole.DECODE, self.worker.me, load, 0.0, name, MAX_IN_FLIGHT))

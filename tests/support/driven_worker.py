@@ -1,4 +1,4 @@
-"""The machine of a worker, driven by a test: the test runs each step, delivers each message, and reads the actions.
+"""The machine of a worker, driven by a test: the test ends each step, lets time pass, and reads the actions.
 
 A step samples as token the number of tokens before it, so a test can predict each token.
 """
@@ -6,12 +6,13 @@ A step samples as token the number of tokens before it, so a test can predict ea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import OutOfDeviceMemory, TandemError
-from core.handoff import AgentAddress, HandoffMessage
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.request import Request, SamplingParams
@@ -19,7 +20,7 @@ from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan
 from decode_worker.machine import DecodeMachine
-from kv_transfer.protocol.events import MessageReceived, SendMessage
+from kv_transfer.protocol.events import SendMessage
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
 from worker.core import RunStep, StepFailed, StepFinished, WorkerCore
@@ -45,27 +46,20 @@ def request(
 
 
 class DrivenWorker:
-    """`me` and `peer` are agents. Each message of the peer gets the next counter."""
+    machine: PrefillMachine | DecodeMachine
 
-    def __init__(
-        self,
-        build: Callable[[WorkerCore, TransferMachine], PrefillMachine | DecodeMachine],
-        num_blocks: int = 16,
-        scheduler: SchedulerConfig | None = None,
-        plans_ahead: bool = False,
-    ) -> None:
+    def begin(self, *, is_prefill: bool, blocks: int = 16, pulls: int = 4, ahead: int = 0, **limits: int) -> None:
+        """A new worker: at most `pulls` hand-offs wait, and with `ahead` it plans one step ahead."""
         self.now = 50.0
-        self.me, self.peer = address("me", num_blocks), address("peer")
-        self.pool = BlockPool(num_blocks)
-        config = scheduler or SchedulerConfig(max_batched_tokens=8, max_running=4, max_waiting=8)
-        self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool, plans_ahead)
+        self.me, self.peer = address("me", blocks), address("peer")
+        self.pool = BlockPool(blocks)
+        config = SchedulerConfig(**({"max_batched_tokens": 8, "max_running": 4, "max_waiting": 8} | limits))
+        self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool, bool(ahead))
         transfers = TransferMachine(TransferConfig(lease_s=LEASE_S, transport="memory"), self.pool, self.me)
+        build = PrefillMachine if is_prefill else partial(DecodeMachine, max_pulls_waiting=pulls)
         self.machine = build(self.core, transfers)
         self._by_kind: defaultdict[type, list[Any]] = defaultdict(list)  # all actions, and the messages in them
         self.plans: list[StepPlan] = []  # the steps in flight, oldest first
-        self._counter = 0
-
-    # ---- driving
 
     def post(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
@@ -74,9 +68,8 @@ class DrivenWorker:
             self._by_kind[type(action)].append(action)
             if isinstance(action, SendMessage):
                 self._by_kind[type(action.message)].append(action.message)
-            if isinstance(action, RunStep):
-                assert not self.plans or self.core.plans_ahead, "one step at a time"
-                self.plans.append(action.plan)
+        self.plans += [action.plan for action in actions if isinstance(action, RunStep)]
+        assert len(self.plans) <= 1 + self.core.plans_ahead, "one step at a time"
         return actions
 
     def finish_step(self, *failed: str, seconds: float | None = None, **tokens: int) -> list[Any]:
@@ -98,18 +91,6 @@ class DrivenWorker:
         self.plans.clear()
         return self.post(StepFailed(TandemError("the step failed")))
 
-    def run_until_idle(self) -> None:
-        for _ in range(200):
-            if not self.plans:
-                return
-            self.finish_step()
-        raise AssertionError("still not idle after 200 steps")
-
-    def hear(self, make: Callable[[int, int], HandoffMessage]) -> list[Any]:
-        """Deliver a message of the peer. `make` gets the incarnation and the counter."""
-        self._counter += 1
-        return self.post(MessageReceived(self.peer.name, make(self.peer.incarnation, self._counter)))
-
     def pass_time(self, seconds: float) -> list[Any]:
         end, actions = self.now + seconds, []
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
@@ -118,23 +99,14 @@ class DrivenWorker:
         self.now = end
         return actions
 
-    # ---- reading
-
     def of(self, kind: type[A]) -> list[A]:
+        """The actions of this kind, or the messages of this kind to the peer."""
         return list(self._by_kind[kind])
 
-    def only(self, kind: type[A]) -> A:
-        (action,) = self.of(kind)
-        return action
-
-    def sent(self, kind: type[A]) -> list[A]:
-        """The messages of this kind to the peer."""
-        return list(self._by_kind[kind])
-
-    def chunks(self, step: int = 0) -> list[tuple[str, int, int]]:
-        """(sequence, start, tokens) of a step in flight, by default of the oldest one."""
-        chunks = self.plans[step].chunks if len(self.plans) > step else ()
-        return [(chunk.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in chunks]
+    @property
+    def decoder(self) -> DecodeMachine:
+        assert isinstance(self.machine, DecodeMachine)
+        return self.machine
 
     @property
     def ledger(self) -> dict[str, int]:

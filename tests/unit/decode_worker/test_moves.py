@@ -1,398 +1,238 @@
 """A running sequence leaves a decode worker, and arrives at one. The peer of the worker is the other side."""
 
-from __future__ import annotations
+from tests.support.worker_words import transcripts
 
-import pytest
+# A sequence with a prompt of 10 tokens runs: it has 13 tokens, of which 12 are computed.
+RUNNING = """
+  decode blocks=32
+  arrive a 10 max=40          -> first step a 0+8
+  run 4                       -> tokens a 0: 10..12; step a 12+1
+"""
 
-from core.errors import TransferFailed, WorkerDrains
-from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release, Want
-from core.lifecycle import FinishReason, Stage
-from decode_worker.events import (
-    AskToMove,
-    DecodeArrived,
-    DecodeCancelled,
-    DecodeDone,
-    DecodeFailed,
-    HandedOver,
-    MoveArrived,
-    ResumeArrived,
+COPYING = """
+  decode blocks=32
+  arrive a 10 max=40          -> first step a 0+8
+  run 4                       -> tokens a 0: 10..12; step a 12+1
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..7                 -> ready 7: 0..2
+"""
+
+HANDED_OVER = """
+  decode blocks=32
+  arrive a 10 max=40          -> first step a 0+8
+  run 4                       -> tokens a 0: 10..12; step a 12+1
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..7                 -> ready 7: 0..2
+  beat 7 3 verified=3         -> heartbeat answered 7
+  step                        -> tokens a 3: 13; digests 1; ready 7: 3 last 11..13; handed over a 4
+"""
+
+TARGET = """
+  decode blocks=32
+"""
+
+test_the_start = transcripts(
+    """
+full blocks are offered at once and each new one when it is full
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..7                 -> ready 7: 0..2
+  run 4                       -> tokens a 3: 13..16; digests 1; ready 7: 3; step a 16+1
+
+a step that is planned ahead ends before the sequence goes
+  decode blocks=32 ahead=1
+  arrive a 10 max=40          -> first step a 0+8
+  run 4                       -> tokens a 0: 10..12; step a 12+1; step a 13+1
+  wait 0.001
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..7                 -> ready 7: 0..2
+  beat 7 3 verified=3         -> heartbeat answered 7
+  step                        -> tokens a 3: 13
+  step                        -> tokens a 4: 14; digests 1; ready 7: 3 last 11..14; handed over a 5
+
+a sequence pauses where the wanted blocks end
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..3                 -> ready 7: 0..2
+  run                         -> tokens a 3: 13..16; digests 1; ready 7: 3; ready 7: last 11..16; handed over a 7
+
+a sequence that has outgrown the wanted blocks stays
+  run 5                       -> tokens a 3: 13..17; step a 17+1
+  move a 7 11                 -> connect peer; digests 4
+  want 7 0..2                 -> ready 7: 0..2
+  step                        -> step a 18+1; tokens a 8: 18
+                              -> abort 7 overloaded (the sequence has outgrown the wanted blocks)
+  release 7 overloaded
+  step                        -> step a 19+1; tokens a 9: 19
+
+a reader without room in time loses the move
+  move a 7 11                 -> connect peer; digests 3
+  wait 4.9
+  wait 0.2                    -> abort 7 overloaded (no room in time)
+  step                        -> step a 13+1; tokens a 3: 13
+
+a moving sequence is not preempted, because its leased blocks would not become free
+  decode blocks=6
+  arrive a 10 max=10          -> first step a 0+8
+  run 4                       -> tokens a 0: 10..12; step a 12+1
+  move a 7 11                 -> connect peer; digests 3
+  want 7 0..4                 -> ready 7: 0..2
+  arrive b 8 max=4 priority=-1 first=40
+  run                         -> tokens a 3: 13..19; tokens b 0: 8; digests 1; ready 7: 3; done a length
+                              -> abort 7 cancelled (the call of the owner has ended)
+  load                        -> serving
+  release 7 cancelled         -> first step b 8+1
+  run                         -> tokens b 1: 9..11; done b length
+
+a sequence that cannot move is refused
+  move a 7 11                 -> connect peer; digests 3
+  move a 8 11                 -> refused TransferFailed: a cannot move now
+  move unknown 8 11           -> refused TransferFailed: unknown cannot move now
+""",
+    RUNNING,
 )
-from decode_worker.moves import ASK_AGAIN_S, MAX_MOVES, ROOM_WAIT_S
-from kv_transfer.protocol.events import PeerLost
-from tests.support.driven_worker import BLOCK_SIZE, LAYOUT, LEASE_S, address, request
-from tests.unit.decode_worker.driven_decode import Decode
-from worker.core import DrainRequested
-
-TICKET = 7
-
-
-class Source(Decode):
-    """A worker whose sequence "a" has a prompt of 10 tokens, runs, and moves to the peer."""
-
-    def __init__(
-        self, num_steps: int = 3, plans_ahead: bool = False, max_tokens: int = 40, num_blocks: int = 32
-    ) -> None:
-        super().__init__(num_blocks=num_blocks, plans_ahead=plans_ahead)
-        self.arrive_alone(request("a", 10, max_tokens=max_tokens))
-        for _ in range(num_steps + 1):  # the prompt takes two steps
-            self.finish_step()
-
-    @property
-    def num_tokens(self) -> int:
-        sequence = self.core.scheduler.get("a")
-        assert sequence is not None
-        return sequence.num_tokens
-
-    def move(self, num_known: int = 11) -> list[object]:
-        return self.post(MoveArrived("a", TICKET, self.peer, num_known))
-
-    def want(self, *positions: int) -> list[object]:
-        return self.hear(lambda i, c: Want(TICKET, i, c, LAYOUT.fingerprint(), positions))
-
-    def verified(self, num_ready: int) -> list[object]:
-        entry = (HeartbeatEntry(TICKET, num_ready, 0, num_ready),)
-        return self.hear(lambda i, c: Heartbeat(i, c, None, entry))
-
-    def release(self, reason: AbortReason | None = None) -> list[object]:
-        return self.hear(lambda i, c: Release(TICKET, i, c, reason))
-
-    def announced(self) -> list[int]:
-        return [position for ready in self.sent(Ready) for position in ready.blocks.positions]
-
-    def hand_over(self) -> None:
-        """Up to the last READY."""
-        self.move()
-        self.want(*range(8))
-        self.verified(len(self.announced()))
-        while self.plans:
-            self.finish_step()
-
-    def runs_on(self) -> bool:
-        return bool(self.plans) and [name for name, _, _ in self.chunks()] == ["a"]
-
-
-def test_full_blocks_are_offered_at_once_and_each_new_one_when_it_is_full() -> None:
-    source = Source()
-    assert source.num_tokens == 13
-    source.move()
-    source.want(*range(8))
-    assert source.announced() == [0, 1, 2], "12 tokens are computed"
-    for _ in range(BLOCK_SIZE):
-        source.finish_step()
-    assert source.announced() == [0, 1, 2, 3]
-    assert source.runs_on(), "the copy holds nothing up"
-    assert not any(ready.last for ready in source.sent(Ready))
-
-
-def test_a_sequence_whose_reader_has_caught_up_pauses_and_goes_with_its_last_block_and_all_tokens() -> None:
-    source = Source()
-    source.move(num_known=11)
-    source.want(*range(8))
-    source.verified(3)
-    assert not source.of(HandedOver), "a step is in flight"
-    source.finish_step()
-    assert not source.plans, "no step plans it any more"
-    last = source.sent(Ready)[-1]
-    assert last.last
-    assert last.blocks.positions == (3,)
-    assert last.token_ids == (11, 12, 13), "all tokens after the 11 that the reader knows"
-    assert source.only(HandedOver) == HandedOver("a", 4)
-    source.release()
-    done = source.only(DecodeDone)
-    assert done.finish_reason is FinishReason.HANDOFF
-    assert done.moved_bytes == 4 * LAYOUT.block_bytes
-    assert [stage for stage, _, _ in done.timeline.history][-1] is Stage.MOVE
-    assert source.ledger == {}
-    assert source.machine.idle
-
-
-def test_a_step_that_is_planned_ahead_ends_before_the_sequence_goes() -> None:
-    source = Source(plans_ahead=True)
-    while len(source.plans) < 2:
-        source.pass_time(0.001)
-    source.move()
-    source.want(*range(8))
-    source.verified(3)
-    source.finish_step()
-    assert not source.of(HandedOver), "another step contains it"
-    num_tokens = source.num_tokens
-    source.finish_step()
-    assert source.num_tokens == num_tokens + 1
-    assert source.only(HandedOver).first_index == source.num_tokens - 10
-
-
-def test_a_reader_that_has_not_verified_all_announced_blocks_pauses_nothing() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.verified(2)
-    source.finish_step()
-    assert source.runs_on()
-
-
-def test_a_sequence_pauses_where_the_wanted_blocks_end() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(4))
-    while source.plans:
-        source.finish_step()
-    assert source.num_tokens == 4 * BLOCK_SIZE + 1
-    assert source.only(HandedOver).first_index == 7
-
-
-def test_a_sequence_that_has_outgrown_the_wanted_blocks_stays() -> None:
-    source = Source(num_steps=8)
-    source.move()
-    source.want(*range(3))
-    source.finish_step()
-    assert source.only(Abort).reason is AbortReason.OVERLOADED
-    assert source.runs_on()
-    source.release(AbortReason.OVERLOADED)
-    assert source.runs_on()
-
-
-def test_a_reader_without_room_in_time_loses_the_move() -> None:
-    source = Source()
-    source.move()
-    source.pass_time(ROOM_WAIT_S - 0.1)
-    assert not source.sent(Abort)
-    source.pass_time(0.2)
-    assert source.only(Abort).reason is AbortReason.OVERLOADED
-    assert source.runs_on()
-
-
-@pytest.mark.parametrize("reason", [AbortReason.READ_FAILED, AbortReason.CANCELLED])
-def test_a_release_with_a_reason_lets_the_sequence_run_on_in_its_blocks(reason: AbortReason) -> None:
-    source = Source()
-    source.hand_over()
-    num_tokens = source.num_tokens
-    source.release(reason)
-    assert source.chunks() == [("a", num_tokens - 1, 1)]
-    source.run_until_idle()
-    done = source.only(DecodeDone)
-    assert source.emitted("a") == list(range(10, 50))
-    assert done.num_recomputed_tokens == 0
-
-
-def test_after_resume_the_sequence_leaves_the_block_that_the_reader_may_still_read() -> None:
-    source = Source()
-    source.hand_over()
-    num_tokens = source.num_tokens
-    assert (num_tokens - 1) % BLOCK_SIZE, "the last block is partly filled"
-    source.post(ResumeArrived("a", TICKET))
-    first = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert source.chunks() == [("a", first, num_tokens - first)]
-    assert source.only(Abort).reason is AbortReason.CANCELLED
-    source.run_until_idle()
-    assert source.emitted("a") == list(range(10, 50))
-    assert source.only(DecodeDone).num_recomputed_tokens == num_tokens - 1 - first
-    assert source.ledger == {"leased": 4}, "until the reader releases them"
-    source.pass_time(LEASE_S)
-    assert source.ledger == {}
-
-
-def test_resume_while_blocks_are_copied_ends_the_move_alone() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.post(ResumeArrived("a", TICKET))
-    source.finish_step()
-    assert source.runs_on()
-    source.post(ResumeArrived("a", TICKET))  # again, and for no move
-    assert source.runs_on()
-
-
-def test_a_paused_sequence_without_a_sign_of_its_reader_ends_within_a_lease() -> None:
-    source = Source()
-    source.hand_over()
-    source.pass_time(LEASE_S - 0.1)
-    assert not source.of(DecodeFailed)
-    source.pass_time(0.2)
-    assert isinstance(source.only(DecodeFailed).error, TransferFailed)
-    assert source.ledger == {}
-
-
-def test_a_reader_that_keeps_its_lease_alive_has_no_longer() -> None:
-    source = Source()
-    source.hand_over()
-    for _ in range(5):
-        source.pass_time(LEASE_S / 5 - 0.01)
-        source.verified(len(source.announced()))
-    source.pass_time(0.1)
-    assert isinstance(source.only(DecodeFailed).error, TransferFailed)
-    assert source.ledger == {"leased": 4}
-
-
-def test_a_lost_reader_resumes_nothing_that_was_handed_over() -> None:
-    source = Source()
-    source.hand_over()
-    source.post(PeerLost(source.peer.name, "gone"))
-    assert not source.plans, "it may have sampled before it went"
-    source.post(ResumeArrived("a", TICKET))
-    assert source.runs_on()
-
-
-def test_a_lost_reader_ends_the_copy_alone() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.post(PeerLost(source.peer.name, "gone"))
-    source.finish_step()
-    assert source.runs_on()
-    source.run_until_idle()
-    assert source.emitted("a") == list(range(10, 50))
-
-
-@pytest.mark.parametrize("is_handed_over", [False, True])
-def test_a_cancelled_call_leaves_only_what_the_reader_may_read(is_handed_over: bool) -> None:
-    source = Source()
-    if is_handed_over:
-        source.hand_over()
-    else:
-        source.move()
-        source.want(*range(8))
-    source.post(DecodeCancelled("a"))
-    assert len(source.sent(Abort)) == (0 if is_handed_over else 1), "the reader has everything, or nothing"
-    while source.plans:
-        source.finish_step()
-    assert source.ledger == {"leased": 4 if is_handed_over else 3}
-    source.release(None if is_handed_over else AbortReason.CANCELLED)
-    assert source.ledger == {}
-    assert source.machine.idle
-
-
-def test_a_sequence_that_ends_during_the_copy_takes_the_move_with_it() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.finish_step(a=63)
-    assert source.only(DecodeDone).finish_reason is FinishReason.STOP
-    assert source.only(Abort).reason is AbortReason.CANCELLED
-
-
-def test_a_sequence_that_ends_in_the_step_before_its_pause_is_not_handed_over() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.verified(3)
-    source.finish_step(a=63)
-    assert source.only(DecodeDone).finish_reason is FinishReason.STOP
-    assert not source.of(HandedOver)
-
-
-def test_a_failed_step_ends_a_sequence_that_pauses() -> None:
-    source = Source()
-    source.move()
-    source.want(*range(8))
-    source.verified(3)
-    source.fail_step()
-    assert source.only(DecodeFailed)
-    assert source.only(Abort)
-
-
-def test_a_moving_sequence_is_not_preempted() -> None:
-    source = Source(num_blocks=6, max_tokens=10)
-    source.move()
-    source.want(*range(5))
-    source.arrive_alone(request("b", 8, max_tokens=4, priority=-1, first=40))
-    while source.plans:
-        source.finish_step()
-    assert source.core.scheduler.num_preemptions == 0, "its leased blocks would not become free"
-    assert source.finished() == {"a"}
-    source.release(AbortReason.CANCELLED)
-    source.run_until_idle()
-    assert source.finished() == {"a", "b"}
-    assert source.emitted("b") == [8, 9, 10, 11]
-
-
-@pytest.mark.parametrize("request_id", ["a", "unknown"])
-def test_a_sequence_that_cannot_move_is_refused(request_id: str) -> None:
-    source = Source()
-    source.move()
-    with pytest.raises(TransferFailed):
-        source.post(MoveArrived(request_id, TICKET + 1, address("other"), 11))
-
-
-# ---- drain
-
-
-def test_a_worker_that_drains_returns_what_it_has_not_begun_and_asks_for_the_rest() -> None:
-    source = Source()
-    source.arrive_alone(request("long", 30, max_tokens=4, first=100))
-    source.arrive_alone(request("waits", 8, max_tokens=4, first=200))
-    source.arrive(request("pulled", 8, max_tokens=4, first=300), ticket=3)
-    source.post(DrainRequested())
-    returned = {failed.request_id: failed.error for failed in source.of(DecodeFailed)}
-    assert "waits" in returned
-    assert all(isinstance(error, WorkerDrains) for error in returned.values())
-    assert "pulled" not in returned, "its prompt is being computed elsewhere"
-    assert source.only(AskToMove).request_ids == ("a",)
-    with pytest.raises(WorkerDrains):
-        source.arrive_alone(request("late", 8))
-
-
-def test_a_worker_asks_again_when_no_router_answers_and_for_few_at_a_time() -> None:
-    worker = Decode(num_blocks=64)
-    for number in range(4):
-        worker.arrive_alone(request(f"r{number}", 1, max_tokens=40, first=10 * number + 1))
-    for _ in range(4):
-        worker.finish_step()
-    worker.post(DrainRequested())
-    assert len(worker.only(AskToMove).request_ids) == min(MAX_MOVES, 4)
-    worker.pass_time(ASK_AGAIN_S - 0.1)
-    assert len(worker.of(AskToMove)) == 1
-    worker.pass_time(0.2)
-    assert len(worker.of(AskToMove)) == 2
-
-
-# ---- the target
-
-
-def arrive(target: Decode, num_known: int, max_tokens: int = 40) -> None:
-    known = tuple(range(1, num_known + 1))
-    moving = request("a", 10, max_tokens=max_tokens, resumed=known[10:])
-    target.post(DecodeArrived(moving, (1, target.peer), target.now + 60.0, is_move=True))
-
-
-def test_the_target_wants_blocks_to_come_tells_what_it_has_and_takes_fewer() -> None:
-    target = Decode(num_blocks=32)
-    arrive(target, 12)
-    assert target.wanted() == tuple(range(-(-49 // BLOCK_SIZE))), "up to the end: it is near"
-    target.ready(0, 1, 2)
-    target.finish_reads()
-    (entry,) = target.sent(Heartbeat)[-1].entries
-    assert entry.num_verified == 3, "at once"
-    target.hear(lambda i, c: Ready(1, i, c, target.sent(Want)[-1].counter, 3, _blocks(3), True, (12, 13, 14)))
-    target.finish_reads()
-    assert target.only(Release).reason is None
-    assert target.emitted("a") == [12, 13, 14], "what it was given"
-    assert target.only(HandedOver) == HandedOver("a", 5)
-    assert target.chunks() == [("a", 14, 1)]
-    target.run_until_idle()
-    assert target.ledger == {}
-
-
-def test_a_target_that_knows_all_tokens_computes_the_newest_one() -> None:
-    target = Decode(num_blocks=32)
-    arrive(target, 12)
-    target.ready(0, 1, 2, last=True)
-    target.finish_reads()
-    assert target.chunks() == [("a", 11, 1)]
-    assert target.only(HandedOver) == HandedOver("a", 2)
-
-
-def test_a_target_with_too_few_blocks_for_the_tokens_refuses_them() -> None:
-    target = Decode(num_blocks=32)
-    arrive(target, 12, max_tokens=8)
-    positions = target.wanted()
-    target.ready(*positions)
-    target.finish_reads()
-    tokens = tuple(range(30))
-    target.hear(lambda i, c: Ready(1, i, c, target.sent(Want)[-1].counter, len(positions), _blocks(), True, tokens))
-    assert target.only(Release).reason is AbortReason.READ_FAILED
-    assert isinstance(target.only(DecodeFailed).error, TransferFailed)
-    assert target.ledger == {}
-
-
-def _blocks(*positions: int) -> OfferedBlocks:
-    return OfferedBlocks.of((position, position, 0) for position in positions)
+
+test_the_copy = transcripts(
+    """
+a sequence whose reader has caught up pauses and goes with its last block and all tokens
+  beat 7 3 verified=3         -> heartbeat answered 7  # a step is in flight
+  step                        -> tokens a 3: 13; digests 1; ready 7: 3 last 11..13; handed over a 4
+  later 1
+  release 7                   -> done a handoff, moved bytes 128, block seconds 4, move 1
+  blocks
+  idle                        -> yes
+
+a reader that has not verified all announced blocks pauses nothing
+  beat 7 2 verified=2         -> heartbeat answered 7
+  step                        -> step a 13+1; tokens a 3: 13
+
+resume while blocks are copied ends the move alone
+  resume a 7                  -> abort 7 cancelled (the router ended the move)
+  step                        -> step a 13+1; tokens a 3: 13
+  resume a 7
+  step                        -> step a 14+1; tokens a 4: 14
+
+a lost reader ends the copy alone
+  peer_lost
+  run                         -> tokens a 3: 13..49; done a length
+
+a cancelled call leaves what the reader may read
+  cancel a                    -> fail a RequestCancelled: the router cancelled the call
+                              -> abort 7 cancelled (the call of the owner has ended)
+  step
+  blocks                      -> leased 3
+  release 7 cancelled
+  blocks
+  idle                        -> yes
+
+a sequence that ends takes the move with it
+  step a=63                   -> tokens a 3: 63; done a stop; abort 7 cancelled (the call of the owner has ended)
+
+a sequence that ends in the step before its pause is not handed over
+  beat 7 3 verified=3         -> heartbeat answered 7
+  step a=63                   -> tokens a 3: 63; done a stop; abort 7 cancelled (the call of the owner has ended)
+
+a failed step ends a sequence that pauses
+  beat 7 3 verified=3         -> heartbeat answered 7
+  failed_step                 -> fail a TandemError: the step failed
+                              -> abort 7 cancelled (the call of the owner has ended)
+""",
+    COPYING,
+)
+
+test_handed_over = transcripts(
+    """
+a release with a reason lets the sequence run on in its blocks
+  release 7 read_failed       -> first step a 13+1
+  run                         -> tokens a 4: 14..49; done a length
+
+a release of a cancelled call of the reader does so too
+  release 7 cancelled         -> first step a 13+1
+
+after resume the sequence leaves the block that the reader may still read
+  resume a 7                  -> first step a 12+2; abort 7 cancelled (the router ended the move)
+  run                         -> tokens a 4: 14..49; done a length, recomputed 1
+  blocks                      -> leased 4
+  wait 12
+  blocks
+
+a paused sequence without a sign of its reader ends within a lease
+  wait 11.9
+  wait 0.2                    -> fail a TransferFailed: the lease of the move ended without a sign of its reader
+  blocks
+
+a reader that keeps its lease alive has no longer
+  wait 5
+  beat 7 4 verified=4         -> heartbeat answered 7
+  wait 5
+  beat 7 4 verified=4         -> heartbeat answered 7
+  wait 2.1
+      -> fail a TransferFailed: the reader of the move has neither released the blocks nor failed in time
+  blocks                      -> leased 4
+
+a lost reader resumes nothing, because it may have sampled before it went
+  peer_lost
+  resume a 7                  -> first step a 12+2
+
+a cancelled call leaves all to the reader
+  cancel a                    -> fail a RequestCancelled: the router cancelled the call
+  blocks                      -> leased 4
+  release 7
+  blocks
+  idle                        -> yes
+""",
+    HANDED_OVER,
+)
+
+test_a_drain = transcripts(
+    """
+a worker that drains returns what it has not begun and asks for the rest
+  arrive long 30 max=4 first=100
+  arrive waits 8 max=4 first=200
+  arrive pulled 8 max=4 first=300 ticket=3 -> connect peer; want 3: 0 1  # its prompt is being computed elsewhere
+  drain                       -> fail long WorkerDrains: this decode worker drains, and has not begun with the request
+      -> fail waits WorkerDrains: this decode worker drains, and has not begun with the request
+                              -> ask to move a (drain)
+  arrive late 8               -> refused WorkerDrains: this decode worker drains
+
+a worker asks again when no router answers and for few at a time
+  decode blocks=64 max_running=8
+  arrive r1 1 max=40          -> first step r1 0+1
+  arrive r2 1 max=40 first=10
+  arrive r3 1 max=40 first=20
+  arrive r4 1 max=40 first=30
+  arrive r5 1 max=40 first=40
+  run 4                       -> tokens r1 0: 1..4; tokens r2 0: 1..3; tokens r3 0: 1..3; tokens r4 0: 1..3
+                              -> tokens r5 0: 1..3; step r1 4+1, r2 3+1, r3 3+1, r4 3+1, r5 3+1
+  drain                       -> ask to move r1 r2 r3 r4 (drain)
+  wait 0.4
+  wait 0.2                    -> ask to move r5 r1 r2 r3 (drain)
+""",
+    RUNNING,
+)
+
+test_the_target = transcripts(
+    """
+the target wants blocks to come, tells at once what it has, and takes fewer
+  arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
+  ready 1 0..2                -> read 1: 0..2
+  reads                       -> heartbeat 1: ready 3 verified 3
+  ready 1 3 tokens=12,13,14   -> read 1: 3
+  reads                       -> first step a 14+1; release 1; tokens a 2: 12, a 3: 13, a 4: 14; handed over a 5
+                              -> path peer fine
+  run                         -> tokens a 5: 15..49; done a length, pulled 4
+  blocks
+
+a target that knows all tokens computes the newest one
+  arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
+  ready 1 0..2 last=1         -> read 1: 0..2
+  reads                       -> first step a 11+1; release 1; handed over a 2; path peer fine
+
+a target with too few blocks for the tokens refuses them
+  arrive a 10 max=8 known=2 ticket=1 -> connect peer; want 1: 0..4
+  ready 1 0..4                -> read 1: 0..4
+  reads                       -> heartbeat 1: ready 5 verified 5
+  ready 1 tokens=0..29        -> release 1 read_failed
+      -> fail a TransferFailed: the KV hand-off failed: read_failed (the sequence has outgrown the wanted blocks)
+  blocks
+""",
+    TARGET,
+)

@@ -1,351 +1,245 @@
 """The prefill worker: prompts in, offers and one first token out."""
 
-from __future__ import annotations
+from tests.support.worker_words import transcripts
 
-from dataclasses import replace
+SETUP = """
+  prefill
+"""
 
-import pytest
+# The reader of `a` has no target blocks. The reader of `b` has, but `b` lacks blocks to be computed.
+BLOCKED = """
+  prefill blocks=5
+  arrive a 16                 -> first step a 0+8; connect peer
+  step                        -> step a 8+8; digests 2
+  step                        -> digests 2; done a 0: 16
+  arrive b 16 first=30 ticket=2
+  want 2 0..3                 -> ready 2:
+  run
+"""
 
-from core.config import SchedulerConfig
-from core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    OutOfDeviceMemory,
-    QueueFull,
-    TransferFailed,
-    WorkerUnavailable,
+test_offers = transcripts(
+    """
+each chunk offers its full blocks and the last chunk also the first token
+  arrive a 18                 -> first step a 0+8; connect peer
+  want 1 0..4                 -> ready 1:
+  step                        -> step a 8+8; digests 2; ready 1: 0 1
+  step                        -> step a 16+2; digests 2; ready 1: 2 3
+  step                        -> digests 1; ready 1: 4 last 18; done a 0: 18  # the last block is half full
+
+the answer has the first token, its times and the blocks up to it
+  arrive a 14                 -> first step a 0+8; connect peer
+  later 2
+  step                        -> step a 8+6; digests 2
+  later 3
+  step                        -> digests 2; done a 0: 14, block seconds 16, prefill 5
+
+blocks stay leased after the answer until the reader releases them
+  arrive a 6                  -> first step a 0+6; connect peer
+  want 1 0 1                  -> ready 1:
+  step                        -> digests 2; ready 1: 0 1 last 6; done a 0: 6
+  blocks                      -> leased 2
+  idle                        -> no
+  release 1
+  blocks
+  idle                        -> yes
+
+a cached prefix is offered and counted
+  arrive a 8                  -> first step a 0+8; connect peer
+  want 1 0 1                  -> ready 1:
+  step                        -> digests 2; ready 1: 0 1 last 8; done a 0: 8
+  release 1
+  arrive b 10 ticket=2        -> first step b 8+2
+  want 2 0..2                 -> ready 2:
+  step                        -> digests 3; ready 2: 0..2 last 10; done b 0: 10, cached 8
+
+a preempted prompt offers each block once
+  prefill blocks=6
+  arrive x 8 first=30 ticket=2 -> first step x 0+8; connect peer
+  run                         -> digests 2; done x 0: 8
+  arrive a 20                 -> first step a 0+8
+  want 1 0..4                 -> ready 1:
+  # the last block is missing, because the reader of x keeps two
+  run                         -> digests 2; ready 1: 0 1; digests 2; ready 1: 2 3
+  preempt a
+  blocks                      -> leased 6
+  release 2                   -> first step a 16+4  # the leased blocks are not used as cached prefix
+  step                        -> digests 1; ready 1: 4 last 20; done a 0: 20
+""",
+    SETUP,
 )
-from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, Ready
-from core.lifecycle import FinishReason, Stage, WorkerState
-from core.machine import Tick
-from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
-from tests.support.driven_worker import EOS, request
-from tests.unit.prefill_worker.driven_prefill import Prefill
-from worker.core import DrainRequested
 
-# ---- offers
+test_ends = transcripts(
+    """
+a first token at the limit does not abort the offer: an abort could overtake the answer
+  arrive a 6 max=1            -> first step a 0+6; connect peer
+  want 1 0 1                  -> ready 1:
+  step a=9                    -> digests 2; ready 1: 0 1 last 9; done a 0: 9, length
+  release 1 cancelled
+  blocks
 
+a first token that ends the text does not abort the offer
+  arrive a 6                  -> first step a 0+6; connect peer
+  want 1 0 1                  -> ready 1:
+  step a=63                   -> digests 2; ready 1: 0 1 last 63; done a 0: 63, stop
+  release 1 cancelled
+  blocks
 
-def test_each_chunk_offers_its_full_blocks_and_the_last_chunk_also_the_first_token() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 18))
-    worker.want(0, 1, 2, 3, 4)
-    assert worker.chunks() == [("a", 0, 8)]
-    worker.finish_step()
-    assert worker.offered() == [0, 1]
-    worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3]
-    assert not any(ready.last for ready in worker.sent(Ready))
-    worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3, 4], "the last block is half full"
-    assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].token_ids) == (True, (18,))
+a call cancelled during a step keeps its blocks until the step ends
+  arrive a 16                 -> first step a 0+8; connect peer
+  want 1 0..3                 -> ready 1:
+  cancel a                    -> abort 1 prefill_failed; fail a RequestCancelled: the router cancelled the call
+  blocks                      -> held 2
+  arrive a 16 ticket=2        -> refused InvalidRequest: request_id: a is being served already
+  step
+  blocks
+  idle                        -> yes
+  arrive a 16 ticket=3        -> first step a 0+8
 
+cancelling an ended call does nothing
+  arrive a 6                  -> first step a 0+6; connect peer
+  step                        -> digests 2; done a 0: 6
+  cancel a
+  cancel unknown
 
-def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6))
-    worker.now += 2.0
-    worker.finish_step()
-    done = worker.only(PrefillDone)
-    assert (done.request_id, done.index, done.token.token_id, done.finish_reason) == ("a", 0, 6, None)
-    assert done.timeline.seconds_in(Stage.PREFILL) == 2.0
-    assert not worker.plans, "a prefill worker samples only one token"
+the deadline ends a call in the queue and in a step
+  arrive a 16 timeout=3       -> first step a 0+8; connect peer
+  arrive b 16 first=30 ticket=2 timeout=3
+  wait 3.1                    -> abort 1 prefill_failed; fail a DeadlineExceeded: the deadline passed during prefill
+                              -> abort 2 prefill_failed; fail b DeadlineExceeded: the deadline passed during prefill
+  step
+  blocks
 
+a failed step ends only its own calls
+  prefill max_running=1
+  arrive a 6                  -> first step a 0+6; connect peer
+  arrive b 6 first=30 ticket=2
+  failed_step                 -> step b 0+6; abort 1 prefill_failed; fail a TandemError: the step failed
+  step                        -> digests 2; done b 0: 6
 
-def test_blocks_stay_leased_after_the_answer_until_the_reader_releases_them() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6))
-    worker.want(0, 1)
-    worker.finish_step()
-    assert worker.ledger == {"leased": 2}
-    assert not worker.machine.idle
-    worker.release()
-    assert worker.ledger == {}
-    assert worker.machine.idle
+a prompt without memory ends alone and its chunk is not offered
+  prefill max_batched_tokens=16
+  arrive short 4              -> first step short 0+4; connect peer
+  arrive long 12 first=30 ticket=2
+  want 1 0                    -> ready 1:
+  want 2 0..2                 -> ready 2:
+  no_memory long              -> digests 1; ready 1: 0 last 4; abort 2 prefill_failed
+                              -> fail long OutOfDeviceMemory: no memory for long; done short 0: 4
+  release 1
+  release 2 prefill_failed
+  blocks
+  idle                        -> yes
 
+the first token is computed even if the reader gives up
+  arrive a 16                 -> first step a 0+8; connect peer
+  want 1 0..3                 -> ready 1:
+  step                        -> step a 8+8; digests 2; ready 1: 0 1
+  release 1 cancelled
+  step                        -> done a 0: 16
+  blocks
 
-def test_a_cached_prefix_is_offered_and_counted() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 8))
-    worker.want(0, 1)
-    worker.finish_step()
-    worker.release()
-    worker.arrive(request("b", 10), ticket=2)
-    worker.want(0, 1, 2, ticket=2)
-    assert worker.chunks() == [("b", 8, 2)]
-    worker.finish_step()
-    assert worker.offered()[2:] == [0, 1, 2]
-    assert worker.of(PrefillDone)[1].cached_tokens == 8
+a refused call leaves no state
+  prefill blocks=4 max_batched_tokens=4 max_running=1 max_waiting=1
+  arrive large 17             -> refused InvalidRequest: max_tokens: 18 tokens need more than the pool's 4 KV blocks
+  arrive adapted 8 adapter=red
+      -> refused InvalidRequest: model: the engine of this worker has no adapters, workers with `--engine vllm` do
+  arrive a 8                  -> first step a 0+4; connect peer
+  arrive a 8 ticket=2         -> refused InvalidRequest: request_id: a is being served already
+  arrive b 4                  -> refused TransferFailed: transfer 00000000 was offered before
+  arrive c 4 ticket=3
+  arrive d 4 ticket=4         -> refused QueueFull: 1 sequences wait already (max_waiting)
+  load                        -> serving; waiting 1
 
+a draining worker finishes its calls and refuses new ones
+  arrive a 6                  -> first step a 0+6; connect peer
+  drain
+  load                        -> draining
+  arrive b 6 ticket=2         -> refused WorkerDrains: this prefill worker drains
+  want 1 0 1                  -> ready 1:
+  idle                        -> no
+  step                        -> digests 2; ready 1: 0 1 last 6; done a 0: 6
+  idle                        -> no
+  release 1
+  idle                        -> yes
+""",
+    SETUP,
+)
 
-# ---- ends
+test_deadlocks = transcripts(
+    """
+an offer without a want is withdrawn for a prompt with a waiting reader
+  wait 1.1                    -> abort 1 overloaded; first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16
+                              -> done b 0: 16, block seconds 0.2, queue 1, prefill 0.1
 
+an offer whose reader lacks blocks is withdrawn
+  want 1 0..3                 -> ready 1: 0..3 last 16
+  beat 1 4 unplaced=3         -> heartbeat answered 1
+  wait 1.1                    -> abort 1 overloaded
+  release 1 overloaded        -> first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 1.1
 
-@pytest.mark.parametrize(("max_tokens", "token", "reason"), [(1, 9, FinishReason.LENGTH), (4, EOS, FinishReason.STOP)])
-def test_a_first_token_that_ends_the_request_does_not_abort_the_offer(
-    max_tokens: int, token: int, reason: FinishReason
-) -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6, max_tokens=max_tokens))
-    worker.want(0, 1)
-    worker.finish_step(a=token)
-    assert worker.only(PrefillDone).finish_reason is reason
-    assert not worker.sent(Abort), "an abort could overtake the answer and cause a needless retry"
-    worker.release(reason=AbortReason.CANCELLED)
-    assert worker.ledger == {}
+an offer that is wanted is not withdrawn
+  wait 0.5
+  want 1 0..3                 -> ready 1: 0..3 last 16
+  wait 1
+  release 1                   -> first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 1.5
 
+an offer whose reader has its blocks is not withdrawn
+  wait 0.5
+  want 1 0..3                 -> ready 1: 0..3 last 16
+  beat 1 4 unplaced=3         -> heartbeat answered 1
+  beat 1 4                    -> heartbeat answered 1
+  wait 5
+  release 1                   -> first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 5.5
 
-def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16))
-    worker.want(0, 1, 2, 3)
-    worker.post(PrefillCancelled("a"))
-    assert worker.only(PrefillFailed).request_id == "a"
-    assert worker.ledger == {"held": 2}
-    worker.finish_step()
-    assert worker.ledger == {}
-    assert worker.offered() == [], "blocks of a cancelled prompt are offered"
-    assert worker.machine.idle
+an offer of highest rank is not withdrawn
+  wait 0.5
+  want 1 0..3                 -> ready 1: 0..3 last 16
+  beat 2 4 unplaced=1         -> heartbeat answered 2
+  wait 5
+  release 1                   -> first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 5.5
 
+each stall has its own time limit
+  wait 0.5
+  release 1                   -> first step b 0+8
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 0.5
+  release 2
+  wait 5
+  arrive c 16 first=60 ticket=3 -> first step c 0+8
+  run                         -> digests 2; digests 2; done c 0: 16
+  arrive d 16 first=90 ticket=4
+  want 4 0..3                 -> ready 4:
+  run
+  wait 0.9
+  wait 0.2                    -> abort 3 overloaded; first step d 0+8
 
-def test_cancelling_an_ended_call_does_nothing() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6))
-    worker.finish_step()
-    assert worker.post(PrefillCancelled("a")) == []
-    assert worker.post(PrefillCancelled("never heard of")) == []
+no offer is withdrawn while no reader waits for a prompt
+  prefill blocks=5
+  arrive a 16                 -> first step a 0+8; connect peer
+  run                         -> digests 2; digests 2; done a 0: 16
+  arrive b 16 first=30 ticket=2
+  run
+  wait 5
 
-
-def test_the_deadline_ends_a_call_in_the_queue_and_in_a_step() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16), timeout_s=3.0)
-    worker.arrive(request("b", 16, first=30), ticket=2, timeout_s=3.0)
-    worker.pass_time(3.1)
-    assert [type(failed.error) for failed in worker.of(PrefillFailed)] == [DeadlineExceeded] * 2
-    worker.finish_step()
-    assert worker.ledger == {}
-    assert worker.of(PrefillDone) == []
-
-
-def test_a_failed_step_ends_only_its_own_calls() -> None:
-    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1, max_waiting=8))
-    worker.arrive(request("a", 6))
-    worker.arrive(request("b", 6, first=30), ticket=2)
-    worker.fail_step()
-    assert worker.only(PrefillFailed).request_id == "a"
-    assert worker.sent(Abort)[-1].reason is AbortReason.PREFILL_FAILED
-    worker.finish_step()
-    assert worker.only(PrefillDone).request_id == "b"
-
-
-def test_a_prompt_without_memory_ends_alone_and_its_chunk_is_not_offered() -> None:
-    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=16, max_running=4, max_waiting=8))
-    worker.arrive(request("short", 4), ticket=1)
-    worker.arrive(request("long", 12, first=30), ticket=2)
-    worker.want(0, ticket=1)
-    worker.want(0, 1, 2, ticket=2)
-    worker.finish_step("long")
-    failed = worker.only(PrefillFailed)
-    assert failed.request_id == "long"
-    assert isinstance(failed.error, OutOfDeviceMemory)
-    assert worker.sent(Abort)[-1].reason is AbortReason.PREFILL_FAILED
-    assert worker.only(PrefillDone).request_id == "short"
-    worker.release(ticket=1)
-    worker.release(ticket=2, reason=AbortReason.PREFILL_FAILED)
-    assert worker.ledger == {}
-    assert worker.machine.idle
-
-
-def test_the_first_token_is_computed_even_if_the_reader_gives_up() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16))
-    worker.want(0, 1, 2, 3)
-    worker.finish_step()
-    worker.release(reason=AbortReason.CANCELLED)
-    worker.finish_step()
-    assert worker.only(PrefillDone).token.token_id == 16
-    assert worker.ledger == {}
-
-
-# ---- refusals
-
-
-def test_a_refused_call_leaves_no_state() -> None:
-    worker = Prefill(num_blocks=4, scheduler=SchedulerConfig(max_batched_tokens=4, max_running=1, max_waiting=1))
-    with pytest.raises(InvalidRequest, match="KV blocks"):
-        worker.arrive(request("large", 17))
-    with pytest.raises(InvalidRequest, match="has no adapters"):
-        worker.arrive(replace(request("adapted", 8), adapter="red"))
-    worker.arrive(request("a", 8))
-    with pytest.raises(InvalidRequest, match="served already"):
-        worker.arrive(request("a", 8), ticket=2)
-    with pytest.raises(TransferFailed, match="offered before"):
-        worker.arrive(request("b", 4), ticket=1)
-    worker.arrive(request("c", 4), ticket=3)
-    with pytest.raises(QueueFull):
-        worker.arrive(request("d", 4), ticket=4)
-    worker.machine.check()
-    assert worker.of(PrefillFailed) == []
-    assert worker.machine.load().num_waiting == 1
-
-
-def test_the_id_of_a_cancelled_call_is_refused_until_its_step_ends() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 8))
-    worker.post(PrefillCancelled("a"))
-    with pytest.raises(InvalidRequest, match="served already"):
-        worker.arrive(request("a", 8), ticket=2)
-    worker.finish_step()
-    worker.arrive(request("a", 8), ticket=3)
-    worker.finish_step()
-    assert worker.only(PrefillDone).request_id == "a"
-
-
-def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6))
-    worker.post(DrainRequested())
-    assert worker.machine.load().state is WorkerState.DRAINING
-    with pytest.raises(WorkerUnavailable, match="drains"):
-        worker.arrive(request("b", 6), ticket=2)
-    worker.want(0, 1)
-    assert not worker.machine.idle, "a call is open"
-    worker.finish_step()
-    assert worker.only(PrefillDone).request_id == "a"
-    assert not worker.machine.idle, "a reader has a lease"
-    worker.release()
-    assert worker.machine.idle
-
-
-# ---- deadlocks of prompts and readers
-
-
-def blocked_by_an_unread_offer() -> Prefill:
-    """The reader of `a` has no target blocks. The reader of `b` has, but `b` lacks blocks to be computed."""
-    worker = Prefill(num_blocks=5)
-    worker.arrive(request("a", 16))
-    worker.finish_step()
-    worker.finish_step()
-    worker.arrive(request("b", 16, first=30), ticket=2)
-    worker.want(0, 1, 2, 3, ticket=2)
-    while worker.plans:
-        worker.finish_step()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a"]
-    return worker
-
-
-def test_an_offer_without_a_want_is_withdrawn_for_a_prompt_with_a_waiting_reader() -> None:
-    worker = blocked_by_an_unread_offer()
-    worker.pass_time(MAX_STALL_S + 0.1)
-    aborted = worker.sent(Abort)[-1]
-    assert (aborted.transfer_id, aborted.reason) == (1, AbortReason.OVERLOADED)
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
-def lack_blocks(worker: Prefill, ticket: int, num_unplaced: int) -> None:
-    """A heartbeat of the reader."""
-    entry = HeartbeatEntry(ticket, 4, num_unplaced)
-    worker.hear(lambda i, c: Heartbeat(i, c, None, (entry,)))
-
-
-def test_an_offer_whose_reader_lacks_blocks_is_withdrawn() -> None:
-    worker = blocked_by_an_unread_offer()
-    worker.want(0, 1, 2, 3, ticket=1)
-    lack_blocks(worker, 1, 3)
-    worker.pass_time(MAX_STALL_S + 0.1)
-    assert [(abort.transfer_id, abort.reason) for abort in worker.sent(Abort)] == [(1, AbortReason.OVERLOADED)]
-    worker.release(reason=AbortReason.OVERLOADED)
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
-@pytest.mark.parametrize("unplaced", [{}, {1: (3, 0)}, {2: (1,)}], ids=["wanted", "got its blocks", "of highest rank"])
-def test_an_offer_that_is_wanted_is_not_withdrawn_while_its_reader_has_blocks(
-    unplaced: dict[int, tuple[int, ...]],
-) -> None:
-    """`unplaced`: what the heartbeats of the reader of each offer say, in order."""
-    worker = blocked_by_an_unread_offer()
-    worker.pass_time(MAX_STALL_S / 2)
-    worker.post(Tick())
-    assert worker.sent(Abort) == []
-    worker.want(0, 1, 2, 3, ticket=1)
-    for ticket, counts in unplaced.items():
-        for num_unplaced in counts:
-            lack_blocks(worker, ticket, num_unplaced)
-    worker.pass_time(5 * MAX_STALL_S if unplaced else MAX_STALL_S)
-    assert worker.sent(Abort) == []
-    worker.release()
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
-def test_each_stall_has_its_own_time_limit() -> None:
-    worker = blocked_by_an_unread_offer()
-    worker.pass_time(MAX_STALL_S / 2)
-    worker.release()
-    worker.run_until_idle()
-    worker.release(ticket=2)
-    worker.pass_time(5 * MAX_STALL_S)
-    worker.arrive(request("c", 16, first=60), ticket=3)
-    worker.run_until_idle()
-    worker.arrive(request("d", 16, first=90), ticket=4)
-    worker.want(0, 1, 2, 3, ticket=4)
-    worker.run_until_idle()
-    worker.pass_time(0.9 * MAX_STALL_S)
-    assert worker.sent(Abort) == []
-    worker.pass_time(0.2 * MAX_STALL_S)
-    assert [abort.transfer_id for abort in worker.sent(Abort)] == [3]
-
-
-def test_no_offer_is_withdrawn_while_no_reader_waits_for_a_prompt() -> None:
-    worker = Prefill(num_blocks=5)
-    worker.arrive(request("a", 16))
-    worker.run_until_idle()
-    worker.arrive(request("b", 16, first=30), ticket=2)
-    worker.run_until_idle()
-    worker.pass_time(5 * MAX_STALL_S)
-    assert worker.sent(Abort) == []
-
-
-def test_if_every_offer_is_wanted_the_unfinished_prompt_of_lowest_rank_is_withdrawn() -> None:
-    worker = Prefill(num_blocks=6)
-    worker.arrive(request("x", 8, first=60), ticket=3)
-    worker.want(0, 1, ticket=3)
-    worker.finish_step()
-    worker.arrive(request("low", 20, first=30), ticket=2)
-    worker.want(0, 1, 2, 3, 4, ticket=2)
-    worker.run_until_idle()
-    sequence = worker.core.scheduler.get("low")
-    assert sequence is not None
-    worker.core.scheduler.preempt(sequence)
-    worker.arrive(request("high", 16, priority=-1), ticket=1)
-    worker.want(0, 1, 2, 3, ticket=1)
-    worker.release(ticket=3)
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["x"], "the reader of `low` keeps four blocks"
-    worker.pass_time(MAX_STALL_S + 0.1)
-    (aborted,) = worker.sent(Abort)
-    assert (aborted.transfer_id, aborted.reason) == (2, AbortReason.OVERLOADED)
-    worker.release(ticket=2, reason=AbortReason.OVERLOADED)
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)][:2] == ["x", "high"]
-
-
-def test_a_preempted_prompt_offers_each_block_once() -> None:
-    worker = Prefill(num_blocks=6)
-    worker.arrive(request("x", 8, first=30), ticket=2)
-    worker.run_until_idle()
-    worker.arrive(request("a", 20))
-    worker.want(0, 1, 2, 3, 4)
-    worker.run_until_idle()
-    assert worker.offered() == [0, 1, 2, 3], "the last block is missing, because the reader of `x` keeps two"
-    sequence = worker.core.scheduler.get("a")
-    assert sequence is not None
-    worker.core.scheduler.preempt(sequence)
-    assert worker.ledger == {"leased": 6}, "announced blocks stay leased"
-    worker.release(ticket=2)
-    assert worker.chunks() == [("a", 16, 4)], "the leased blocks are not used as cached prefix"
-    worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3, 4], "a position was offered twice"
-    assert worker.sent(Ready)[-1].last
+if every offer is wanted the unfinished prompt of lowest rank is withdrawn
+  prefill blocks=6
+  arrive x 8 first=60 ticket=3 -> first step x 0+8; connect peer
+  want 3 0 1                  -> ready 3:
+  step                        -> digests 2; ready 3: 0 1 last 8; done x 0: 8
+  arrive low 20 first=30 ticket=2 -> first step low 0+8
+  want 2 0..4                 -> ready 2:
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3
+  preempt low
+  arrive high 16 priority=-1 ticket=1
+  want 1 0..3                 -> ready 1:
+  release 3                   -> first step high 0+8
+  run                         -> digests 2; ready 1: 0 1
+  wait 1.1                    -> abort 2 overloaded
+  release 2 overloaded        -> first step high 8+8
+  run                         -> digests 2; ready 1: 2 3 last 16; done high 0: 16, block seconds 2.2, prefill 1.1
+""",
+    BLOCKED,
+)

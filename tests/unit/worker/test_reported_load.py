@@ -8,9 +8,7 @@ import pytest
 
 from core.cost.step_cost import PRIOR, StepCost, StepWork
 from core.scheduling.worker_load import size_class
-from tests.support.driven_worker import EOS, request
-from tests.unit.decode_worker.driven_decode import Decode
-from tests.unit.prefill_worker.driven_prefill import Prefill
+from tests.support.worker_words import WorkerReplay
 from worker.reported_load import REPORTED_CHANGE, ReportedCost
 
 STEP_S = 0.1
@@ -21,9 +19,9 @@ def scaled(cost: StepCost, factor: float) -> StepCost:
 
 
 def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> None:
-    worker = Decode()
+    worker = WorkerReplay("decode")
     assert worker.machine.load().step_cost == PRIOR
-    worker.arrive_alone(request("a", 6, max_tokens=12))
+    worker.arrive("a", 6, max=12)
     while worker.plans:
         worker.now += STEP_S
         worker.finish_step()
@@ -33,8 +31,8 @@ def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> 
 
 
 def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
-    worker = Decode(plans_ahead=True)
-    worker.arrive_alone(request("a", 6, max_tokens=40))
+    worker = WorkerReplay("decode ahead=1")
+    worker.arrive("a", 6, max=40)
     for _ in range(30):
         worker.pass_time(STEP_S)
         worker.finish_step()
@@ -43,8 +41,8 @@ def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
 
 
 def test_a_failed_step_teaches_nothing() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 6))
+    worker = WorkerReplay("decode")
+    worker.arrive("a", 6)
     worker.now += 30.0
     worker.fail_step()
     assert worker.machine.load().step_cost == PRIOR
@@ -57,9 +55,9 @@ def test_small_changes_add_up_to_one_that_is_reported() -> None:
 
 
 def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 5, max_tokens=12))
-    worker.arrive_alone(request("b", 15, first=30))
+    worker = WorkerReplay("decode")
+    worker.arrive("a", 5, max=12)
+    worker.arrive("b", 15, first=30)
     assert worker.machine.load().num_decoding == 0, "both are in prefill"
     worker.finish_step()
     load = worker.machine.load()
@@ -71,18 +69,17 @@ def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -
 
 
 def test_a_prompt_that_a_prefill_worker_has_computed_is_no_sequence_in_decode() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 9))  # a chunk of 8 tokens, and a token that looks like a decode
-    worker.finish_step()
-    assert worker.chunks() == [("a", 8, 1)]
+    worker = WorkerReplay("prefill")
+    worker.arrive("a", 9)  # a chunk of 8 tokens, and a token that looks like a decode
+    assert worker.line("step") == ["step", "  -> step a 8+1", "  -> digests 2"]
     assert worker.machine.load().num_decoding == 0
 
 
 def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size() -> None:
-    worker = Decode(num_blocks=64)
+    worker = WorkerReplay("decode blocks=64")
     assert worker.machine.load().prompt_backlog == ()
-    worker.arrive_alone(request("long", 60))
-    worker.arrive_alone(request("short", 7, first=200))
+    worker.arrive("long", 60)
+    worker.arrive("short", 7, first=200)
     backlog = worker.machine.load().prompt_backlog
     long_s, short_s = PRIOR.prompt_seconds(60), PRIOR.prompt_seconds(7)
     assert len(backlog) == size_class(long_s) + 1
@@ -92,19 +89,19 @@ def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size
 
 
 def test_a_cached_prefix_of_a_waiting_prompt_is_no_work() -> None:
-    worker = Decode(num_blocks=64)
-    worker.arrive_alone(request("first", 24, max_tokens=1))
-    worker.run_until_idle()
-    worker.arrive_alone(request("other", 8, first=300, max_tokens=1))
-    worker.arrive_alone(request("same", 26, max_tokens=1))
+    worker = WorkerReplay("decode blocks=64")
+    worker.arrive("first", 24, max=1)
+    worker.run()
+    worker.arrive("other", 8, first=300, max=1)
+    worker.arrive("same", 26, max=1)
     prices = worker.core.scheduler.step_cost
     expected = prices.prompt_seconds(8) + prices.prompt_seconds(2, 24)
     assert sum(worker.machine.load().prompt_backlog) == pytest.approx(expected, rel=0.12)
 
 
 def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
-    worker = Decode(num_blocks=64)
-    worker.arrive_alone(request("long", 60, max_tokens=2))
+    worker = WorkerReplay("decode blocks=64")
+    worker.arrive("long", 60, max=2)
     sums = []
     while worker.plans:
         worker.now += PRIOR.step_s
@@ -116,10 +113,10 @@ def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
 
 
 def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 6, max_tokens=12))
+    worker = WorkerReplay("decode")
+    worker.arrive("a", 6, max=12)
     worker.finish_step()
     held = worker.ledger["held"]
     assert worker.machine.load().num_released_blocks == 0
-    worker.finish_step(a=EOS)
+    worker.finish_step(a=63)
     assert worker.machine.load().num_released_blocks == held > 0
