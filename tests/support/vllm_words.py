@@ -1,0 +1,157 @@
+"""The words of transcripts (tests/support/transcripts.py) for VllmMachine.
+
+machine              a new worker; the options are its limits
+prefill, decode      calls arrive; `ticket` is the id of the hand-off that a decode call reads
+output NAME TOKENS   of the engine, `ends` with a reason; `step` is its report of a step
+time                 the clock that `wait` moves, with the Ticks that are due on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from core.config import SchedulerConfig, WorkerConfig
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.lifecycle import FinishReason
+from core.machine import Tick
+from core.paths import PeerJoined, PeerLeft
+from core.request import Request, SamplingParams
+from core.scheduling.worker_load import CallId
+from core.step import SampledToken
+from decode_worker.events import DecodeArrived, DecodeCancelled, HandoffArrived
+from prefill_worker.machine import PrefillArrived, PrefillCancelled
+from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
+from tests.support.worker_words import seen
+from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
+from vllm_worker.handshakes import ShakeHands
+from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
+from worker.core import ConfigChanged, DrainRequested
+
+EOS = 7
+LAYOUT = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=2)
+INFO = EngineInfo(num_blocks=100, layout=LAYOUT, eos_token_ids=frozenset({EOS}), context_length=64, max_step_tokens=32)
+TIMEOUT_S = 100.0
+
+Actions = list[Any]
+
+
+def transcripts(text: str, setup: str) -> Callable[[str], None]:
+    return transcripts_of(VllmReplay, text, setup)
+
+
+def agent(name: str, metadata: bytes = b"") -> AgentAddress:
+    return AgentAddress(name, 1, metadata, 0, 100, LAYOUT, 1.0)
+
+
+def request(name: str, num_tokens: int = 6, delivered: int = 0, **sampling: Any) -> Request:
+    """`delivered`: tokens behind the prompt."""
+    params = SamplingParams(**({"max_tokens": 10} | sampling))
+    return Request(name, tuple(range(10, 10 + num_tokens + delivered)), num_tokens, params)
+
+
+class VllmReplay(Replay):
+    def __init__(self, max_waiting: int = 8) -> None:
+        self.machine(max_waiting=max_waiting)
+
+    def machine(self, max_waiting: int = 8, max_running: int = 0) -> Actions:
+        self.worker, self.now = VllmMachine(INFO, Limits(30.0, max_waiting, max_running)), 0.0
+        return []
+
+    def check(self) -> None:
+        self.worker.check()
+
+    def post(self, event: Any) -> Actions:
+        actions = self.worker.handle(event, self.now)
+        self.worker.check()
+        return actions
+
+    def seen(self, action: Any) -> str:
+        match action:
+            case Submit(prompt):
+                handoff = [f"reads {prompt.handoff.decode()}"] if prompt.handoff else []
+                return " ".join(["submit", prompt.request_id, *["offers"] * prompt.offers, *handoff])
+            case Abort(request_id):
+                return f"abort {request_id}"
+            case ShakeHands(peer, address):
+                return f"shake hands {peer} {address.decode()}"
+            case Fail(detail):
+                return f"fail the worker: {detail}"
+            case _:
+                return seen(action)
+
+    # ---- calls
+
+    def prefill(self, name: str, **options: Any) -> Actions:
+        call = CallId("router", 1)
+        return self.post(PrefillArrived(request(name, **options), 5, agent("other"), self.now + TIMEOUT_S, call))
+
+    def decode(self, name: str, ticket: int | None = None, **options: Any) -> Actions:
+        source = None if ticket is None else (ticket, agent("other"))
+        return self.post(DecodeArrived(request(name, **options), source, self.now + TIMEOUT_S, CallId("router", 1)))
+
+    def handoff(self, ticket: int) -> Actions:
+        return self.post(HandoffArrived(ticket, b"kv"))
+
+    def cancel_prefill(self, name: str) -> Actions:
+        return self.post(PrefillCancelled(name))
+
+    def cancel(self, name: str) -> Actions:
+        return self.post(DecodeCancelled(name))
+
+    def drain(self) -> Actions:
+        return self.post(DrainRequested())
+
+    def config(self, step_timeout_s: float, **limits: Any) -> Actions:
+        return self.post(ConfigChanged(SchedulerConfig(**limits), WorkerConfig(step_timeout_s=step_timeout_s)))
+
+    # ---- the engine
+
+    def output(self, name: str, *tokens: int | str, ends: str = "", handoff: str = "", **fields: Any) -> Actions:
+        sampled = tuple(map(SampledToken, numbers_of(*tokens)))
+        reason = FinishReason(ends) if ends else None
+        return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
+
+    def step(self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int) -> Actions:
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens))
+
+    def died(self) -> Actions:
+        return self.post(EngineDied("killed"))
+
+    def joins(self, name: str, reader: int = 0, address: int = 1) -> Actions:
+        return self.post(PeerJoined(agent(name, f"at-{name}".encode() if address else b""), is_owner=not reader))
+
+    def leaves(self, name: str) -> Actions:
+        return self.post(PeerLeft(name))
+
+    def met(self, name: str, error: str = "") -> Actions:
+        return self.post(HandshakeEnded(name, error))
+
+    def wait(self, seconds: float) -> Actions:
+        end, actions = self.now + seconds, []
+        while (deadline := self.worker.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.post(Tick())
+        self.now = end
+        return actions
+
+    # ---- questions
+
+    def idle(self) -> list[str]:
+        return ["yes" if self.worker.idle else "no"]
+
+    def deadline(self) -> list[str]:
+        deadline = self.worker.next_deadline()
+        return ["none"] if deadline is None else [f"in {deadline - self.now:g}"]
+
+    def load(self) -> list[str]:
+        load = self.worker.worker_load()
+        router_calls = sum(calls.num_open for calls in load.router_calls.values())
+        numbers = [
+            ("waiting", load.num_waiting), ("queued tokens", load.num_queued_tokens), ("decoding", load.num_decoding),
+            ("context", load.decode_context), ("calls", load.num_calls), ("of the router", router_calls),
+            ("busy", round(load.busy_seconds, 6)), ("slo", load.slo_itl_s), ("backlog", len(load.prompt_backlog)),
+            *((column.value, count) for column, count in load.ledger.items()),
+        ]  # fmt: skip
+        return [load.state.value, *counts(numbers)]
