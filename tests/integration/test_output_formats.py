@@ -115,16 +115,6 @@ async def test_prefix_hits_and_other_requests_change_no_token(deployment: Deploy
         assert answer.token_ids == expected(engine, prompt, form, **SAMPLED)
 
 
-async def test_choices_of_one_call_are_those_of_consecutive_seeds(
-    deployment: Deployment, engine: CoLocatedEngine
-) -> None:
-    prompt = prompt_of(33, seed=3)
-    request = ask(prompt, "json_schema", **SAMPLED)
-    request.n = 3
-    for choice, answer in enumerate(await deployment.generate_all(request)):
-        assert answer.token_ids == expected(engine, prompt, "json_schema", **(SAMPLED | {"seed": 7 + choice}))
-
-
 async def test_a_grammar_that_becomes_too_complex_ends_its_stream_alone(
     deployment: Deployment, engine: CoLocatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
