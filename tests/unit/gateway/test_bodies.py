@@ -25,7 +25,7 @@ from gateway.schemas import json_size
 from gateway.schemas.base import Schema
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
-from gateway.schemas.json_size import MAX_KEYS, MAX_TEXTS, MAX_VALUES, check_size, count_values
+from gateway.schemas.json_size import MAX_BARE_BYTES, MAX_WEIGHT, check_size, count_values
 from gateway.schemas.responses import ResponsesBody, ResponseTool
 from runtime.validation_threads import MAX_SHORT_BYTES, ValidationThreads
 
@@ -99,18 +99,21 @@ def test_a_map_of_wrong_items_makes_one_error() -> None:
 @pytest.mark.parametrize(
     ("body", "accepted"),
     [
-        (filled('{"tokens": [', "1", "]}", MAX_VALUES), True),
-        (filled('{"tokens": [', "1", "]}", MAX_VALUES + 1), False),
-        (filled('{"x": [', "{}", "]}", MAX_KEYS - 3), True),
-        (filled('{"x": [', "{}", "]}", MAX_KEYS), False),
-        (filled('{"x": [', "[]", "]}", MAX_KEYS), False),
-        (filled("{", '"a":1', "}", MAX_KEYS), False),
-        (b'{"prompt": "%b"}' % (rb"\"[{:,\\" * (MAX_VALUES + 1)), True),
-        (filled('{"a": "%s", "x": [' % ("[" * MAX_KEYS), "[]", "]}", MAX_KEYS), False),
-        (b"[" * 2 * MAX_KEYS, False),
-        (filled('{"x": [', '""', "]}", MAX_TEXTS - 1), True),
-        (filled('{"x": [', '""', "]}", MAX_TEXTS), False),
-        (b'{"x": "%b"}' % (rb"\"" * (2 * MAX_TEXTS + 1)), True),
+        (filled('{"tokens": [', "1", "]}", MAX_WEIGHT - 28), True),
+        (filled('{"tokens": [', "1", "]}", MAX_WEIGHT - 27), False),
+        (filled('{"x": [', "{}", "]}", MAX_WEIGHT // 10), True),
+        (filled('{"x": [', "{}", "]}", MAX_WEIGHT // 9), False),
+        (filled('{"x": [', "[]", "]}", MAX_WEIGHT // 9), False),
+        (filled('{"x": [', '""', "]}", MAX_WEIGHT // 6), True),
+        (filled('{"x": [', '""', "]}", MAX_WEIGHT // 5), False),
+        (filled("{", '"a":1', "}", MAX_WEIGHT // 14), True),
+        (filled("{", '"a":1', "}", MAX_WEIGHT // 12), False),
+        (filled('{"a": "%s", "x": [' % ("[" * MAX_WEIGHT), "[]", "]}", MAX_WEIGHT // 9), False),
+        (b"[" * (MAX_WEIGHT // 4), False),
+        (b'{"prompt": "%b"}' % (rb"\"[{:,\\" * MAX_WEIGHT), True),
+        (b'{"prompt": "%b"}' % (rb"\"" * MAX_WEIGHT), True),
+        (b'{"prompt": "%b"}' % (b"1" * MAX_BARE_BYTES), True),
+        (filled('{"x": [', "1" * 4000, "]}", MAX_BARE_BYTES // 4000 + 1), False),
     ],
 )
 def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) -> None:
@@ -142,7 +145,7 @@ def counts(value: Any) -> tuple[int, int, int]:
 @given(value=VALUES, part_bytes=st.integers(1, 9))
 def test_values_are_counted_however_the_body_is_divided(value: Any, part_bytes: int) -> None:
     with patch.object(json_size, "PART_BYTES", part_bytes):
-        num_values, num_texts, num_keys = count_values(json.dumps(value).encode())
+        num_values, num_texts, num_keys, _ = count_values(json.dumps(value).encode())
     assert (num_values - 1, num_texts, num_keys) == counts(value)
 
 
