@@ -152,6 +152,9 @@ def invalid(error: ValidationError, *above: str | int) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")
+    if first["type"].endswith("_type"):  # no alternative of the union has it
+        others = [item["msg"] for item in found if item is not first and _path_of((*above, *item["loc"])) == param]
+        message = " or ".join([message, *(other.removeprefix("Input should be ") for other in dict.fromkeys(others))])
     return refused(param or "body", message[:1].lower() + message[1:])
 
 

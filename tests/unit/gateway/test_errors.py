@@ -17,6 +17,7 @@ from gateway.http.tracing import TracedRequest, current
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.fields import check_extra
+from gateway.schemas.responses import ResponsesBody
 from runtime.tracing.trace_context import start_trace
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
@@ -157,6 +158,7 @@ def test_a_text_of_the_client_is_cut_in_the_answer_and_in_the_span(failing: Call
         (CHAT % '"seed": 9223372036854775808', "seed", "9223372036854775807"),
         (CHAT % '"top_k": -2', "top_k", "-1"),
         (CHAT % '"stop": [1]', "stop[0]", "string"),
+        (CHAT % '"stop": 1', "stop", "a valid string or a valid array"),
         (CHAT % '"logit_bias": {"a": 1}', "logit_bias.a", "token ids"),
         (CHAT % '"max_tokens": 0', "max_tokens", "1"),
         (CHAT % '"stop_token_ids": [4294967296]', "stop_token_ids[0]", "4294967295"),
@@ -167,6 +169,17 @@ def test_an_invalid_body_names_the_field_and_the_limit(body: str, param: str | N
         ChatBody.model_validate_json(body)
     error = api_error(caught.value)
     assert (error.status, error.param) == (400, param)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("[]", "at least 1 item"), ('""', "at least 1 character"), ("3", "string or a valid array")]
+)
+def test_an_error_of_a_union_tells_what_is_allowed(given: str, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ResponsesBody.model_validate_json(f'{{"input": {given}}}')
+    error = api_error(caught.value)
+    assert error.param == "input"
     assert message in error.message
 
 
