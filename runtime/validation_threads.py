@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
+from runtime.fair_slots import FairSlots
 
 MAX_INLINE_BYTES = 1024  # about 250 tokens
 MAX_SHORT_BYTES = 16 * 1024  # about 4,000 tokens, 10 ms
@@ -42,13 +43,20 @@ class ValidationThreads:
         num_long = max(1, min(MAX_LONG_CALLS, num_cores // CORES_PER_LONG_CALL))
         self.max_pending = max_pending
         self._num_pending = 0
-        self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(num_long)
+        self._short, self._long = FairSlots(1), FairSlots(num_long)
         self._threads = ThreadPoolExecutor(1 + num_long, thread_name_prefix="validation")
 
     async def run(
-        self, timeout_s: float, num_bytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+        self,
+        tenant: Hashable,
+        timeout_s: float,
+        num_bytes: int,
+        function: Callable[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> R:
         """Run `function`, unless it is short in a thread, and return its result. `num_bytes` is the size of its input.
+        Tenants with waiting calls take turns.
 
         Raises the exception of `function`, `QueueFull` beyond `max_pending`, and `DeadlineExceeded` after `timeout_s`.
         A call that ends early leaves the queue; if `function` has started, it runs to its end.
@@ -61,7 +69,7 @@ class ValidationThreads:
         self._num_pending += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await free_threads.acquire()
+                await free_threads.acquire(tenant)
                 result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
                 result.add_done_callback(partial(_end, free_threads))
                 # Without the shield, a call that ends early would free a thread that still works.
@@ -75,7 +83,7 @@ class ValidationThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _end(free_threads: asyncio.Semaphore, result: asyncio.Future[Any]) -> None:
+def _end(free_threads: FairSlots, result: asyncio.Future[Any]) -> None:
     free_threads.release()
     if not result.cancelled():
         result.exception()  # else asyncio logs the exception of an abandoned call

@@ -79,7 +79,7 @@ async def validate(
         generation = prepare(request, tokenizer, RouterConfig(), "id", lambda: 0, (), grammars)
         assert generation.choices[0].num_prompt_tokens > NUM_TOKENS * 0.9
 
-    await pool.run(60.0, len(message), prepared)
+    await pool.run("", 60.0, len(message), prepared)
 
 
 async def longest_gap(work: Callable[[], Awaitable[object]]) -> float:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
 from gateway.http.body import WaitingBodies
+from gateway.http.byte_ledger import owner_of
 from gateway.http.connection import while_connected
 from gateway.schemas.base import Schema
 from gateway.schemas.json_size import check_size, work_of
@@ -143,7 +144,7 @@ async def beside_the_loop(
 ) -> T:
     """As `ValidationThreads.run`, with the time limit of the request."""
     threads: ValidationThreads = request.app.state.threads
-    return await threads.run(_timeout_s(request), num_bytes, function, *args, **kwargs)
+    return await threads.run(owner_of(request.scope), _timeout_s(request), num_bytes, function, *args, **kwargs)
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

@@ -114,7 +114,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             timeout_s = remaining_s(context, self._shell.config.default_timeout_s)
             deadline = self._shell.now() + timeout_s
             generation = await self._validation_pool.run(
-                timeout_s,
+                request.user, timeout_s,
                 validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
                 self._grammars, lambda: self._shell.now() >= deadline,

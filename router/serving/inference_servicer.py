@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_id, limits = self._shell.new_request_id(), self._shell.view.decode_limits
         try:
             generation = await self._validation_pool.run(
-                timeout_s, validation.work_of(request, self._grammars), validation.prepare,
+                request.user, timeout_s, validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, new_id, _random_seed, limits, self._grammars,
                 lambda: self._shell.now() >= deadline,
             )  # fmt: skip
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
-                self._remaining_s(context), validation.prompt_work_of(request), validation.tokenize_prompt,
+                "", self._remaining_s(context), validation.prompt_work_of(request), validation.tokenize_prompt,
                 request, self._tokenizer, self._shell.config,
             )  # fmt: skip
         except TandemError as error:
@@ -135,7 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
                 )
             text = await self._validation_pool.run(
-                self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids, True
+                "", self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids, True
             )
         except TandemError as error:
             await abort(context, error)
