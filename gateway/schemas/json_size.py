@@ -10,9 +10,12 @@ from __future__ import annotations
 from gateway.errors import refused
 from runtime.validation_threads import MAX_INLINE_BYTES, MAX_SHORT_BYTES
 
-MAX_VALUES = 2**20  # values in a body: a million token ids; beyond: status 400
-MAX_TEXTS = 2**17  # keys are texts, too
-MAX_KEYS = 2**16  # keys, lists and objects in a body; beyond: status 400
+# Limit: values in a body, where texts, keys and lists count more: half a million token ids; beyond: status 400
+MAX_WEIGHT = 2**19
+TEXT_WEIGHT, KEY_WEIGHT = 4, 8  # beside 1 for each value. Keys are texts, too; lists and objects weigh as keys
+# Limit: bytes of a body outside of texts, for a number of n digits takes n**2 steps; beyond: status 400
+MAX_BARE_BYTES = 4 * 2**20
+SMALL_BYTES = 2**16  # of a body whose weight does not matter
 MARK_BYTES = 4
 PART_BYTES = 64 * 1024  # counted while the lock is held
 
