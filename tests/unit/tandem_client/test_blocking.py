@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -96,8 +95,23 @@ async def test_leaving_a_stream_early_cancels_the_request(
 async def test_the_deadline_and_ctrl_c_end_a_call_that_waits(router: ScriptedRouter) -> None:
     router.hold = asyncio.Event()
     program = f"""
-import os, signal, threading
+import os, signal, sys, threading
 from tandem_client import CallFailed, Client
+from tandem_client.blocking import BlockingCall
+
+main = threading.get_ident()
+WAITING = {{threading.Condition.wait.__code__, BlockingCall.__anext__.__code__}}
+
+def stack():
+    frame = sys._current_frames()[main]
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+def interrupt_the_wait():
+    while not WAITING <= set(stack()):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
 
 with Client({router.address!r}) as client:
     try:
@@ -107,7 +121,7 @@ with Client({router.address!r}) as client:
     stream = client.stream("hello")
     next(stream), next(stream)
     try:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.{signal.SIGINT.name})).start()
+        threading.Thread(target=interrupt_the_wait).start()
         next(stream)
     except KeyboardInterrupt:
         print("interrupted")
