@@ -31,9 +31,12 @@ PROBE_TOKENS = 4_000
 
 @dataclass(slots=True)
 class Arrivals:
-    """When the messages of all streams arrived."""
+    """When the tokens of all streams arrived. Over HTTP an event counts as one."""
 
     times: list[float] = field(default_factory=list)
+
+    def add(self, count: int) -> None:
+        self.times += [time.monotonic()] * count
 
 
 class HttpStream:
@@ -56,8 +59,7 @@ class HttpStream:
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
             raise RuntimeError("the server closed a stream")
-        now = time.monotonic()
-        self._arrivals.times += [now] * data.count(b"data: {")
+        self._arrivals.add(data.count(b"data: {"))
         self._tail = (self._tail + data)[-LAST_BYTES:]
 
     @property
@@ -118,9 +120,7 @@ def http_ages(
 def grpc_ages(router: str, num_streams: int, seconds: float) -> list[float]:
     arrivals = Arrivals()
     probe, counter = start_probe(router)
-    connections = [
-        Connection(router, lambda *_: arrivals.times.append(time.monotonic())) for _ in range(load.NUM_CONNECTIONS)
-    ]
+    connections = [Connection(router, lambda *_: arrivals.add(1)) for _ in range(load.NUM_CONNECTIONS)]
     for index in range(num_streams):
         connections[index % len(connections)].call(load.GENERATE, load.generate_request(load.ENDLESS))
     receive_for([*connections, *probe], seconds / 2)
@@ -133,16 +133,14 @@ def grpc_ages(router: str, num_streams: int, seconds: float) -> list[float]:
 def first_tokens_s(
     port: int, model: str, router: str, num_streams: int, num_requests: int, step_s: float
 ) -> tuple[float, float]:
-    """Median times from a request of one token to its first message: over HTTP, and over gRPC.
+    """Median times from a request of one token to that token: over HTTP, and over gRPC.
 
     The requests take turns, beside streams over HTTP, on connections that are open already. A random pause
     before each keeps the requests out of step with the worker, which would count whole steps as a difference.
     """
-    draw = random.Random(num_requests)
-    arrivals = Arrivals()
-    streams = [HttpStream(port, model, load.ENDLESS, arrivals) for _ in range(num_streams)]
-    counter = Counter(load.tokens_of_response)
-    direct = Connection(router, counter.take)
+    draw, own = random.Random(num_requests), Arrivals()
+    streams = [HttpStream(port, model, load.ENDLESS, Arrivals()) for _ in range(num_streams)]
+    direct = Connection(router, lambda _, message: own.add(len(load.tokens_of_response(message))))
     readers: list[HttpStream | Connection] = [*streams, direct]
     receive_all(streams, [direct], WARM_UP_S)
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -152,17 +150,17 @@ def first_tokens_s(
         for _ in range(num_requests):
             for through in found:
                 receive_all(streams, [direct], draw.uniform(0.0, 2 * step_s))
-                own, before = Arrivals(), counter.num_messages
+                own.times.clear()
                 if through:
                     stream = HttpStream(port, model, 1, own)
                     selector.register(stream.socket, selectors.EVENT_READ, stream)
                 start = time.monotonic()
                 if not through:
                     direct.call(load.GENERATE, load.generate_request(1))
-                while not own.times and counter.num_messages == before:
+                while not own.times:
                     for key, _ in selector.select(TIMEOUT_S):
                         key.data.receive()
-                found[through].append(time.monotonic() - start)
+                found[through].append(own.times[0] - start)
                 if through:
                     selector.unregister(stream.socket)
                     stream.close()

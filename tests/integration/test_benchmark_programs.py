@@ -9,11 +9,12 @@ from benchmarks.dataplane.http2_load import Connection, receive_for
 from benchmarks.dataplane.load import Counter
 from benchmarks.dataplane.processes import cores, running
 from benchmarks.dataplane.program import CONFIG, Role
-from benchmarks.gateway.latency import Arrivals, HttpStream
+from benchmarks.gateway.latency import Arrivals, HttpStream, first_tokens_s
 from tests.support.ports import kept_port
 
 TIMEOUT_S = 60.0
 NUM_TOKENS = 7
+STEP_S = 0.05
 
 
 def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
@@ -36,3 +37,15 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
             stream.receive()
         assert arrivals.times
         assert worker.step_times()["step_s"] > 0
+
+
+def test_the_first_token_of_either_protocol_is_a_token_and_no_other_message() -> None:
+    """A token comes at the end of a step that begins after its request."""
+    measured, other = cores()
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(kept_port("127.0.0.1"))
+        roles = Role("worker", other, step_s=STEP_S), Role("router", measured, http_port=port)
+        worker, router = stack.enter_context(running(*roles))
+        router.follow([worker])
+        found = first_tokens_s(port, CONFIG.engine.model, router.address, 1, 2, STEP_S)
+        assert min(found) >= STEP_S
