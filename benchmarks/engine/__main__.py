@@ -39,6 +39,7 @@ from model_files.model_source import load_config, resolve_model
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
 SHORT_PROMPT = 16  # tokens, of a program's first answer
+SERVED_TOKENS = 512  # at most, of each stream of a serving worker; the pool has room for all of them
 PARTS = ("prefill", "decode", "serving", "quantized")
 
 
@@ -90,11 +91,15 @@ def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Fig
 
 
 def measure_serving(config: EngineConfig, core: int) -> float:
-    """The percentage of a step outside the model while a decode worker streams its largest batch to this process."""
+    """The percentage of a step outside the model while a decode worker streams its largest batch to this process.
+
+    Prompts are computed beside the decodes of those before, as many tokens a step as its budget leaves. So the streams
+    go on until all have decoded together for long enough, however late the last one began.
+    """
     worker = programs.tandem("a decode worker", config, serve_on_core=core)(None)
     try:
         prompts = random_prompts(max(BATCHES), QUANTIZED_CONTEXT)
-        asyncio.run(ask_worker(worker.call("address"), prompts, 2 * len(prompts) + MIN_STEPS))
+        asyncio.run(ask_worker(worker.call("address"), prompts, SERVED_TOKENS, num_together=2 * MIN_STEPS))
         return percent_around(worker.call("model_steps"), max(BATCHES))
     finally:
         worker.stop()

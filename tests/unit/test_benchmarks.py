@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.asking import Answer, Together
 from benchmarks.engine.figures import VLLM
 from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report
@@ -118,3 +119,15 @@ def test_every_printed_line_is_written_as_json_and_as_a_table_row(
     assert "MISSED" in printed
     assert "1.5 x a peer" in printed
     assert "| known | 2 s | a peer: 3 | 1.5 |  |  |" in Path("build/bench/trial.md").read_text()
+
+
+def test_streams_are_together_from_the_first_token_of_the_last_one() -> None:
+    early, late = Answer(times=[0.0] * 9), Answer()
+    together = Together([early, late], max_tokens=100, num_tokens=2)
+    assert not together.is_complete()  # whatever the early one has by then
+    late.times.append(1.0)
+    assert not together.is_complete()
+    for answer in (early, late):
+        answer.times += [2.0, 3.0]
+    assert together.is_complete()
+    assert not Together([early, late], max_tokens=100, num_tokens=None).is_complete()
