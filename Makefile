@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner bench-operations image clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner bench-operations image clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -68,9 +68,6 @@ bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and 
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.dataplane
 
-bench-routers: setup  ## Compare 2 and 4 routers with one on a trace, in virtual time: make bench-routers TRACE=f
-	$(BIN)/python -m benchmarks.routers $(if $(TRACE),--trace $(TRACE))
-
 bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live (30 minutes, after bench-peers)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
@@ -78,9 +75,6 @@ bench-goodput: setup  ## Measure requests inside their limits beside the undivid
 bench-vllm: vllm  ## A worker beside bare AsyncLLM, a kill under load, and goodput beside vLLM alone (60 minutes)
 	$(BIN)/python -m benchmarks.vllm
 	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D 0P2D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
-
-bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
-	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))
 
 bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
 	$(BIN)/tandem pull

@@ -36,7 +36,7 @@ from pathlib import Path
 from benchmarks.asking import Answer
 from benchmarks.goodput.systems import Row, System, fleet, vllm
 from benchmarks.report import Line, Report
-from benchmarks.routers import TRACE
+from benchmarks.traces import CONVERSATION, TRACES
 from simulator.replay_result import goodput90, percentile, rising, worst_tenth_mean
 from simulator.trace import TraceRequest
 from simulator.workloads import mooncake
@@ -174,7 +174,7 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=TRACE, help="a trace in the format of Mooncake")
+    parser.add_argument("--trace", type=Path, default=TRACES / CONVERSATION, help="a trace in the format of Mooncake")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 3.0], help="requests a second")
     parser.add_argument("--requests", type=int, default=100, help="of a row")

@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--coarse", action="store_true", help="only the part with coarse workers (10 minutes)")
     options = parser.parse_args()
     if not options.traces.is_dir():
-        sys.exit(f"no traces in {options.traces}: they are those of `make bench-policies`")
+        sys.exit(f"no traces in {options.traces}: benchmarks/traces.py names them")
     report = Report("planner")
     plan_time(report)
     for seed in (options.seed, options.seed + 1):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from benchmarks.policies.cases import conversation
+from benchmarks.traces import conversation
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
 from simulator import workloads

@@ -21,18 +21,9 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
 
-def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", module, *options]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-
-
 def modules_to_start() -> list[str]:
-    """The modules that the Makefile's targets run, without the one that a test below runs."""
-    modules = re.findall(r"python -m ((?:benchmarks|tests\.tools)\.\S+)", (ROOT / "Makefile").read_text())
-    return sorted(set(modules) - {"benchmarks.routers"})
+    """The modules that the Makefile's targets run."""
+    return sorted(set(re.findall(r"python -m ((?:benchmarks|tests\.tools)\.\S+)", (ROOT / "Makefile").read_text())))
 
 
 # In one process, because each would import torch.
@@ -56,25 +47,6 @@ def test_benchmarks_that_are_too_slow_for_a_test_start_and_list_their_options(tm
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") == len(modules) > 5
-
-
-def test_several_routers_are_compared_with_one(tmp_path: Path) -> None:
-    """A trace of conversations that have two turns each."""
-    trace = tmp_path / "trace.jsonl"
-    requests = [
-        {"timestamp": 100 * number, "input_length": 600, "output_length": 8, "hash_ids": [0, 1 + number % 20]}
-        for number in range(40)
-    ]
-    trace.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
-    options = ["--trace", str(trace), "--quick", "--requests", "40", "--processes", "1"]
-    done = run_benchmark(tmp_path, "benchmarks.routers", *options)
-    assert done.returncode == 0, done.stderr
-    lines = {line["measure"]: line for line in json.loads((tmp_path / "build/bench/routers.json").read_text())["lines"]}
-    for routers in ("1 router", "2 routers", "4 routers"):
-        assert lines[f"4 + 4 workers, {routers}: hit ratio"]["value"] > 0.2
-        assert lines[f"4 + 4 workers, {routers}: TTFT p99"]["value"] > 0
-    assert lines["4 + 4 workers, 4 routers: TTFT p50"]["holds"] is not None
-    assert "0 requests failed" in done.stdout
 
 
 def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported() -> None:
