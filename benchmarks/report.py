@@ -1,22 +1,27 @@
 """The report of a benchmark: one line for each figure, with its peer, its floor and its goal where it has them.
 
-`Report` prints each line as soon as the figure is known. `write` puts all lines into build/bench/<name>.json, and into
-build/bench/<name>.md as the table that docs/figures/ shows. A missed goal is printed as missed.
+`Report` prints each line as soon as the figure is known, and writes it at once: all lines so far are in
+build/bench/<name>.json, and in build/bench/<name>.md as the table that docs/figures/ shows. A missed goal is
+printed as missed. A section that fails becomes a row, and the sections after it run.
+
+    parser_of    the options that all benchmarks share: `--parts` and `--repeats`
+    run_parts    runs the parts, each as a section
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any
 
 OUTPUT_DIR = Path("build/bench")
 DURATIONS = ("s", "ms", "us")
@@ -88,28 +93,66 @@ class Line:
 
 
 class Report:
-    def __init__(self, name: str, console: Console | None = None) -> None:
-        from rich.console import Console  # where a GPU is measured, rich may be missing: only `Line` is used there
-
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.console = console or Console()
         self.lines: list[Line] = []
+        self.failed: dict[str, str] = {}  # section -> why it has no more lines
+        self._circumstances = circumstances()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print(text, flush=True)
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
         self.say(line.text())
+        self._save()
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """An error in the block ends the block alone, and is a row of the report."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (reported)
+            traceback.print_exc()
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            self.say(f"{name:64s} FAILED: {self.failed[name]}")
+            self._save()
 
     def write(self) -> None:
-        OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
-        output = OUTPUT_DIR / f"{self.name}.json"
-        content = circumstances() | {"lines": [line_json(line) for line in self.lines]}
-        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        output.with_suffix(".md").write_text(table([line.row() for line in self.lines]), encoding="utf-8")
+        """Print the summary. Raises `SystemExit` if a section failed."""
+        output = self._save()
         missed = sum(line.holds is False for line in self.lines)
         self.say(f"{len(self.lines)} lines in {output} and {output.with_suffix('.md').name}, {missed} goals missed")
+        if self.failed:
+            sys.exit(f"these sections failed: {', '.join(self.failed)}")
+
+    def _save(self) -> Path:
+        OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
+        output = OUTPUT_DIR / f"{self.name}.json"
+        content = {"lines": [line_json(line) for line in self.lines], "failed": self.failed}
+        output.write_text(json.dumps(self._circumstances | content, indent=1) + "\n", encoding="utf-8")
+        failed = [[name, f"failed: {why}", *[""] * (len(COLUMNS) - 2)] for name, why in self.failed.items()]
+        text = table([*(line.row() for line in self.lines), *failed])
+        output.with_suffix(".md").write_text(text, encoding="utf-8")
+        return output
+
+
+def parser_of(document: str | None, parts: Sequence[str] = (), repeats: int = 0) -> argparse.ArgumentParser:
+    """`document`: the benchmark's own description. `repeats`: the default; 0 = it has none."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="measure only these")
+    if repeats:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"of each measurement (default {repeats})")
+    return parser
+
+
+def run_parts(report: Report, parts: Mapping[str, Callable[[], None]], wanted: Sequence[str]) -> None:
+    """Run the wanted parts in their order, each as a section, and end the report."""
+    for name in wanted:
+        with report.section(name):
+            parts[name]()
+    report.write()
 
 
 def line_json(line: Line) -> dict[str, Any]:
@@ -129,6 +172,11 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4g}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def circumstances() -> dict[str, str]:

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.asking import Answer, Together
 from benchmarks.engine.figures import VLLM
 from benchmarks.processes import ChildEnded, ChildProcess
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, run_parts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -72,25 +71,40 @@ def test_a_peer_that_was_not_measured_gives_no_verdict() -> None:
     assert "vLLM: not measured" in line.row()
 
 
-def test_every_printed_line_is_written_as_json_and_as_a_table_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_line_is_printed_and_written_as_soon_as_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    console = Console(record=True, width=200)
-    report = Report("trial", console)
+    report = Report("trial")
     report.add(Line("slow", 2.0, "s", most=1))
     report.add(Line("known", 2.0, "s", "a peer", 3.0))
-    report.write()
     written = json.loads(Path("build/bench/trial.json").read_text())
     assert {"machine", "commit", "date", "load average"} < written.keys()
     assert [(line["measure"], line["ratio"], line["holds"]) for line in written["lines"]] == [
         ("slow", None, False),
         ("known", 1.5, None),
     ]
-    printed = console.export_text()
+    printed = capsys.readouterr().out
     assert "MISSED" in printed
     assert "1.5 x a peer" in printed
     assert "| known | 2 s | a peer: 3 | 1.5 |  |  |" in Path("build/bench/trial.md").read_text()
+
+
+def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = Report("trial")
+
+    def fails() -> None:
+        report.add(Line("before", 1.0, "s"))
+        raise RuntimeError("no luck")
+
+    parts = {"broken": fails, "whole": lambda: report.add(Line("after", 2.0, "s")), "unwanted": fails}
+    with pytest.raises(SystemExit, match="these sections failed: broken"):
+        run_parts(report, parts, ["broken", "whole"])
+    written = json.loads(Path("build/bench/trial.json").read_text())
+    assert [line["measure"] for line in written["lines"]] == ["before", "after"]
+    assert written["failed"] == {"broken": "RuntimeError: no luck"}
+    assert "| broken | failed: RuntimeError: no luck |" in Path("build/bench/trial.md").read_text()
 
 
 def test_streams_are_together_from_the_first_token_of_the_last_one() -> None:
