@@ -16,7 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from benchmarks.dataplane import decisions, dynamo, load, steps, tokenizing
+from benchmarks.dataplane import costs, dynamo, load
 from benchmarks.dataplane.cpu_limits import pinned_to
 from benchmarks.dataplane.http2_load import Connection
 from benchmarks.dataplane.load import Counter, Measured
@@ -212,9 +212,8 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
     "router": router,
     "ages": ages,
     "requests": requests,
-    "steps": steps.measure,
-    "decisions": decisions.measure,
-    "tokenizing": tokenizing.measure,
+    "steps": costs.steps,
+    "decisions": costs.decisions,
 }
 
 
