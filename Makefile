@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-transfer bench-dataplane bench-goodput bench-vllm bench-engine bench-gateway bench-peers bench-quantization bench-formats bench-speculation bench-migrate bench-planner bench-operations image clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-gateway bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -56,66 +56,54 @@ test-vllm: vllm  ## The tests of workers with real vLLM inside (6 minutes)
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo
 
-bench: setup  ## Measure start, memory, latency and throughput of a fleet (2 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.serving
+# `make TARGET PARTS="..."` measures a part of it, `make TARGET OPTIONS="..."` gives other options (`--help` lists them).
+PARTS_OF = $(if $(PARTS),--parts $(PARTS)) $(OPTIONS)
 
-bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (15 minutes)
+bench: setup  ## Measure start, memory, latency and throughput of a fleet (2 minutes); PARTS="formats guesses" QUESTIONS=f: JSON schemas, guessed tokens
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.fleet $(if $(QUESTIONS),--questions $(QUESTIONS)) $(PARTS_OF)
+
+bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core, and weight formats: TEXT=wiki.test.txt (15 minutes, after bench-peers)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.engine $(if $(TEXT),--text $(TEXT)) $(PARTS_OF)
 
 bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and Dynamo's frontend (12 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.dataplane
+	$(BIN)/python -m benchmarks.dataplane $(PARTS_OF)
 
-bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live (30 minutes, after bench-peers)
+bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python -m benchmarks.gateway $(PARTS_OF)
+
+bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (15 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.transfer $(PARTS_OF)
+
+bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live: TRACE=f (30 minutes, after bench-peers)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE)) $(OPTIONS)
 
 bench-vllm: vllm  ## A worker beside bare AsyncLLM, a kill under load, and goodput beside vLLM alone (60 minutes)
-	$(BIN)/python -m benchmarks.vllm
+	$(BIN)/python -m benchmarks.vllm $(PARTS_OF)
 	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D 0P2D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
 
-bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
+bench-operations: setup  ## Measure what streams feel of rolls, switches, moves, drains and deaths (20 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.operations $(PARTS_OF)
+
+bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour; COARSE=1: only up to 1,000 workers, 10 minutes)
+	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(if $(COARSE),--coarse)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.install_peers
 
-bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
-
-bench-formats: setup  ## Measure the cost of JSON schemas, and validate 2,000 outputs (8 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.formats
-
-bench-migrate: setup  ## Measure what streams feel of moves, drains and the death of a router (15 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.migrate
-
-bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour; COARSE=1: only up to 1,000 workers, 10 minutes)
-	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(if $(COARSE),--coarse)
-
-bench-operations: setup  ## Measure a roll, a switch of a role, a live change and the start from zero, under load (3 minutes)
-	$(BIN)/python -m benchmarks.operations
-
-bench-speculation: setup  ## Measure what guessed tokens gain: make bench-speculation QUESTIONS=question.jsonl (Spec-Bench's; 30 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.speculation --questions $(QUESTIONS)
-
-bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.gateway
-
 image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
 	tests/tools/build_image.sh
 
-clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway: make clients TRACE=f
+clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.clients --write-docs $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python -m benchmarks.clients
 
 phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
 	$(BIN)/python -m tests.tools.phoenix_run

@@ -6,7 +6,7 @@
     smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM and Dynamo
 
 Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
-when it holds the file `complete`; an incomplete one is removed and installed again. benchmarks/clients installs each
+when it holds the file `complete`; an incomplete one is removed and installed again. benchmarks/clients.py installs each
 client in the same way, into <cache>/tandem/clients.
 """
 
@@ -89,7 +89,7 @@ def run(step: str, command: Sequence[str | Path], cwd: Path | None = None) -> st
     return done.stdout
 
 
-def install(directory: Path, steps: Callable[[Path], None]) -> None:
+def install(directory: Path, steps: Callable[[Path], object]) -> None:
     if is_installed(directory):
         print(f"{directory.name}: already installed in {directory}")
         return

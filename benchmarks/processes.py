@@ -2,7 +2,7 @@
 
     ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
     background      runs a server to the end of the block
-    serving         runs `tandem serve` from its ready line to the end of the block
+    tandem          runs `tandem serve` from its ready line to the end of the block
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
@@ -85,6 +85,10 @@ class ChildProcess:
     def cpu_s(self) -> float:
         return cpu_s(self.process_id)
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> None:
         """Close the input of the program, which ends it; kill it after `STOP_TIMEOUT_S`."""
         assert self._process.stdin is not None
@@ -151,27 +155,27 @@ def background(command: Sequence[str | Path], environment: Mapping[str, str], co
 
 
 @contextlib.contextmanager
-def serving(
-    command: Sequence[str | Path], environment: Mapping[str, str] | None = None, directory: Path | None = None
-) -> Iterator[int]:
+def tandem(port: int, *flags: str, config: str = "") -> Iterator[int]:
     """Run `tandem serve` from its ready line to the end of the block; yields its process id.
 
-    Raises `RuntimeError` if the fleet does not start.
+    `config`: the text of its config file. Raises `RuntimeError` if the fleet does not start.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=directory, env=os.environ | dict(environment or {}),
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        last_line = ""
-        for line in process.stdout:
-            last_line = line.strip()
-            if last_line.startswith("serving "):
-                break
-        else:
-            raise RuntimeError(f"tandem serve ended: {last_line}")
-        yield process.pid
-    finally:
-        process.terminate()
-        process.communicate(timeout=SERVER_STOP_TIMEOUT_S)
+    command = [sys.executable, "-m", "cli.main", "serve", "--port", str(port), *flags]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(config)
+        file.flush()
+        command += ["--config", file.name] if config else []
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            assert process.stdout is not None
+            last_line = ""
+            for line in process.stdout:
+                last_line = line.strip()
+                if last_line.startswith("serving "):
+                    break
+            else:
+                raise RuntimeError(f"tandem serve ended: {last_line}")
+            yield process.pid
+        finally:
+            process.terminate()
+            process.communicate(timeout=SERVER_STOP_TIMEOUT_S)

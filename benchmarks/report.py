@@ -184,15 +184,20 @@ def circumstances() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip()
-    except OSError:
-        commit = ""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     return {
         "machine": f"{cpu}, {os.cpu_count()} cores",
-        "commit": commit or "unknown",
+        "commit": commit_of(),
         "date": time.strftime("%Y-%m-%d"),
         "load average": load,
     }
+
+
+def commit_of() -> str:
+    """The commit of this code, with "+" behind it if the tree has changes; "unknown" without git."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"

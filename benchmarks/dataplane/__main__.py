@@ -7,22 +7,25 @@ bench-peers` has installed it.
 
     out of a worker      the load client is the router: one token stream, 256 calls
     through a router     clients of Generate; the steps of the worker offer more or fewer tokens than one core can send
+
+The rows of one step time differ in the server alone: streams, load client and cores are the same. Dynamo's frontend
+speaks HTTP, so its client counts events in place of messages.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from benchmarks.dataplane import costs, dynamo, load
 from benchmarks.dataplane.cpu_limits import pinned_to
 from benchmarks.dataplane.http2_load import Connection
+from benchmarks.dataplane.http_load import Refused
 from benchmarks.dataplane.load import Counter, Measured
-from benchmarks.dataplane.processes import MeasuredProcess, cores, running
-from benchmarks.dataplane.program import Role
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, parser_of, percentile, run_parts
+from benchmarks.service import MeasuredProcess, Role, cores, running
 
 STREAMS = 256
 FEW_STREAMS = 32
@@ -43,7 +46,7 @@ def out_of_a_worker(step_s: float | None, num_streams: int = STREAMS) -> tuple[M
     """Tokens out of one decode worker, and the time between its steps as a share of its steps."""
     measured, other = cores()
     core = None if step_s is None else measured  # a model computes on a core of its own
-    with running(Role("worker", core, step_s=step_s)) as [worker], pinned_to(other):
+    with running(Role("decode", core, step_s=step_s)) as [worker], pinned_to(other):
         counter = Counter(load.tokens_of_step)
         connections = load.start_decode_calls(worker.address, num_streams, load.ENDLESS, counter)
         before = worker.step_times()
@@ -56,7 +59,7 @@ def out_of_a_worker(step_s: float | None, num_streams: int = STREAMS) -> tuple[M
 def through_router(step_s: float, num_streams: int = STREAMS, min_interval_ms: int = 0) -> Measured:
     """Clients of a router with one decode worker."""
     measured, other = cores()
-    with running(Role("worker", other, step_s=step_s), Role("router", measured)) as [worker, router], pinned_to(other):
+    with running(Role("decode", other, step_s=step_s), Role("router", measured)) as [worker, router], pinned_to(other):
         router.follow([worker])
         return streams_of(router, num_streams, load.generate_request(load.ENDLESS, min_interval_ms))
 
@@ -83,7 +86,7 @@ def one_token_requests(num_requests: Sequence[int] = ()) -> tuple[float, float, 
     `num_requests`.
     """
     measured, other = cores()
-    with running(Role("worker", other), Role("router", measured)) as [worker, router], pinned_to(other):
+    with running(Role("decode", other), Role("router", measured)) as [worker, router], pinned_to(other):
         router.follow([worker])
         request = load.generate_request(1)
         connections = [Connection(router.address, lambda *_: None) for _ in range(load.NUM_CONNECTIONS)]
@@ -109,7 +112,7 @@ def worker(report: Report, repeats: int) -> None:
     runs = [(out_of_a_worker(FASTEST_STEP_S), out_of_a_worker(JOINED_STEP_S)) for _ in range(repeats)]
     fastest = [run[0][0] for run in runs]
     report.add(Line(f"out of a decode worker, {STREAMS} streams", rate(fastest), "tokens/s", least=40_000))
-    report.add(Line("out of a decode worker: CPU", cpu_us(fastest, "worker"), "us a token"))
+    report.add(Line("out of a decode worker: CPU", cpu_us(fastest, "decode"), "us a token"))
     idle_percent = 100 * statistics.median(run[1][1] for run in runs)
     report.add(Line(f"between steps of 5 ms, {STREAMS} streams", idle_percent, "% of the steps", most=5.0))
     idle_percent = 100 * statistics.median(out_of_a_worker(None, FEW_STREAMS)[1] for _ in range(repeats))
@@ -134,7 +137,7 @@ def router(report: Report, repeats: int) -> None:
         for name, take in variants.items():
             try:
                 found[name].append(take())
-            except dynamo.Refused as error:
+            except Refused as error:
                 report.say(f"Dynamo is left out of this repeat: {error}")
         found["bare own"].append(bare_grpc(1))
         found["bare joined"].append(bare_grpc(max(1, round(per_message(found["joined"][-1:])))))
@@ -202,11 +205,6 @@ def cpu_us(runs: Sequence[Measured], process: str) -> float:
     return 1e6 * statistics.median(run.cpu_s_per_token[process] for run in runs)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 PARTS: dict[str, Callable[[Report, int], None]] = {
     "worker": worker,
     "router": router,
@@ -218,18 +216,13 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measure only these")
+    parser = parser_of(__doc__, tuple(PARTS), repeats=5)
     parser.add_argument("--memory", type=int, default=0, help="measure only a router's memory, over so many requests")
     arguments = parser.parse_args()
     report = Report("dataplane-memory" if arguments.memory else "dataplane")
-    if arguments.memory:
-        memory(report, arguments.memory)
-    else:
-        for name in arguments.parts:
-            PARTS[name](report, arguments.repeats)
-    report.write()
+    parts = {name: partial(measure, report, arguments.repeats) for name, measure in PARTS.items()}
+    parts["memory"] = partial(memory, report, arguments.memory)
+    run_parts(report, parts, ["memory"] if arguments.memory else arguments.parts)
 
 
 if __name__ == "__main__":

@@ -9,32 +9,27 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import selectors
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import install_peers
+from benchmarks.dataplane import load
 from benchmarks.dataplane.cpu_limits import pinned_to
+from benchmarks.dataplane.http2_load import receive_for
+from benchmarks.dataplane.http_load import HttpStream
 from benchmarks.dataplane.load import Measured
-from benchmarks.dataplane.processes import cores
 from benchmarks.processes import background, cpu_s
+from benchmarks.service import cores
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200
 MODEL = "smol"
 NUM_WORKERS = 2
 ANSWER_TOKENS = 200
-EVENT = b"data: {"  # begins each event but the last one, "data: [DONE]"
-RECEIVE_BYTES = 1 << 18
 START_TIMEOUT_S = 90.0
 POLL_S = 0.5
-
-
-class Refused(RuntimeError):
-    """The server answered a request of the load with an error."""
 
 
 def is_installed() -> bool:
@@ -43,18 +38,27 @@ def is_installed() -> bool:
     )
 
 
+def event_clients(port: int, model: str, first_tokens: Sequence[int]) -> list[HttpStream]:
+    """Clients that ask again and again, by the lengths of their first answers: so they do not end at the same time."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Tell me of the sea."}]}
+    clients = [HttpStream(port, "/v1/chat/completions", body, ANSWER_TOKENS) for _ in first_tokens]
+    for client, num_tokens in zip(clients, first_tokens, strict=True):
+        client.send(num_tokens)
+    return clients
+
+
 def through_frontend(num_streams: int, warm_up_s: float, seconds: float) -> Measured:
+    """Each event has one token."""
     measured, other = cores()
     with tempfile.TemporaryDirectory() as directory, _serving(Path(directory), measured, other) as frontend:
         with pinned_to(other):
-            clients = [EventClient(PORT, MODEL) for _ in range(num_streams)]
-            receive(clients, warm_up_s)
-            before, start = cpu_s(frontend), time.perf_counter()
-            num_tokens = receive(clients, seconds)
-            elapsed = time.perf_counter() - start
-            used_s = cpu_s(frontend) - before
-            for client in clients:
-                client.socket.close()
+            clients = event_clients(PORT, MODEL, [ANSWER_TOKENS] * num_streams)
+            receive_for(clients, warm_up_s)
+            before, used_before = sum(client.num_events for client in clients), cpu_s(frontend)
+            elapsed = receive_for(clients, seconds)
+            used_s = cpu_s(frontend) - used_before
+            num_tokens = sum(client.num_events for client in clients) - before
+            load.close(clients)
     return Measured(
         tokens_per_s=num_tokens / elapsed,
         messages_per_s=num_tokens / elapsed,
@@ -93,56 +97,3 @@ def _wait_for_model(log: Path) -> None:
         time.sleep(POLL_S)
     last_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
     raise RuntimeError(f"Dynamo does not serve within {START_TIMEOUT_S:g} s: " + " | ".join(last_lines))
-
-
-class EventClient:
-    """One connection with one request after another. Counts events and ends in the bytes of the responses.
-
-    `first_tokens`: the length of the first answer; different lengths keep clients from ending at the same time.
-    """
-
-    def __init__(self, port: int, model: str, first_tokens: int = 0, tokens: int = 0) -> None:
-        self.num_events = self.num_ended = 0
-        self._tail = b""
-        self._model, self._tokens = model, tokens or ANSWER_TOKENS
-        self.socket = socket.create_connection(("127.0.0.1", port), START_TIMEOUT_S)
-        self._send(first_tokens or self._tokens)
-
-    def _send(self, max_tokens: int) -> None:
-        body = json.dumps({
-            "model": self._model, "messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True,
-            "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        }).encode()  # fmt: skip
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._model}\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-
-    def receive(self) -> None:
-        received = self.socket.recv(RECEIVE_BYTES)
-        if not received:
-            raise RuntimeError("the server closed a connection")
-        data = self._tail + received
-        if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
-            raise Refused(f"the server refuses the load: {data[:500].decode(errors='replace')}")
-        self.num_events += data.count(EVENT)
-        # The end of the data may hold the start of an event or of the response's end, but no whole event.
-        ended = b"\r\n0\r\n\r\n" in data
-        self._tail = b"" if ended else data[-(len(EVENT) - 1) :]
-        if ended:
-            self.num_ended += 1
-            self._send(self._tokens)
-
-
-def receive(clients: list[EventClient], seconds: float) -> int:
-    """Receive for `seconds`. Returns the events that have arrived."""
-    before = sum(client.num_events for client in clients)
-    selector = selectors.DefaultSelector()
-    for client in clients:
-        selector.register(client.socket, selectors.EVENT_READ, client)
-    end = time.perf_counter() + seconds
-    try:
-        while (left := end - time.perf_counter()) > 0:
-            for key, _ in selector.select(left):
-                key.data.receive()
-    finally:
-        selector.close()
-    return sum(client.num_events for client in clients) - before

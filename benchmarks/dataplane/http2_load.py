@@ -15,7 +15,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -29,6 +30,12 @@ RECEIVE_BYTES = 1 << 18
 CONNECT_TIMEOUT_S = 5.0
 
 OnMessage = Callable[[int, bytes], None]  # (stream, message)
+
+
+class Reader(Protocol):
+    @property
+    def socket(self) -> socket.socket: ...
+    def receive(self) -> None: ...
 
 
 class LoadFailed(Exception):
@@ -109,11 +116,11 @@ class Connection:
         self.socket.close()
 
 
-def receive_for(connections: list[Connection], seconds: float, enough: Callable[[], bool] = lambda: False) -> float:
-    """Receive on all connections for `seconds`, or until `enough`. Returns the seconds that have passed."""
+def receive_for(readers: Sequence[Reader], seconds: float, enough: Callable[[], bool] = lambda: False) -> float:
+    """Receive on all readers for `seconds`, or until `enough`. Returns the seconds that have passed."""
     selector = selectors.DefaultSelector()
-    for connection in connections:
-        selector.register(connection.socket, selectors.EVENT_READ, connection)
+    for reader in readers:
+        selector.register(reader.socket, selectors.EVENT_READ, reader)
     start = time.perf_counter()
     try:
         while (left := start + seconds - time.perf_counter()) > 0 and not enough():

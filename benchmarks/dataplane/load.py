@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
-from benchmarks.dataplane.processes import MeasuredProcess
-from benchmarks.dataplane.sleeping_runner import FIRST_ID, age_s
+from benchmarks.dataplane.http_load import HttpStream
+from benchmarks.service import MeasuredProcess
+from benchmarks.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from protos import codec
@@ -145,6 +146,6 @@ def repeat_ended_calls(
     return num_ended, time.perf_counter() - start
 
 
-def close(connections: list[Connection]) -> None:
+def close(connections: Sequence[Connection | HttpStream]) -> None:
     for connection in connections:
         connection.close()

@@ -1,7 +1,14 @@
 """The engine beside vLLM and llama.cpp on one core: `make bench-engine`.
 
-Every program is a process of its own, pinned to the same core. The programs take turns within each repeat: a few steps
-of one, then of the next. A peer that is not installed (`make bench-peers`) is reported and left out.
+    bare         prefill and decode in bfloat16, beside vLLM
+    serving      the part of a step outside the model, in a decode worker that serves
+    quantized    decode with int8 and int4 weights, beside bfloat16, and beside llama.cpp
+    products     the matrix products of a step with int8 and int4 weights beside bfloat16, by number of rows
+    perplexity   of a text (TEXT=wiki.test.txt), by format of the weights and of the KV pool
+
+Only the program differs between the rows of a peer, and only the format between the others: every program is a process
+of its own, pinned to the same core, with the same prompts. The programs take turns within each repeat: a few steps of
+one, then of the next. A peer that is not installed (`make bench-peers`) is reported and left out.
 """
 
 from __future__ import annotations
@@ -11,11 +18,12 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks.asking import ask_worker, random_prompts
-from benchmarks.engine import programs
+from benchmarks.engine import programs, quantization
 from benchmarks.engine.figures import (
     BATCHES,
     CONTEXTS,
@@ -28,25 +36,25 @@ from benchmarks.engine.figures import (
     QUANTIZED_CONTEXT,
     VLLM,
     Figures,
-    percent_around,
+    ModelSteps,
+    start_line,
 )
 from benchmarks.engine.programs import Start
 from benchmarks.processes import ChildEnded, ChildProcess
-from benchmarks.report import Report
+from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
+from text.tokenizer import load_tokenizer
 
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
 SHORT_PROMPT = 16  # tokens, of a program's first answer
-SERVED_TOKENS = 512  # at most, of each stream of a serving worker; the pool has room for all of them
-PARTS = ("prefill", "decode", "serving", "quantized")
+SERVED_TOKENS, SERVED_KV_MB = 512, 768  # at most, of each stream of a serving worker; room for all of them
+PARTS = ("bare", "serving", "quantized", "products", "perplexity")
 
 
 @contextlib.contextmanager
-def running(
-    starts: dict[str, Start | None], core: int, report: Report, figures: Figures
-) -> Iterator[dict[str, ChildProcess]]:
+def running(starts: dict[str, Start | None], core: int, report: Report) -> Iterator[dict[str, ChildProcess]]:
     """Start the programs one after another and record each one's time to its first token."""
     with contextlib.ExitStack() as stack:
         found: dict[str, ChildProcess] = {}
@@ -63,9 +71,9 @@ def running(
                 report.say(f"left out: {error}")
                 continue
             found[name] = program
-            figures.first_token_s[name] = time.perf_counter() - started_at
+            report.add(start_line(name, time.perf_counter() - started_at))
         if not found.keys() & {OURS, PLAIN}:
-            raise SystemExit("Tandem's engine did not start")
+            raise RuntimeError("Tandem's engine did not start")
         yield found
 
 
@@ -90,8 +98,8 @@ def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Fig
                 figures.prefill_ms[name, tokens].append(program.call("prefill", tokens=tokens)["ms"])
 
 
-def measure_serving(config: EngineConfig, core: int) -> float:
-    """The percentage of a step outside the model while a decode worker streams its largest batch to this process.
+def measure_serving(config: EngineConfig, core: int) -> ModelSteps:
+    """The models of a decode worker that streams its largest batch to this process.
 
     Prompts are computed beside the decodes of those before, as many tokens a step as its budget leaves. So the streams
     go on until all have decoded together for long enough, however late the last one began.
@@ -100,49 +108,84 @@ def measure_serving(config: EngineConfig, core: int) -> float:
     try:
         prompts = random_prompts(max(BATCHES), QUANTIZED_CONTEXT)
         asyncio.run(ask_worker(worker.call("address"), prompts, SERVED_TOKENS, num_together=2 * MIN_STEPS))
-        return percent_around(worker.call("model_steps"), max(BATCHES))
+        steps: ModelSteps = worker.call("model_steps")
+        return steps
     finally:
         worker.stop()
 
 
-def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None:
-    core = max(os.sched_getaffinity(0))
-    plain = EngineConfig(model=arguments.model, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
-    if {"prefill", "decode"} & set(arguments.parts):
-        starts: dict[str, Start | None] = {OURS: programs.tandem(OURS, plain)}
-        starts |= {VLLM: programs.vllm(core)} if arguments.peers else {}
-        with running(starts, core, report, figures) as found:
+class Benchmark:
+    """Each public method is a part."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.report = Report("engine")
+        self._arguments = arguments
+        self._figures = Figures(load_config(resolve_model(arguments.model)))
+        self._core = max(os.sched_getaffinity(0))
+        self._plain = EngineConfig(model=arguments.model, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
+
+    def bare(self) -> None:
+        """Prefill and decode of the bare engines, in bfloat16."""
+        report, figures, repeats = self.report, self._figures, self._arguments.repeats
+        starts: dict[str, Start | None] = {OURS: programs.tandem(OURS, self._plain)}
+        starts |= {VLLM: programs.vllm(self._core)} if self._arguments.peers else {}
+        with running(starts, self._core, report) as found:
             figures.take_floors(found[OURS].call("floors"))
-            if "prefill" in arguments.parts:
-                measure_prefill(found, arguments.repeats, figures)
-            for context in CONTEXTS if "decode" in arguments.parts else ():
-                measure_decode(found, context, arguments.repeats, figures)
-            figures.take_floors(found[OURS].call("floors"))
-    if "serving" in arguments.parts:
-        figures.serving_percent = measure_serving(replace(plain, kv_memory_mb=768), core)
-    if "quantized" in arguments.parts:
-        small = replace(plain, kv_memory_mb=512)
-        starts = {PLAIN: programs.tandem(PLAIN, small)}
+            with report.section("prefill"):
+                measure_prefill(found, repeats, figures)
+                self._add(figures.prefill_lines())
+            for context in CONTEXTS:
+                with report.section(f"decode, context {context}"):
+                    measure_decode(found, context, repeats, figures)
+                    figures.take_floors(found[OURS].call("floors"))
+                    self._add(figures.decode_lines(context))
+            self._add(figures.floor_lines())
+
+    def serving(self) -> None:
+        steps = measure_serving(replace(self._plain, kv_memory_mb=SERVED_KV_MB), self._core)
+        self.report.add(self._figures.serving_line(steps))
+
+    def quantized(self) -> None:
+        """Decode with quantized weights beside bfloat16, and beside llama.cpp."""
+        small = replace(self._plain, kv_memory_mb=512)
+        starts: dict[str, Start | None] = {PLAIN: programs.tandem(PLAIN, small)}
         for name in FORMATS:
             starts[f"{OURS} {name}"] = programs.tandem(f"{OURS} {name}", replace(small, quantization=name))
-        starts |= {LLAMA: programs.llama()} if arguments.peers else {}
-        with running(starts, core, report, figures) as found:
-            measure_decode(found, QUANTIZED_CONTEXT, arguments.repeats, figures)
+        starts |= {LLAMA: programs.llama()} if self._arguments.peers else {}
+        with running(starts, self._core, self.report) as found:
+            measure_decode(found, QUANTIZED_CONTEXT, self._arguments.repeats, self._figures)
+        self._add(self._figures.quantized_lines())
+
+    def products(self) -> None:
+        quantization.speed(self.report, self._arguments.rows, 2 * self._arguments.repeats + 1)
+
+    def perplexity(self) -> None:
+        if self._arguments.text is None:
+            self.report.say("perplexity needs a text, and is left out: --text wiki.test.txt")
+            return
+        token_ids = load_tokenizer(self._arguments.model).encode(self._arguments.text.read_text(encoding="utf-8"))
+        config, context = replace(self._plain, kv_memory_mb=64), self._arguments.context
+        quantization.quality(self.report, config, token_ids[: self._arguments.tokens], context)
+        quantization.kv_quality(self.report, config, token_ids[: self._arguments.kv_tokens], context)
+
+    def _add(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self.report.add(line)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, PARTS, repeats=5)
     parser.add_argument("--model", default="smollm2-135m", help="with another model the peers have to be left out")
-    parser.add_argument("--repeats", type=int, default=5, help="of each cell (default 5)")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="measure Tandem alone")
+    parser.add_argument("--rows", type=int, nargs="+", default=quantization.ROWS, help="of the products")
+    parser.add_argument("--text", type=Path, help="of the perplexity, e.g. the test part of WikiText-2")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a window of the text")
+    parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its start")
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="... of it for the KV pools, which compute slowly")
     arguments = parser.parse_args()
-    report, figures = Report("engine"), Figures(load_config(resolve_model(arguments.model)))
-    report.say(f"medians of {arguments.repeats} interleaved repeats of {STEPS} steps")
-    run(arguments, report, figures)
-    for line in figures.lines():
-        report.add(line)
-    report.write()
+    benchmark = Benchmark(arguments)
+    benchmark.report.say(f"medians of {arguments.repeats} interleaved repeats of {STEPS} steps")
+    run_parts(benchmark.report, {part: getattr(benchmark, part) for part in PARTS}, arguments.parts)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,6 @@ class Figures:
     # By (program, context, batch, part): "ms" of each step and of its parts, and the "length" of its sequences.
     steps: dict[tuple[str, int, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     prefill_ms: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    first_token_s: dict[str, float] = field(default_factory=dict)  # from the start of each program's process
-    serving_percent: float | None = None  # around the model while a worker serves
     read_bytes_per_s: float = 0.0
     flop_per_s: float = 0.0
     kv_bytes_per_token: float = 0.0
@@ -86,36 +84,36 @@ class Figures:
 
     # ---- lines
 
-    def lines(self) -> Iterator[Line]:
-        for context in CONTEXTS:
-            for batch in reversed(BATCHES):
-                if (ours := self.step(OURS, context, batch)) is not None:
-                    floor = self.decode_floor_ms(context, batch)
-                    yield Line(f"decode step, bf16, batch {batch}, context {context}", ours, "ms",
-                               VLLM, self.step(VLLM, context, batch), floor, LEAST_SPEED[VLLM])  # fmt: skip
+    def prefill_lines(self) -> Iterator[Line]:
         for tokens in PROMPTS:
             if ours := self._tokens_per_s(OURS, tokens):
                 yield Line(f"prefill, bf16, {tokens} tokens", ours, "tokens/s", VLLM, self._tokens_per_s(VLLM, tokens),
                            self.prefill_floor(tokens), LEAST_SPEED[VLLM])  # fmt: skip
-        yield from self._quantized()
-        if self.read_bytes_per_s:
-            yield Line("the core reads memory at", self.read_bytes_per_s / 1e9, "GB/s")
-            yield Line("the core multiplies bf16 matrices at", self.flop_per_s / 1e9, "GFLOP/s")
-        for context in CONTEXTS:
-            for batch in reversed(BATCHES):
-                yield from self._attention(context, batch)
-            yield from self._around(context, max(BATCHES))
-        if self.serving_percent is not None:
-            yield _around_line(f"in a decode worker that serves {max(BATCHES)} streams", self.serving_percent)
-        for name, seconds in self.first_token_s.items():
-            yield Line(f"start of the engine's process to its first token, {name}", seconds, "s",
-                       most=MOST_START_S if name == PLAIN else None)  # fmt: skip
+
+    def decode_lines(self, context: int) -> Iterator[Line]:
+        for batch in reversed(BATCHES):
+            if (ours := self.step(OURS, context, batch)) is not None:
+                floor = self.decode_floor_ms(context, batch)
+                yield Line(f"decode step, bf16, batch {batch}, context {context}", ours, "ms",
+                           VLLM, self.step(VLLM, context, batch), floor, LEAST_SPEED[VLLM])  # fmt: skip
+        for batch in reversed(BATCHES):
+            yield from self._attention(context, batch)
+        yield from self._around(context, max(BATCHES))
+
+    def floor_lines(self) -> Iterator[Line]:
+        yield Line("the core reads memory at", self.read_bytes_per_s / 1e9, "GB/s")
+        yield Line("the core multiplies bf16 matrices at", self.flop_per_s / 1e9, "GFLOP/s")
+
+    def serving_line(self, steps: ModelSteps) -> Line:
+        """Around the model, while a worker serves."""
+        percent = percent_around(steps, max(BATCHES))
+        return _around_line(f"in a decode worker that serves {max(BATCHES)} streams", percent)
 
     def _tokens_per_s(self, name: str, tokens: int) -> float | None:
         times = self.prefill_ms.get((name, tokens))
         return tokens / statistics.median(times) * 1e3 if times else None
 
-    def _quantized(self) -> Iterator[Line]:
+    def quantized_lines(self) -> Iterator[Line]:
         """Each weight format beside bfloat16. The fastest one at batch 1 has to reach llama.cpp's speed."""
         names = {weights: f"{OURS} {weights}" for weights in FORMATS}
         alone = {
@@ -148,6 +146,12 @@ class Figures:
         if step is not None and emit is not None and model is not None:
             around = 100 * (step + emit - model) / (step + emit)
             yield _around_line(f"in one thread, batch {batch}, context {context}", around)
+
+
+def start_line(name: str, seconds: float) -> Line:
+    """`seconds`: from the start of a program's process to its first token."""
+    most = MOST_START_S if name == PLAIN else None
+    return Line(f"start of the engine's process to its first token, {name}", seconds, "s", most=most)
 
 
 def _around_line(where: str, value: float) -> Line:

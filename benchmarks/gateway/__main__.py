@@ -7,25 +7,26 @@ the load client share the other one. In each repeat the peers take turns.
     stalled   the same over HTTP, beside 16 clients that send a request and read nothing
     rate      256 streams, as many tokens as go through, beside Dynamo's frontend with its mocker
     routers   the same with a part of a core for each router: one router, and two on one port
+
+The rows of a part differ in one thing: the protocol, the clients that do not read, the server, the number of routers.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from benchmarks.dataplane import dynamo
+from benchmarks.dataplane import dynamo, load
 from benchmarks.dataplane.cpu_limits import can_limit, limited, pinned_to
-from benchmarks.dataplane.dynamo import ANSWER_TOKENS, EventClient, receive
+from benchmarks.dataplane.dynamo import ANSWER_TOKENS, event_clients
+from benchmarks.dataplane.http2_load import receive_for
 from benchmarks.dataplane.load import Measured
-from benchmarks.dataplane.processes import MeasuredProcess, cores, running
-from benchmarks.dataplane.program import CONFIG, Role
 from benchmarks.gateway.latency import first_tokens_s, grpc_ages, http_ages
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, parser_of, run_parts
+from benchmarks.service import CONFIG, MeasuredProcess, Role, cores, running
 
 FEW_STREAMS, MANY_STREAMS, STALLED = 64, 256, 16
 CALM_STEP_S, BRISK_STEP_S, FASTEST_STEP_S = 0.04, 0.02, 0.002
@@ -41,7 +42,7 @@ def routers(step_s: float, number: int = 1) -> Iterator[list[MeasuredProcess]]:
     """Routers on one HTTP port, with one decode worker on the other core, where this process runs, too."""
     measured, other = cores()
     roles = [Role("router", (measured, other)[index], ordinal=index, http_port=PORT) for index in range(number)]
-    with running(Role("worker", other, step_s=step_s), *roles) as [worker, *found], pinned_to(other):
+    with running(Role("decode", other, step_s=step_s), *roles) as [worker, *found], pinned_to(other):
         for router in found:
             router.follow([worker])
         yield found
@@ -86,16 +87,15 @@ def through_http(number: int, seconds: float, share: float = 0.0) -> Measured:
     """`number` routers; `share`: the part of a core that each may use, 0 = all."""
     with routers(FASTEST_STEP_S, number) as found, limited([router.process_id for router in found], share):
         spread = random.Random(0)
-        clients = [EventClient(PORT, MODEL, spread.randint(1, ANSWER_TOKENS)) for _ in range(MANY_STREAMS)]
-        receive(clients, WARM_UP_S)
-        ended = sum(client.num_ended for client in clients)
-        before, start = sum(router.cpu_s() for router in found), time.perf_counter()
-        num_events = receive(clients, seconds)
-        elapsed = time.perf_counter() - start
+        clients = event_clients(PORT, MODEL, [spread.randint(1, ANSWER_TOKENS) for _ in range(MANY_STREAMS)])
+        receive_for(clients, WARM_UP_S)
+        ended, events = sum(client.num_ended for client in clients), sum(client.num_events for client in clients)
+        before = sum(router.cpu_s() for router in found)
+        elapsed = receive_for(clients, seconds)
         num_tokens = (sum(client.num_ended for client in clients) - ended) * ANSWER_TOKENS
+        num_events = sum(client.num_events for client in clients) - events
         used = sum(router.cpu_s() for router in found) - before
-        for client in clients:
-            client.socket.close()
+        load.close(clients)
     return Measured(
         tokens_per_s=num_tokens / elapsed,
         messages_per_s=num_events / elapsed,
@@ -150,15 +150,12 @@ PARTS: dict[str, Callable[[Report, int, float], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = parser_of(__doc__, tuple(PARTS), repeats=5)
     parser.add_argument("--seconds", type=float, default=MEASURE_S, help="of each measurement")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measure only these")
     arguments = parser.parse_args()
     report = Report("gateway")
-    for name in arguments.parts:
-        PARTS[name](report, arguments.repeats, arguments.seconds)
-    report.write()
+    measured = (report, arguments.repeats, arguments.seconds)
+    run_parts(report, {name: partial(measure, *measured) for name, measure in PARTS.items()}, arguments.parts)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,39 @@
 """Measures the latency of tokens over HTTP, beside gRPC calls of the same router.
 
 All sequences of a step sample at the same time. A probe, one direct call, gets the ids of its tokens, which tell when
-they were sampled (benchmarks/dataplane/sleeping_runner.py). So the age of a token of another stream is the time from
+they were sampled (benchmarks.sleeping_runner.py). So the age of a token of another stream is the time from
 the newest known step to its arrival; the steps are further apart than any token is old.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
-import selectors
-import socket
 import statistics
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import Connection, receive_for
+from benchmarks.dataplane.http_load import Arrivals, HttpStream
 from benchmarks.dataplane.load import Counter
-from benchmarks.dataplane.sleeping_runner import age_s
+from benchmarks.sleeping_runner import age_s
 
-RECEIVE_BYTES = 1 << 18
-LAST_BYTES = 32  # of a stream: its last event and the end of the chunks
 TIMEOUT_S = 20.0
 WARM_UP_S = 1.0
 PROBE_TOKENS = 4_000
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """When the tokens of all streams arrived. Over HTTP an event counts as one."""
-
-    times: list[float] = field(default_factory=list)
-
-    def add(self, count: int) -> None:
-        self.times += [time.monotonic()] * count
-
-
-class HttpStream:
-    """One streamed completion on a connection of its own."""
-
-    def __init__(self, port: int, model: str, max_tokens: int, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-        self._tail = b""
-        self.sent_at = time.monotonic()
-        self.socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        body = json.dumps({
-            "model": model, "prompt": load.PROMPT, "stream": True, "max_tokens": max_tokens, "temperature": 0,
-            "seed": 1, "ignore_eos": True,
-        }).encode()  # fmt: skip
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
-        self.socket.sendall(head.encode() + body)
-
-    def receive(self) -> None:
-        data = self.socket.recv(RECEIVE_BYTES)
-        if not data:
-            raise RuntimeError("the server closed a stream")
-        self._arrivals.add(data.count(b"data: {"))
-        self._tail = (self._tail + data)[-LAST_BYTES:]
-
-    @property
-    def ended(self) -> bool:
-        return b"data: [DONE]" in self._tail
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def receive_all(streams: list[HttpStream], probe: list[Connection], seconds: float) -> None:
-    """Receive on all streams and on the probe for `seconds`."""
-    selector = selectors.DefaultSelector()
-    readers: list[HttpStream | Connection] = [*streams, *probe]
-    for reader in readers:
-        selector.register(reader.socket, selectors.EVENT_READ, reader)
-    end = time.monotonic() + seconds
-    try:
-        while (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                key.data.receive()
-    finally:
-        selector.close()
+def http_streams(port: int, model: str, count: int, max_tokens: int, arrivals: Arrivals | None) -> list[HttpStream]:
+    """Streamed completions on connections of their own."""
+    streams = [
+        HttpStream(port, "/v1/completions", {"model": model, "prompt": load.PROMPT, "seed": 1}) for _ in range(count)
+    ]
+    for stream in streams:
+        stream.arrivals = arrivals
+        if max_tokens:
+            stream.send(max_tokens)
+    return streams
 
 
 def start_probe(address: str) -> tuple[list[Connection], Counter]:
@@ -106,14 +57,12 @@ def http_ages(
     """`num_stalled` further clients send a request, and read nothing."""
     arrivals = Arrivals()
     probe, counter = start_probe(router)
-    stalled = [HttpStream(port, model, load.ENDLESS, Arrivals()) for _ in range(num_stalled)]
-    streams = [HttpStream(port, model, load.ENDLESS, arrivals) for _ in range(num_streams)]
-    receive_all(streams, probe, seconds / 2)
+    stalled = http_streams(port, model, num_stalled, load.ENDLESS, None)
+    streams = http_streams(port, model, num_streams, load.ENDLESS, arrivals)
+    receive_for([*streams, *probe], seconds / 2)
     arrivals.times.clear()
-    receive_all(streams, probe, seconds)
-    readers: list[HttpStream | Connection] = [*streams, *stalled, *probe]
-    for reader in readers:
-        reader.close()
+    receive_for([*streams, *probe], seconds)
+    load.close([*streams, *stalled, *probe])
     return ages_of(arrivals.times, counter)
 
 
@@ -135,38 +84,27 @@ def first_tokens_s(
 ) -> tuple[float, float]:
     """Median times from a request of one token to that token: over HTTP, and over gRPC.
 
-    The requests take turns, beside streams over HTTP, on connections that are open already. A random pause
-    before each keeps the requests out of step with the worker, which would count whole steps as a difference.
+    The requests take turns, beside streams over HTTP, on connections that are open already. A random pause before each
+    keeps the requests out of step with the worker, which would count whole steps as a difference.
     """
     draw, own = random.Random(num_requests), Arrivals()
-    streams = [HttpStream(port, model, load.ENDLESS, Arrivals()) for _ in range(num_streams)]
+    streams = http_streams(port, model, num_streams, load.ENDLESS, None)
+    [through_http] = http_streams(port, model, 1, 0, own)
     direct = Connection(router, lambda _, message: own.add(len(load.tokens_of_response(message))))
-    readers: list[HttpStream | Connection] = [*streams, direct]
-    receive_all(streams, [direct], WARM_UP_S)
-    found: dict[bool, list[float]] = {True: [], False: []}
-    with contextlib.closing(selectors.DefaultSelector()) as selector:
-        for reader in readers:
-            selector.register(reader.socket, selectors.EVENT_READ, reader)
-        for _ in range(num_requests):
-            for through in found:
-                receive_all(streams, [direct], draw.uniform(0.0, 2 * step_s))
-                own.times.clear()
-                if through:
-                    stream = HttpStream(port, model, 1, own)
-                    selector.register(stream.socket, selectors.EVENT_READ, stream)
-                start = time.monotonic()
-                if not through:
-                    direct.call(load.GENERATE, load.generate_request(1))
-                while not own.times:
-                    for key, _ in selector.select(TIMEOUT_S):
-                        key.data.receive()
-                found[through].append(own.times[0] - start)
-                if through:
-                    selector.unregister(stream.socket)
-                    stream.close()
-                while not through and not direct.ended:
-                    direct.receive()
-                direct.ended.clear()
-    for reader in readers:
-        reader.close()
-    return statistics.median(found[True]), statistics.median(found[False])
+    readers: list[HttpStream | Connection] = [*streams, through_http, direct]
+    receive_for(readers, WARM_UP_S)
+    ways: tuple[tuple[Callable[[], object], Callable[[], int]], ...] = (  # asks, and the answers that have ended
+        (lambda: through_http.send(1), lambda: through_http.num_ended),
+        (lambda: direct.call(load.GENERATE, load.generate_request(1)), lambda: len(direct.ended)),
+    )
+    found: tuple[list[float], list[float]] = ([], [])
+    for number in range(1, num_requests + 1):
+        for (ask, num_ended), seconds in zip(ways, found, strict=True):
+            receive_for(readers, draw.uniform(0.0, 2 * step_s))
+            own.times.clear()
+            start = time.monotonic()
+            ask()
+            receive_for(readers, TIMEOUT_S, lambda: num_ended() == number)  # noqa: B023 (called at once)
+            seconds.append(own.times[0] - start)
+    load.close(readers)
+    return statistics.median(found[0]), statistics.median(found[1])

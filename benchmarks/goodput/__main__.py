@@ -16,8 +16,7 @@ TBT10 is the mean of the worst tenth of a request's gaps between tokens. goodput
 attainment of 0.9, interpolated between the rows. Repeats take the systems in turns; rows are medians over the repeats,
 and two figures that differ by less than their own repeats do are a tie.
 
-Run it on a quiet machine with two cores. The trace is `FAST25-release/traces/conversation_trace.jsonl` of
-kvcache-ai/Mooncake (Apache-2.0).
+Run it on a quiet machine with two cores.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from pathlib import Path
 
 from benchmarks.asking import Answer
 from benchmarks.goodput.systems import Row, System, fleet, vllm
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
 from simulator.replay_result import goodput90, percentile, rising, worst_tenth_mean
 from simulator.trace import TraceRequest
@@ -47,6 +46,13 @@ ALONE_REPEATS = 3
 SHAPES = {"1P1D": (1, 1), "0P2D": (0, 2)}  # prefill and decode workers
 INSIDE = "vllm-"  # of the names of shapes with vLLM inside their workers
 SYSTEMS = (*SHAPES, "vllm", *(INSIDE + shape for shape in SHAPES))
+COMPARED = (  # a system, the one beside it, a field of RowResult, its unit, the least ratio of their speeds
+    ("1P1D", "0P2D", "attainment", "", 1.0),
+    ("1P1D", "0P2D", "goodput", "requests/s", 1.0),
+    ("1P1D", "vllm", "tbt10_p90", "ms", 4.0),
+    (INSIDE + "1P1D", "vllm", "tbt10_p90", "ms", 2.0),
+    (INSIDE + "1P1D", "vllm", "goodput", "requests/s", 1.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,9 @@ class RowResult:
     num_late: int  # first tokens beyond the limit
     num_slow: int  # requests beyond the limit of TPOT
     ttft_error: float | None  # median of |promised - measured| / measured; None without a router
+
+
+Results = dict[tuple[str, float], list[RowResult]]  # by system and rate, one for each repeat
 
 
 def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
@@ -125,7 +134,8 @@ def started(name: str, limits: Limits) -> AbstractContextManager[System]:
     return fleet(["--prefill", prefill, "--decode", decode, *engine, *slo])
 
 
-def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]], systems: Sequence[str]) -> None:
+def report_rows(report: Report, results: Results, systems: Sequence[str]) -> None:
+    """Lines of the systems that stand beside each other, at each rate, and the sweep of each system."""
     rates = sorted({rate for _, rate in results})
 
     def median(name: str, rate: float, measure: str) -> float:
@@ -141,51 +151,52 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
                 f" {median(name, rate, 'tpot_p50') * 1e3:12.0f} {median(name, rate, 'tbt10_p90') * 1e3:13.0f}"
                 f" {sum(result.num_failed for result in results[name, rate]):7d} {max(found) - min(found):9.2f}"
             )
-    for rate in rates if "1P1D" in systems else ():
-        for measure, unit in (("attainment", ""), ("goodput", "requests/s")) if "0P2D" in systems else ():
-            ours, theirs = (median(name, rate, measure) for name in SHAPES)
-            report.add(Line(f"rate {rate:g}: {measure} of 1P1D", ours, unit, "0P2D", theirs, least_ratio=1.0))
-        if "vllm" in systems:
-            tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in ("1P1D", "vllm")]
-            report.add(Line(f"rate {rate:g}: TBT10 p90 of 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=4.0))
-        if "vllm" in systems and INSIDE + "1P1D" in systems:
-            names = (INSIDE + "1P1D", "vllm")
-            tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in names]
-            report.add(
-                Line(f"rate {rate:g}: TBT10 p90, vLLM inside 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=2.0)
-            )
-            goodputs = [median(name, rate, "goodput") for name in names]
-            report.add(
-                Line(
-                    f"rate {rate:g}: goodput, vLLM inside 1P1D",
-                    goodputs[0],
-                    "requests/s",
-                    "vLLM",
-                    goodputs[1],
-                    least_ratio=1.0,
-                )
-            )
+        for ours, theirs, measure, unit, least in COMPARED:
+            if ours in systems and theirs in systems:
+                values = [median(name, rate, measure) * (1e3 if unit == "ms" else 1.0) for name in (ours, theirs)]
+                what = f"rate {rate:g}: {measure.replace('_', ' ')} of {ours}"
+                report.add(Line(what, values[0], unit, theirs, values[1], least_ratio=least))
     sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
     for name in systems:
-        peer = "vLLM" if name == "1P1D" and "vllm" in systems else ""
-        line = Line(f"goodput90 of {name}", sweeps[name], "requests/s", peer)
-        report.add(replace(line, peer_value=sweeps["vllm"], least_ratio=2.0) if peer else line)
+        line = Line(f"goodput90 of {name}", sweeps[name], "requests/s")
+        is_beside = name == "1P1D" and "vllm" in systems
+        report.add(replace(line, peer="vllm", peer_value=sweeps["vllm"], least_ratio=2.0) if is_beside else line)
+
+
+def measure(report: Report, arguments: argparse.Namespace, trace: Sequence[TraceRequest], limits: Limits) -> Results:
+    """A system that fails leaves the turn of its repeat alone."""
+    results: defaultdict[tuple[str, float], list[RowResult]] = defaultdict(list)
+    for repeat in range(1, arguments.repeats + 1):
+        for name in arguments.systems:
+            with report.section(f"repeat {repeat}, {name}"), started(name, limits) as system:
+                alone_s(system, trace[0])
+                for rate in arguments.rates:
+                    row = row_at(rate, trace)
+                    result = summarise(row, system.serve(row), limits)
+                    results[name, rate].append(result)
+                    report.add(Line(f"repeat {repeat}, {name}, rate {rate:g}: attainment", result.attainment, ""))
+                    report.say(
+                        f"  goodput {result.goodput:.2f}/s, TTFT p90 {result.ttft_p90:.2f} s, "
+                        f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms; {result.num_late} first tokens late, "
+                        f"{result.num_slow} too slow, {result.num_failed} failed"
+                        + ("" if result.ttft_error is None else f"; promised TTFT off by {result.ttft_error:.0%}")
+                    )
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=1)
     parser.add_argument("--trace", type=Path, default=TRACES / CONVERSATION, help="a trace in the format of Mooncake")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 3.0], help="requests a second")
     parser.add_argument("--requests", type=int, default=100, help="of a row")
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--input-divisor", type=int, default=32, help="of the lengths of prompts")
     parser.add_argument("--output-divisor", type=int, default=4, help="of the lengths of outputs")
     parser.add_argument("--tpot-limit", type=float, default=0.1, help="seconds")
     parser.add_argument("--ttft-limit", type=float, help="seconds; default: 1.5 x the 90th-percentile prompt alone")
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
-        sys.exit(f"no trace at {arguments.trace}: {(__doc__ or '').splitlines()[-2]}")
+        sys.exit(f"no trace at {arguments.trace}: benchmarks/traces.py says where it is from")
     divisors = arguments.input_divisor, arguments.output_divisor
     trace = mooncake(arguments.trace, arguments.requests, *divisors).requests
     long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
@@ -200,23 +211,9 @@ def main() -> None:
         f"output {statistics.fmean(r.num_output_tokens for r in trace):.0f}; limits: TTFT {limits.ttft_s:.2f} s (1.5 x "
         f"{long_prompt.num_tokens} tokens alone), TPOT {limits.tpot_s * 1e3:g} ms"
     )
-    results: defaultdict[tuple[str, float], list[RowResult]] = defaultdict(list)
-    for repeat in range(arguments.repeats):
-        for name in arguments.systems:
-            with started(name, limits) as system:
-                alone_s(system, trace[0])
-                for rate in arguments.rates:
-                    row = row_at(rate, trace)
-                    result = summarise(row, system.serve(row), limits)
-                    results[name, rate].append(result)
-                    report.say(
-                        f"repeat {repeat + 1}, {name}, rate {rate:g}: attainment {result.attainment:.2f}, goodput "
-                        f"{result.goodput:.2f}/s, TTFT p90 {result.ttft_p90:.2f} s, "
-                        f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms; {result.num_late} first tokens late, "
-                        f"{result.num_slow} too slow, {result.num_failed} failed"
-                        + ("" if result.ttft_error is None else f"; promised TTFT off by {result.ttft_error:.0%}")
-                    )
-    report_rows(report, dict(results), arguments.systems)
+    results = measure(report, arguments, trace, limits)
+    whole = [name for name in arguments.systems if all(results[name, rate] for rate in arguments.rates)]
+    report_rows(report, {key: found for key, found in results.items() if key[0] in whole}, whole)
     report.write()
 
 

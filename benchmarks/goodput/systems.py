@@ -8,20 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask
 from benchmarks.engine import programs
-from benchmarks.processes import ChildProcess, serving
+from benchmarks.processes import ChildProcess, tandem
 from simulator.trace import TraceRequest
 from tandem_client import AsyncClient
 
-ADDRESS = "127.0.0.1:18651"
+PORT = 18651
+ADDRESS = f"127.0.0.1:{PORT}"
 CORES = "0-1"
 KV_MEMORY_MB = 1024  # of each worker
 
@@ -74,9 +73,7 @@ class Fleet:
 @contextlib.contextmanager
 def fleet(flags: Sequence[str]) -> Iterator[Fleet]:
     """`tandem serve` with these flags, from its ready line to its end. Raises `RuntimeError` if it does not start."""
-    tandem = Path(sys.executable).with_name("tandem")
-    port = ADDRESS.rpartition(":")[2]
-    with serving([tandem, "serve", "--port", port, "--kv-memory-mb", str(KV_MEMORY_MB), *flags]):
+    with tandem(PORT, "--kv-memory-mb", str(KV_MEMORY_MB), *flags):
         yield Fleet()
 
 

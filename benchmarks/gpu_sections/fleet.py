@@ -10,20 +10,18 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.asking import Answer, ask
 from benchmarks.gpu_sections.driver import BIG_MODEL, TINY_MODEL, random_prompt
 from benchmarks.gpu_sections.section import Section
-from benchmarks.processes import serving
+from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
 from cli.paths import paths_of
 
-ADDRESS = "127.0.0.1:50661"
+PORT = 50661
+ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 120.0
 PROMPT, OUTPUT, RATE, REQUESTS = 2048, 128, 8.0, 160  # tokens, tokens, requests per second
 TINY_PROMPT, TINY_OUTPUT, TINY_RATE, TINY_REQUESTS = 40, 8, 20.0, 10
@@ -48,15 +46,10 @@ def run(section: Section) -> None:
 def measure_fleet(section: Section, name: str, pools: str) -> None:
     model, device = (TINY_MODEL, "cpu") if section.rehearse else (BIG_MODEL, "cuda")
     engine = f'[engine]\nmodel = "{model}"\ndevice = "{device}"\n'
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "fleet.toml"
-        config.write_text(f"{engine}[cluster]\n{pools}", encoding="ascii")
-        port = ADDRESS.rpartition(":")[2]
-        command = [sys.executable, "-m", "cli.main", "serve", "--config", str(config), "--port", port]
-        start = time.perf_counter()
-        with serving(command):
-            section.add(Line(f"{name}: start of the fleet", time.perf_counter() - start, "s"))
-            asyncio.run(measure(section, name))
+    start = time.perf_counter()
+    with tandem(PORT, config=f"{engine}[cluster]\n{pools}"):
+        section.add(Line(f"{name}: start of the fleet", time.perf_counter() - start, "s"))
+        asyncio.run(measure(section, name))
 
 
 async def measure(section: Section, name: str) -> None:

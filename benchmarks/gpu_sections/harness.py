@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.report import Line, line_json, table
+from benchmarks.report import Line, commit_of, line_json, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("core", "model_files", "engine", "kv_transfer", "benchmarks")
@@ -92,7 +92,7 @@ class SectionResult:
 def run_sections(run: Run, names: Sequence[str]) -> int:
     """Run the sections in order. Returns 0 if all are complete; a missed goal is a figure, not a failure."""
     run.out.mkdir(parents=True, exist_ok=True)
-    head = {"commit": run.commit or commit_of(ROOT), "source": source_digest(ROOT)}
+    head = {"commit": run.commit or commit_of(), "source": source_digest(ROOT)}
     head |= {"started": time.strftime("%F %T %Z"), "device": "cpu" if run.rehearse else "cuda"}
     results = {name: SectionResult(name) for name in names}
     scale = run.seconds / sum(SECTIONS[name].seconds for name in names)
@@ -164,17 +164,6 @@ def show(result: SectionResult) -> None:
     for note in result.notes:
         print(f"  note: {note}")
     sys.stdout.flush()
-
-
-def commit_of(root: Path) -> str:
-    """The commit, with "+" behind it if the tree has changes; "unknown" without git."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    try:
-        return (
-            subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-        )
-    except OSError:
-        return "unknown"
 
 
 def source_digest(root: Path) -> str:

@@ -20,14 +20,14 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, parser_of, run_parts
 from benchmarks.transfer.pair import Pair, start_pair
 from benchmarks.transfer.side import Spec
 from core.config import EngineConfig, TransferConfig
-from core.errors import TandemError
 from core.kv_layout import KVLayout
 
 SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating
@@ -38,7 +38,6 @@ LAYOUTS = {
 LANES = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp,self"}}
 LEAST_RATIO = {"verify off": 0.95, "verify on": 0.6, "verify on, digests made meanwhile": None}  # to process_vm_readv
 READV, BLOCKS_PER_READV = "process_vm_readv", 16
-HASHED_BYTES = 2 << 20  # read and hashed at once: they stay in the cache
 MOST_EXPOSED_PERCENT, EXPOSED_FROM_TOKENS = 5.0, 1024  # of the prefill
 MOST_IDLE_PERCENT = 2.0
 MOST_STALL_MS = 5.0
@@ -72,11 +71,6 @@ def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes:
             seconds["ordered"].append(pair.move(count, made_before))
             seconds["shuffled"].append(pair.move(count, made_before, shuffled=True))
             seconds["one"].append(pair.move(1, made_before))
-            if shared and not verify:
-                seconds["single calls"].append(pair.puller.call("read", *source, 1))
-            if shared and made_before:
-                per_call = max(1, HASHED_BYTES // layout.block_bytes)
-                seconds["hashed"].append(pair.puller.call("read", *source, per_call, True))
     per_s = {name: count * layout.block_bytes / statistics.median(values) for name, values in seconds.items()}
 
     def line(measure: str, name: str, least_ratio: float | None = None) -> Line:
@@ -86,10 +80,6 @@ def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes:
     report.add(line(f"{what}: {size} blocks", "ordered", least))
     report.add(line(f"{what}: {size} blocks, shuffled", "shuffled", least))
     report.add(Line(f"{what}: one {size} block", statistics.median(seconds["one"]) * 1e3, "ms"))
-    if "single calls" in per_s:
-        report.add(line(f"{READV}, a call for each block, beside {transport}: {size} blocks, shuffled", "single calls"))
-    if "hashed" in per_s:
-        report.add(line(f"{READV} and xxh3 on one core, beside {transport}: {size} blocks, shuffled", "hashed"))
     return per_s["ordered"]
 
 
@@ -97,12 +87,10 @@ def bandwidths(report: Report, arguments: argparse.Namespace, few: int) -> None:
     unverified: dict[str, float] = {}
     for transport, lane, size, digests in itertools.product(arguments.transports, LANES, LAYOUTS, LEAST_RATIO):
         repeats = arguments.repeats if lane == "shared memory" else few
-        try:
+        found = 0.0
+        with report.section(f"{transport}, {lane}, {digests}: {size} blocks"):
             found = bandwidth(report, (transport, lane, digests), size, arguments.pool_mb << 20, repeats)
-        except (RuntimeError, TandemError) as error:
-            report.say(f"{transport}, {lane}, {digests}: {size} blocks: {error}")
-            continue
-        if lane == "shared memory" and digests == "verify off":
+        if found and lane == "shared memory" and digests == "verify off":
             unverified[f"{transport}, {lane}, {digests}: {size} blocks"] = found / 1e9
     theirs = perftest_gb_per_s()
     if theirs is None:
@@ -207,11 +195,9 @@ def stall(report: Report, transport: str, pair: Pair, num_blocks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, PARTS, repeats=31)
     parser.add_argument("--transports", nargs="+", default=["nixl", "ucxx"], choices=["nixl", "ucxx"])
     parser.add_argument("--pool-mb", type=int, default=512, help="a hand-off moves 0.9 of a pool")
-    parser.add_argument("--repeats", type=int, default=31, help="over shared memory (default 31); a sixth elsewhere")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), help="in tokens")
     parser.add_argument("--model", default="smollm2-135m", help="whose prefill hides the transfer")
     arguments = parser.parse_args()
@@ -219,15 +205,25 @@ def main() -> None:
     report = Report("transfer")
     report.say(f"medians of {arguments.repeats} interleaved repeats over shared memory and of {few} elsewhere, "
                f"pools of {arguments.pool_mb} MB")  # fmt: skip
-    if "bandwidth" in arguments.parts:
-        bandwidths(report, arguments, few)
-    for transport in arguments.transports if "unequal" in arguments.parts else ():
+
+    def each_transport(measure: Callable[[str], None]) -> None:
+        for transport in arguments.transports:
+            with report.section(f"{measure.__name__}, {transport}"):
+                measure(transport)
+
+    def unequal_heads(transport: str) -> None:
         unequal(report, transport, pool_bytes, few)
-    if "hidden" in arguments.parts:
-        hidden(report, arguments.model, arguments.prompts, min(few, 3))
-    for transport in arguments.transports if "idle" in arguments.parts else ():
+
+    def idle(transport: str) -> None:
         idle_and_stall(report, transport, pool_bytes)
-    report.write()
+
+    parts: dict[str, Callable[[], None]] = {
+        "bandwidth": lambda: bandwidths(report, arguments, few),
+        "unequal": lambda: each_transport(unequal_heads),
+        "hidden": lambda: hidden(report, arguments.model, arguments.prompts, min(few, 3)),
+        "idle": lambda: each_transport(idle),
+    }
+    run_parts(report, parts, arguments.parts)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from cli.compose import open_transport
 from core.config import EngineConfig, TransferConfig
@@ -152,9 +151,9 @@ class Side:
             raise RuntimeError(f"the pull failed: {result}")
         return result.stats, time.perf_counter()
 
-    async def read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int, hashed: bool = False) -> float:
+    async def read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int) -> float:
         """Seconds to read shuffled blocks of the owner by process_vm_readv, `per_call` of them with each call."""
-        return self._read(pid, owner, num_blocks, per_call, hashed)
+        return self._read(pid, owner, num_blocks, per_call)
 
     async def idle(self, seconds: float) -> float:
         """The share of a core that this process uses."""
@@ -204,23 +203,21 @@ class Side:
             await asyncio.to_thread(self._random.shuffle, blocks)
         return blocks
 
-    def _read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int, hashed: bool = False) -> float:
+    def _read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int) -> float:
         libc = ctypes.CDLL(None, use_errno=True)
         size = self._layout.block_bytes
         sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks]
         targets = np.random.default_rng(7).permutation(len(self._array))[:num_blocks]
         calls = [
             (iovec(self._address.pool_base, targets[i : i + per_call], size),
-             iovec(owner.pool_base, sources[i : i + per_call], size), targets[i : i + per_call].tolist())
+             iovec(owner.pool_base, sources[i : i + per_call], size))
             for i in range(0, num_blocks, per_call)
         ]  # fmt: skip
         started_at = time.perf_counter()
-        for local, remote, blocks in calls:
+        for local, remote in calls:
             done = libc.process_vm_readv(pid, local, len(local), remote, len(remote), 0)
             if done != len(local) * size:
                 raise OSError(ctypes.get_errno(), f"process_vm_readv read {done} bytes")
-            for block in blocks if hashed else ():
-                xxhash.xxh3_64_intdigest(self._array[block])
         return time.perf_counter() - started_at
 
     def _perform(self, action: Any) -> None:

@@ -27,15 +27,16 @@ import psutil
 
 from benchmarks.asking import Answer, ask, ask_worker, random_prompts
 from benchmarks.engine import programs
-from benchmarks.processes import ChildEnded, ChildProcess, serving
-from benchmarks.report import Line, Report
+from benchmarks.processes import ChildEnded, ChildProcess, tandem
+from benchmarks.report import Line, Report, parser_of, run_parts
 from benchmarks.vllm.free_blocks import measure_free_blocks
 from cli.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from tandem_client import AsyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
-ADDRESS = "127.0.0.1:18652"
+PORT = 18652
+ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 600.0
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
 PARTS = ("worker", "kill", "free")
@@ -83,9 +84,7 @@ def figures(answers: Sequence[Answer]) -> tuple[float, float]:
 
 def kill_worker(report: Report, arguments: argparse.Namespace) -> float:
     """Kill one of two decode workers. Returns the seconds until every stream has its next token."""
-    tandem = Path(sys.executable).with_name("tandem")
-    flags = ["--engine", "vllm", "--prefill", "0", "--decode", "2", "--kv-memory-mb", "1024"]
-    with serving([tandem, "serve", "--port", ADDRESS.rpartition(":")[2], *flags]) as pid:
+    with tandem(PORT, "--engine", "vllm", "--prefill", "0", "--decode", "2", "--kv-memory-mb", "1024") as pid:
         answers, killed_at = asyncio.run(killed_streams(arguments, pid))
     failed = sum(bool(answer.error) or len(answer.times) < arguments.tokens for answer in answers)
     report.add(Line(f"killed worker of two: failed of {len(answers)} streams", failed, "streams", most=0))
@@ -151,25 +150,22 @@ def measure_kill(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = parser_of(__doc__, PARTS, repeats=3)
     parser.add_argument("--streams", type=int, default=32, help="of the worker")
     parser.add_argument("--kill-streams", type=int, default=12, help="under the kill")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each output")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kill-after", type=float, default=3.0, help="seconds of load before the kill")
     arguments = parser.parse_args()
     if not python_of(VllmConfig()).exists():
         sys.exit("vLLM is not installed: run `make vllm`")
     report = Report("vllm")
-    if "worker" in arguments.parts:
-        measure_worker(report, arguments)
-    if "kill" in arguments.parts:
-        measure_kill(report, arguments)
-    if "free" in arguments.parts:
-        measure_free_blocks(report)
-    report.write()
+    parts = {
+        "worker": lambda: measure_worker(report, arguments),
+        "kill": lambda: measure_kill(report, arguments),
+        "free": lambda: measure_free_blocks(report),
+    }
+    run_parts(report, parts, arguments.parts)
 
 
 if __name__ == "__main__":

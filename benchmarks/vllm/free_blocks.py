@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from itertools import count
-from pathlib import Path
 
 from benchmarks.asking import ask, random_prompts
-from benchmarks.processes import serving
+from benchmarks.processes import tandem
 from benchmarks.report import Line, Report
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 
-ADDRESS = "127.0.0.1:18653"
+PORT = 18653
+ADDRESS = f"127.0.0.1:{PORT}"
 LEASE_S = 10.0
 LONG_TOKENS, SHORT_TOKENS = 1500, 33
 OUTPUT_TOKENS = 40
@@ -30,13 +28,9 @@ SLACK_S = 5.0  # after the lease: the next step of a busy engine, and its report
 
 
 def measure_free_blocks(report: Report) -> None:
-    tandem = Path(sys.executable).with_name("tandem")
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        config.write(f"[vllm]\nlease_s = {LEASE_S}\n[router]\nlocal_prefill = 'never'\n")
-        config.flush()
-        flags = ["--config", config.name, "--engine", "vllm", "--kv-memory-mb", "1024"]
-        with serving([tandem, "serve", "--port", ADDRESS.rpartition(":")[2], *flags]):
-            read_s, cancelled_s = asyncio.run(_measure())
+    config = f"[vllm]\nlease_s = {LEASE_S}\n[router]\nlocal_prefill = 'never'\n"
+    with tandem(PORT, "--engine", "vllm", "--kv-memory-mb", "1024", config=config):
+        read_s, cancelled_s = asyncio.run(_measure())
     words = "until the blocks of a prompt are free on its prefill worker"
     report.add(Line(f"{words}, from the first token of the decode worker", read_s, "s", most=1.0))
     report.add(Line(f"{words}, from a cancel after the first token (lease {LEASE_S:g} s)", cancelled_s, "s",

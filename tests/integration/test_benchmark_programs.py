@@ -7,9 +7,8 @@ import contextlib
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import Connection, receive_for
 from benchmarks.dataplane.load import Counter
-from benchmarks.dataplane.processes import cores, running
-from benchmarks.dataplane.program import CONFIG, Role
-from benchmarks.gateway.latency import Arrivals, HttpStream, first_tokens_s
+from benchmarks.gateway.latency import first_tokens_s, http_streams
+from benchmarks.service import CONFIG, Role, cores, running
 from tests.support.ports import kept_port
 
 TIMEOUT_S = 60.0
@@ -21,7 +20,7 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
     measured, other = cores()
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(kept_port("127.0.0.1"))
-        roles = Role("worker", other, step_s=0.002), Role("router", measured, http_port=port)
+        roles = Role("decode", other, step_s=0.002), Role("router", measured, http_port=port)
         worker, router = stack.enter_context(running(*roles))
         router.follow([worker])
         counter = Counter(load.tokens_of_response)
@@ -31,11 +30,10 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
         receive_for([connection], TIMEOUT_S, lambda: bool(connection.ended))
         load.close([connection])
         assert sum(len(ids) for _, ids in counter.tokens()) == NUM_TOKENS
-        arrivals = Arrivals()
-        stream = stack.enter_context(contextlib.closing(HttpStream(port, CONFIG.engine.model, NUM_TOKENS, arrivals)))
-        while not stream.ended:  # a busy router joins tokens to one event
-            stream.receive()
-        assert arrivals.times
+        [stream] = http_streams(port, CONFIG.engine.model, 1, NUM_TOKENS, None)
+        receive_for([stream], TIMEOUT_S, lambda: stream.num_ended > 0)
+        load.close([stream])
+        assert stream.num_events > 0  # a busy router joins tokens to one event
         assert worker.step_times()["step_s"] > 0
 
 
@@ -44,7 +42,7 @@ def test_the_first_token_of_either_protocol_is_a_token_and_no_other_message() ->
     measured, other = cores()
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(kept_port("127.0.0.1"))
-        roles = Role("worker", other, step_s=STEP_S), Role("router", measured, http_port=port)
+        roles = Role("decode", other, step_s=STEP_S), Role("router", measured, http_port=port)
         worker, router = stack.enter_context(running(*roles))
         router.follow([worker])
         found = first_tokens_s(port, CONFIG.engine.model, router.address, 1, 2, STEP_S)

@@ -1,4 +1,4 @@
-"""What an output format costs, and whether the outputs have it: `make bench-formats`.
+"""What an output format costs, and whether the outputs have it.
 
 A fleet answers the same prompts with a JSON schema and without, in turns: one client, then 32 at a time, each with a
 schema of its own. Both write 64 tokens: the schemas ask for more text. TTFT runs from the client's send to the first
@@ -9,20 +9,16 @@ its grammar to its last token.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 
 from benchmarks.asking import Answer
-from benchmarks.processes import serving
 from benchmarks.report import Line, Report
 from router.serving.output_formats import RequestGrammars
 from tandem_client import AsyncClient
@@ -30,7 +26,6 @@ from tandem_client.stubs import inference_pb2
 from text.grammars import GrammarReader
 from text.tokenizer import load_tokenizer
 
-ADDRESS = "127.0.0.1:50653"
 TIMEOUT_S = 300.0
 NUM_OUTPUT = 64
 MAX_TOKENS = 160  # of the outputs that are validated
@@ -85,11 +80,8 @@ def request_of(schema: dict[str, Any] | None, seed: int, number: int, max_tokens
 
 
 async def timed(client: AsyncClient, request: inference_pb2.GenerateRequest) -> Answer:
-    answer, start = Answer(), time.perf_counter()
-    async for response in client.generate(request, TIMEOUT_S):
-        if response.HasField("tokens"):
-            answer.times += [time.perf_counter() - start] * len(response.tokens.token_ids)
-    assert len(answer.times) == NUM_OUTPUT, f"{len(answer.times)} tokens"
+    answer = await Answer().receive(client, request, TIMEOUT_S, time.perf_counter())
+    assert len(answer.times) == NUM_OUTPUT, f"{len(answer.times)} tokens {answer.error}"
     return answer
 
 
@@ -122,26 +114,23 @@ async def validity(report: Report, client: AsyncClient, model: str, num_seeds: i
     grammars, reader = RequestGrammars(tokenizer), GrammarReader(lambda: tokenizer)
 
     async def one(number: int, seed: int) -> None:
-        schema, text, token_ids = short_schema(number), "", list[int]()
+        schema = short_schema(number)
         request = request_of(schema, seed, number, MAX_TOKENS)
-        async for response in client.generate(request, TIMEOUT_S):
-            if response.HasField("tokens"):
-                text += response.tokens.text
-                token_ids += response.tokens.token_ids
-            elif not response.HasField("finished"):
-                continue
-            elif response.finished.finish_reason == inference_pb2.FINISH_REASON_STOP:
-                try:
-                    jsonschema.validate(json.loads(text), schema)
-                    ends["valid"] += 1
-                except (ValueError, jsonschema.ValidationError) as error:
-                    ends["invalid"] += 1
-                    report.say(f"schema {number}, seed {seed}: {text!r}: {error}")
-            elif reader.num_accepted(grammars.grammar_of(request), token_ids) == len(token_ids):
-                ends["cut"] += 1
-            else:
-                ends["wrong prefix"] += 1
-                report.say(f"schema {number}, seed {seed}: {text!r} is no start of an output")
+        answer = await Answer().receive(client, request, TIMEOUT_S)
+        assert answer.finished is not None, answer.error
+        what = f"schema {number}, seed {seed}: {answer.text!r}"
+        if answer.finished.finish_reason == inference_pb2.FINISH_REASON_STOP:
+            try:
+                jsonschema.validate(json.loads(answer.text), schema)
+                ends["valid"] += 1
+            except (ValueError, jsonschema.ValidationError) as error:
+                ends["invalid"] += 1
+                report.say(f"{what}: {error}")
+        elif reader.num_accepted(grammars.grammar_of(request), answer.token_ids) == len(answer.token_ids):
+            ends["cut"] += 1
+        else:
+            ends["wrong prefix"] += 1
+            report.say(f"{what} is no start of an output")
 
     for seed in range(num_seeds):
         await asyncio.gather(*(one(number, seed) for number in range(20)))
@@ -151,28 +140,9 @@ async def validity(report: Report, client: AsyncClient, model: str, num_seeds: i
     report.add(Line(f"{model}: outputs cut that are no start of one", ends["wrong prefix"], "outputs", most=0))
 
 
-async def measure(report: Report, model: str, repeats: int, num_seeds: int) -> None:
-    async with AsyncClient(ADDRESS) as client:
+async def measure(report: Report, address: str, model: str, repeats: int, num_seeds: int) -> None:
+    """`repeats`: 0 = without the cost."""
+    async with AsyncClient(address) as client:
         if repeats:
             await cost(report, client, repeats)
         await validity(report, client, model, num_seeds)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--repeats", type=int, default=5, help="of each level; 0 = without the cost")
-    parser.add_argument("--seeds", type=int, default=100, help="of each schema")
-    arguments = parser.parse_args()
-    report = Report("formats")
-    for model, repeats in ((arguments.model, arguments.repeats), (RANDOM_MODEL, 0)):
-        command: list[str | Path] = [
-            Path(sys.executable).with_name("tandem"), "serve", "--model", model, "--port", ADDRESS.rpartition(":")[2]
-        ]  # fmt: skip
-        with serving(command):
-            asyncio.run(measure(report, model, repeats, arguments.seeds))
-    report.write()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Measures int8, int4 and fp8 weights, and an fp8 KV pool: `make bench-quantization TEXT=wiki.test.txt`.
+"""Quantized weights beside bfloat16: the speed of their products, and the perplexity of a text; and an fp8 KV pool.
 
 Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
 SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
@@ -6,18 +6,16 @@ SwiGLU's activation is included. The head multiplies at most 32 rows, as where 3
 Quality: the perplexity of a text, exp of the mean negative log-probability of its tokens. The text is cut into windows,
 and the second half of each window is scored. The first half is one chunk, as a prompt is; each scored token is a chunk
 of its own, as in decoding. Kernels, KV cache and rounding are those of serving. KV pools are compared on the references
-of the GPU's operators, which round as its kernels do. Without a text quality is left out.
+of the GPU's operators, which round as its kernels do.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +31,6 @@ from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
 from engine.torch_runner import TorchRunner
 from model_files.builtin_configs import RANDOM_CONFIGS
-from text.tokenizer import load_tokenizer
 
 CONFIG = RANDOM_CONFIGS["smollm2-135m"]
 PLAIN, FORMATS = "none", ("int8", "int4")
@@ -133,7 +130,7 @@ def perplexity(
 
 def quality(report: Report, config: EngineConfig, token_ids: Sequence[int], context: int) -> None:
     if len(token_ids) < context:
-        raise SystemExit(f"the text has {len(token_ids)} tokens and needs {context}")
+        raise ValueError(f"the text has {len(token_ids)} tokens and needs {context}")
     plain = perplexity(config, token_ids, context)
     report.add(Line("perplexity, bfloat16 weights", plain, ""))
     for name in (*FORMATS, FP8):
@@ -154,27 +151,3 @@ def kv_quality(report: Report, config: EngineConfig, token_ids: Sequence[int], c
     found = perplexity(replace(config, kv_dtype=FP8), token_ids, context, gpu_runner)
     report.add(Line("perplexity, fp8 KV", found, ""))
     report.add(Line("perplexity, fp8 KV, beside bfloat16", found / plain, "x", most=MOST_KV_PERPLEXITY))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=11, help="of each product (default 11)")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--text", type=Path, help="a text file, e.g. the test part of WikiText-2")
-    parser.add_argument("--model", default="smollm2-135m", help="whose perplexity is computed")
-    parser.add_argument("--context", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its start")
-    parser.add_argument("--kv-tokens", type=int, default=8192, help="... of it for the KV pools, which compute slowly")
-    arguments = parser.parse_args()
-    report = Report("quantization")
-    speed(report, arguments.rows, arguments.repeats)
-    if arguments.text is not None:
-        token_ids = load_tokenizer(arguments.model).encode(arguments.text.read_text(encoding="utf-8"))
-        config = EngineConfig(model=arguments.model, dtype="bfloat16", kv_memory_mb=64, num_threads=1)
-        quality(report, config, token_ids[: arguments.tokens], arguments.context)
-        kv_quality(report, config, token_ids[: arguments.kv_tokens], arguments.context)
-    report.write()
-
-
-if __name__ == "__main__":
-    main()

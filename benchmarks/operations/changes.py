@@ -1,4 +1,4 @@
-"""Operators change a fleet that serves requests: `make bench-operations`.
+"""Operators change a fleet that serves requests.
 
     roll      `tandem roll` of two workers of each role and two routers, under load
     switch    a worker takes the other role: idle, and a decode worker with 16 streams
@@ -11,32 +11,30 @@ part no stream may fail, and no token be computed again.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.asking import random_prompts
-from benchmarks.processes import serving
+from benchmarks.asking import ask, random_prompts
+from benchmarks.processes import tandem
 from benchmarks.report import Line, Report
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs import cluster_pb2, inference_pb2
+from tandem_client.stubs import cluster_pb2
 
-ADDRESS = "127.0.0.1:50655"
+PORT = 50655
+ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S, LOOK_S = 300.0, 0.005
 NUM_CLIENTS, NUM_STREAMS = 8, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 100
 STREAM_TOKENS = 2000  # longer than a switch; one decode worker has room for all streams
-PARTS = ("roll", "switch", "change", "zero")
 SERVING = cluster_pb2.SLOT_STATE_SERVING
 ROLES = {"prefill": cluster_pb2.SERVICE_ROLE_PREFILL, "decode": cluster_pb2.SERVICE_ROLE_DECODE}
+TWO_OF_EACH = (("--prefill", "2", "--decode", "2", "--routers", "2"), "")
 ZERO = "[planner]\nenabled = true\nmin_prefill = 0\nmin_decode = 0\nidle_s = 5.0\n"
 
 
@@ -52,17 +50,14 @@ def client() -> AsyncClient:
 
 
 async def one(connection: AsyncClient, counts: Counts, number: int, num_tokens: int) -> None:
-    request = inference_pb2.GenerateRequest()
-    request.token_ids.ids.extend(token_id % 200 + 1 for token_id in random_prompts(1, PROMPT_TOKENS, number)[0])
-    request.stop.max_tokens, request.stop.ignore_eos = num_tokens, True
-    try:
-        async for response in connection.generate(request, TIMEOUT_S):
-            if response.HasField("finished"):
-                counts.ended += 1
-                counts.recomputed += response.finished.recomputed_tokens
-    except CallFailed as error:
-        counts.failed += 1
-        print(error, file=sys.stderr)
+    prompt = [token_id % 200 + 1 for token_id in random_prompts(1, PROMPT_TOKENS, number)[0]]
+    answer = await ask(connection, prompt, num_tokens, TIMEOUT_S, 0.0)
+    counts.failed += bool(answer.error)
+    if answer.error:
+        print(answer.error, file=sys.stderr)
+    if answer.finished is not None:
+        counts.ended += 1
+        counts.recomputed += answer.finished.recomputed_tokens
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +104,7 @@ def add_counts(report: Report, words: str, counts: Counts) -> None:
     report.add(Line(f"{words}: computed again", counts.recomputed, "tokens", most=0))
 
 
-async def roll(report: Report) -> None:
+async def roll(report: Report, _: int) -> None:
     counts, words = Counts(), "roll of 2 + 2 workers and 2 routers under load"
     async with loaded(counts) as connection:
         start = time.perf_counter()
@@ -182,29 +177,13 @@ async def zero(report: Report, repeats: int) -> None:
     add_counts(report, "requests of an empty fleet", counts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    report = Report("operations")
-    tandem = Path(sys.executable).with_name("tandem")
-    command: list[str | Path] = [tandem, "serve", "--model", "fake:tiny", "--port", ADDRESS.rpartition(":")[2]]
-    with serving([*command, "--prefill", "2", "--decode", "2", "--routers", "2"]):
-        if "change" in arguments.parts:
-            asyncio.run(change(report, arguments.repeats))
-        if "switch" in arguments.parts:
-            asyncio.run(switch(report, arguments.repeats))
-        if "roll" in arguments.parts:
-            asyncio.run(roll(report))
-    if "zero" in arguments.parts:
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-            config.write(ZERO)
-            config.flush()
-            with serving([*command, "--config", config.name]):
-                asyncio.run(zero(report, arguments.repeats))
-    report.write()
+PARTS = {"roll": roll, "switch": switch, "change": change, "zero": zero}
+FLEETS = {  # flags and config of each part's fleet
+    "roll": TWO_OF_EACH, "switch": TWO_OF_EACH, "change": TWO_OF_EACH, "zero": ((), ZERO),
+}  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def run(part: str, report: Report, repeats: int) -> None:
+    flags, config = FLEETS[part]
+    with tandem(PORT, "--model", "fake:tiny", *flags, config=config):
+        asyncio.run(PARTS[part](report, repeats))

@@ -1,4 +1,4 @@
-"""What guessed tokens gain: `make bench-speculation QUESTIONS=question.jsonl`.
+"""What guessed tokens gain beside none.
 
 The questions are those of Spec-Bench (Xia et al., 2024: github.com/hemingkx/Spec-Bench, its question.jsonl): 13
 categories, as JSON lines with `category` and `turns`. A fleet answers the first turn of some questions of each
@@ -9,22 +9,17 @@ first. Then 20 nested JSON schemas show how many steps an output takes that its 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
-import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import serving
+from benchmarks.asking import Answer
 from benchmarks.report import Line, Report
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 
-ADDRESS = "127.0.0.1:50654"
 TIMEOUT_S = 300.0
 NUM_OUTPUT = 128
 MAX_QUESTION_CHARS = 12_000
@@ -68,16 +63,15 @@ def request_of(text: str, temperature: float, seed: int, speculation: bool) -> i
     return request
 
 
-async def answer(client: AsyncClient, request: inference_pb2.GenerateRequest, sums: Sums) -> None:
-    times: list[float] = []
-    async for response in client.generate(request, TIMEOUT_S):
-        if response.HasField("tokens"):
-            times += [time.perf_counter()] * len(response.tokens.token_ids)
-        else:
-            sums.drafts += response.finished.usage.drafted_tokens
-            sums.right_drafts += response.finished.usage.accepted_drafts
-    sums.seconds += times[-1] - times[0]
-    sums.tokens += len(times) - 1
+async def answer(client: AsyncClient, request: inference_pb2.GenerateRequest, sums: Sums) -> inference_pb2.Usage:
+    found = await Answer().receive(client, request, TIMEOUT_S)
+    assert found.finished is not None, found.error
+    usage = found.finished.usage
+    sums.drafts += usage.drafted_tokens
+    sums.right_drafts += usage.accepted_drafts
+    sums.seconds += found.times[-1] - found.times[0]
+    sums.tokens += len(found.times) - 1
+    return usage
 
 
 async def answer_all(
@@ -127,11 +121,9 @@ async def forced(report: Report, client: AsyncClient) -> None:
     for number in range(20):
         request = request_of("Make up an order of some things for a school, as JSON.", 0.8, number, True)
         request.output_format.json_schema = json.dumps(nested_schema(number))
-        async for response in client.generate(request, TIMEOUT_S):
-            if response.HasField("finished"):
-                usage = response.finished.usage
-                tokens += usage.completion_tokens
-                steps += usage.completion_tokens - usage.accepted_drafts
+        usage = await answer(client, request, Sums())
+        tokens += usage.completion_tokens
+        steps += usage.completion_tokens - usage.accepted_drafts
     report.add(Line("nested JSON schemas: steps per token", steps / tokens, "", most=0.8))
 
 
@@ -146,40 +138,11 @@ def read_questions(path: Path, num_questions: int) -> dict[str, list[str]]:
     return dict(found)
 
 
-async def measure(report: Report, arguments: argparse.Namespace) -> None:
-    questions = read_questions(arguments.questions, arguments.num_questions)
-    if arguments.only:
-        questions = {category: questions[category] for category in arguments.only}
-    async with AsyncClient(ADDRESS) as client:
-        warm_up = {category: texts[:1] for category, texts in questions.items()}
-        for texts in warm_up.values():
+async def measure(
+    report: Report, address: str, questions: dict[str, list[str]], levels: list[int], repeats: int
+) -> None:
+    async with AsyncClient(address) as client:
+        for texts in questions.values():
             await answer(client, request_of(texts[0], 0.0, 0, True), Sums())
-        await categories(report, client, questions, arguments.levels, arguments.repeats)
+        await categories(report, client, questions, levels, repeats)
         await forced(report, client)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
-    parser.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
-    parser.add_argument("--repeats", type=int, default=2, help="of each category")
-    parser.add_argument("--num-questions", type=int, default=8, help="of each category")
-    parser.add_argument("--only", nargs="*", help="these categories")
-    arguments = parser.parse_args()
-    report = Report(f"speculation-{arguments.quantization}")
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        config.write(f'[engine]\nquantization = "{arguments.quantization}"\n')
-        config.flush()
-        command: list[str | Path] = [
-            Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model, "--config", config.name,
-            "--port", ADDRESS.rpartition(":")[2],
-        ]  # fmt: skip
-        with serving(command):
-            asyncio.run(measure(report, arguments))
-    report.write()
-
-
-if __name__ == "__main__":
-    main()
