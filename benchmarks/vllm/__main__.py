@@ -4,7 +4,6 @@
              turns. Prompts are new each time, so nothing comes from a cache
     kill     kill -9 of a decode worker under load, in a fleet of two, beside kill -9 of vLLM alone on both cores. The
              time runs from the kill until every stream has its next token; vLLM alone has to start again first
-    free     when the blocks of a prompt are free on its prefill worker: after the read, and after a cancel
 
 The goodput of whole fleets is in benchmarks/goodput, which the same target runs.
 """
@@ -29,7 +28,6 @@ from benchmarks.asking import Answer, ask, ask_worker, random_prompts
 from benchmarks.engine import programs
 from benchmarks.processes import ChildEnded, ChildProcess, tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
-from benchmarks.vllm.free_blocks import measure_free_blocks
 from cli.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from tandem_client import AsyncClient
@@ -39,7 +37,7 @@ PORT = 18652
 ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 600.0
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
-PARTS = ("worker", "kill", "free")
+PARTS = ("worker", "kill")
 
 
 # ---- the worker beside its engine
@@ -163,7 +161,6 @@ def main() -> None:
     parts = {
         "worker": lambda: measure_worker(report, arguments),
         "kill": lambda: measure_kill(report, arguments),
-        "free": lambda: measure_free_blocks(report),
     }
     run_parts(report, parts, arguments.parts)
 
