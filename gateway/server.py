@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -22,6 +24,7 @@ from core.service import join_address
 from gateway.app import build_app
 from gateway.fleets import Fleets
 from gateway.http.http_protocol import BoundedHttpProtocol
+from gateway.http.tls import TlsProtocol
 from gateway.http.tracing import SERVICE
 from runtime.tracing.telemetry import Telemetry
 
@@ -54,16 +57,24 @@ class HttpServer:
         self._telemetry = Telemetry(telemetry, SERVICE, f"gateway.{secrets.token_hex(4)}")
         self._options = uvicorn.Config(
             build_app(config, fleets, self._telemetry),
-            http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none", proxy_headers=False,
+            http=self._protocol,  # type: ignore[arg-type]  # any callable
+            ws="none", lifespan="on", loop="none", proxy_headers=False,
             log_config=None, access_log=False, server_header=False,
             backlog=BACKLOG,
-            ssl_certfile=config.tls_cert or None, ssl_keyfile=config.tls_key or None,
         )  # fmt: skip
+        self._context: ssl.SSLContext | None = None
+        if config.tls_cert:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
         self._is_draining = False
         self.port = config.port
+
+    def _protocol(self, **options: Any) -> asyncio.BaseProtocol:
+        http = BoundedHttpProtocol(**options)
+        return http if self._context is None else TlsProtocol(self._context, http)
 
     @property
     def url(self) -> str:

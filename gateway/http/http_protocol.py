@@ -69,7 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._waiting: list[Callable[[], None]] = []
         self._unsent: int | None = None  # of a client that is behind
         self._stalled_since = 0.0
-        self._tls: Any = None  # asyncio's protocol of a connection with TLS
+        self.tls: Any = None  # the `TlsProtocol` of a connection with TLS
         self._lower: asyncio.Transport  # of the socket, beneath TLS
 
     # ---- a stream writes
@@ -83,7 +83,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @property
     def is_full(self) -> bool:
         """The client is behind: the transport holds more than its limit."""
-        return self.flow.write_paused
+        return self.is_made and self.flow.write_paused
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the transport has room again or the connection is lost."""
@@ -101,15 +101,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # ---- a request arrives
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._tls = getattr(transport, "_ssl_protocol", None)
-        self._lower = transport if self._tls is None else self._tls._transport
-        if self._tls is not None:
-            self._tls._ssl_shutdown_timeout = float("inf")  # `check` ends a connection that closes
+    def accepted(self, transport: asyncio.Transport) -> None:
+        """The socket is connected. `connection_made` follows, after the handshake of TLS if there is one."""
+        self.transport = self._lower = transport
+        self.connections.add(self)
         self._enter(State.HEAD)
-        if len(self.connections) > min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.tls is None:
+            self.accepted(transport)
+        super().connection_made(transport)
+        if self.are_too_many:
             self._refuse(503, "overloaded", "this process has too many connections")
+
+    @property
+    def is_made(self) -> bool:
+        return self.flow is not None
+
+    @property
+    def are_too_many(self) -> bool:
+        return len(self.connections) > min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def data_received(self, data: bytes) -> None:
         if self._drops:
@@ -261,11 +272,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _num_unsent(self) -> int:
         """Bytes. With TLS they are in two places, and most of them are beneath TLS."""
-        above: int = 0 if self._tls is None else self._tls._get_write_buffer_size()
+        above: int = 0 if self.tls is None else self.tls.num_unsent
         return above + self._lower.get_write_buffer_size()
 
     def abort(self) -> None:
-        """asyncio's TLS transport cannot: it forgets its connection when it is closed a second time."""
+        """The TLS transport cannot: it forgets its connection when it is closed a second time."""
         self._lower.abort()
 
     def _limit_s(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +28,7 @@ from gateway.http.http_protocol import (
     WRITE_TIMEOUT_S,
     BoundedHttpProtocol,
 )
+from gateway.http.tls import TlsProtocol
 from tests.support.certificates import Authority
 
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
@@ -165,10 +165,12 @@ class TlsClient(Client):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing)
-        loop = asyncio.get_running_loop()
-        self._layer: Any = SSLProtocol(loop, self.protocol, server, loop.create_future(), server_side=True)
+        self._layer: Any = TlsProtocol(server, self.protocol)
         self.transport.protocol = self._layer
         self._layer.connection_made(self.transport)
+        self.shakes_hands()
+
+    def shakes_hands(self) -> None:
         for _ in range(3):
             with contextlib.suppress(ssl.SSLWantReadError):
                 self.tls.do_handshake()
@@ -409,6 +411,35 @@ async def test_every_writer_that_waits_for_room_is_called(happens: str) -> None:
     else:
         client.transport.abort()
     assert called == [0, 1, 2]
+
+
+class SilentTlsClient(TlsClient):
+    def shakes_hands(self) -> None:
+        """Never."""
+
+
+@pytest.mark.parametrize("ends", ["at its deadline", "by the client", "by the server"])
+async def test_a_handshake_counts_as_a_connection_and_has_the_deadline_of_a_head(ends: str) -> None:
+    client = SilentTlsClient()
+    assert len(client.state.connections) == 1
+    client.after(HEAD_TIMEOUT_S - 1)
+    assert not client.transport.is_closed
+    match ends:
+        case "at its deadline":
+            client.after(HEAD_TIMEOUT_S + 2)
+        case "by the client":
+            client.transport.abort()
+        case "by the server":
+            client.protocol.shutdown()
+    assert client.transport.is_lost
+    assert not client.state.connections
+
+
+async def test_a_handshake_over_the_limit_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 0)
+    client = SilentTlsClient()
+    assert client.transport.is_lost
+    assert not client.state.connections
 
 
 async def test_connections_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
