@@ -96,7 +96,8 @@ def _value(node: ast.expr) -> float:
 
 
 def draw() -> str:
-    deadlines, sizes = [], []
+    deadlines: list[str] = []
+    sizes: list[str] = []
     for limit in limits():
         (deadlines if limit.unit in ("s", "ms") else sizes).append(limit.row())
     columns = "| what | limit | beyond it | name | module |\n|---|---|---|---|---|"
