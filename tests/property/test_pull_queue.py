@@ -119,9 +119,9 @@ class World:
         elif kind == "read":
             self.end_read(failing=rng.random() < 0.02)
         elif kind == "compute" and self.worker.plans:
-            self.worker.finish_step()
+            self.worker.step()
         elif kind == "time":
-            self.worker.pass_time(rng.choice((0.1, 0.5, 1.5)))
+            self.worker.wait(rng.choice((0.1, 0.5, 1.5)))
             self.answer_heartbeat()
         elif kind == "trouble":
             self.end_call()
@@ -145,9 +145,9 @@ class World:
                 self.announce(64)
                 self.end_read()
             if self.worker.plans:
-                self.worker.finish_step()
+                self.worker.step()
             else:
-                self.worker.pass_time(MAX_STALL_S)
+                self.worker.wait(MAX_STALL_S)
                 self.answer_heartbeat()
             self.look()
         assert self.worker.machine.idle, f"a holder waits for ever: {self.worker.machine.claims()}"

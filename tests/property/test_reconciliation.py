@@ -153,7 +153,7 @@ class TwoRouters(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.worker.plans))
     @rule()
     def finish_a_step(self) -> None:
-        self.note_ends(self.worker.finish_step())
+        self.note_ends(self.worker.step())
 
     @rule()
     def report(self) -> None:

@@ -72,8 +72,8 @@ class DrivenWorker:
         assert len(self.plans) <= 1 + self.core.plans_ahead, "one step at a time"
         return actions
 
-    def finish_step(self, *failed: str, seconds: float | None = None, **tokens: int) -> list[Any]:
-        """End the oldest step in flight. `failed`: sequences that the device had no memory for. `tokens` replaces
+    def step(self, no_memory: str = "", seconds: float | None = None, **tokens: int) -> list[Any]:
+        """End the oldest step in flight. `no_memory`: a sequence that the device had none for. `tokens` replaces
         sampled tokens, by sequence id. `seconds`: what the engine has measured."""
         assert self.plans, "no step is in flight"
         plan = self.plans.pop(0)
@@ -82,16 +82,16 @@ class DrivenWorker:
                 SampledToken(tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)),
             )
             for chunk in plan.chunks
-            if chunk.samples and chunk.sequence.sequence_id not in failed
+            if chunk.samples and chunk.sequence.sequence_id != no_memory
         }
-        errors = {name: OutOfDeviceMemory(f"no memory for {name}") for name in failed}
+        errors = {no_memory: OutOfDeviceMemory(f"no memory for {no_memory}")} if no_memory else {}
         return self.post(StepFinished(StepOutput(plan.step_id, sampled, errors, seconds)))
 
     def fail_step(self) -> list[Any]:
         self.plans.clear()
         return self.post(StepFailed(TandemError("the step failed")))
 
-    def pass_time(self, seconds: float) -> list[Any]:
+    def wait(self, seconds: float) -> list[Any]:
         end, actions = self.now + seconds, []
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
             self.now = max(self.now, deadline)

@@ -33,7 +33,7 @@ from worker.core import ConfigChanged, DrainRequested, Planned, RunStep
 Actions = list[Any]
 
 
-def transcripts(text: str, setup: str) -> Callable[[str], None]:
+def transcripts(text: str, setup: str = "") -> Callable[[str], None]:
     return transcripts_of(WorkerReplay, text, setup)
 
 
@@ -73,15 +73,11 @@ class WorkerReplay(DrivenWorker, Replay):
 
     def arrive(self, name: str, tokens: int, **options: Any) -> Actions:
         """`known`: tokens behind the prompt that the reader of a move knows. `dtype`: of the pool of the owner."""
-        deadline, ticket, known = (
-            self.now + options.pop("timeout", 60),
-            options.pop("ticket", 0),
-            options.pop("known", 0),
-        )
+        ticket, known, dtype = options.pop("ticket", 0), options.pop("known", 0), options.pop("dtype", "")
+        deadline = self.now + options.pop("timeout", 60)
         others = {field: options.pop(field) for field in ("age_s", "adapter") if field in options}
-        dtype = options.pop("dtype", "")
-        prompt = request(name, tokens, options.pop("max", 4), resumed=range(tokens + 1, tokens + known + 1), **options)
-        prompt = prompt.derive(**others)
+        resumed = range(tokens + 1, tokens + known + 1)
+        prompt = request(name, tokens, options.pop("max", 4), resumed=resumed, **options).derive(**others)
         if isinstance(self.machine, DecodeMachine):
             owner = address("other", layout=replace(LAYOUT, dtype=dtype)) if dtype else self.peer
             source = (ticket, owner) if ticket else None
@@ -107,14 +103,11 @@ class WorkerReplay(DrivenWorker, Replay):
 
     # ---- steps and time
 
-    def step(self, **tokens: int) -> Actions:
-        return self.finish_step(**tokens)
-
     def run(self, limit: int = 200) -> Actions:
         tokens: dict[str, list[int]] = {}  # of each sequence, behind the first index
         others: Actions = []
         for _ in range(limit):
-            for action in self.finish_step() if self.plans else ():
+            for action in self.step() if self.plans else ():
                 if isinstance(action, events.EmitTokens):
                     for token in action.tokens:
                         tokens.setdefault(token.sequence_id, [token.index]).append(token.token.token_id)
@@ -123,12 +116,6 @@ class WorkerReplay(DrivenWorker, Replay):
         assert limit < 200 or not self.plans, "still not idle after 200 steps"
         joined = [f"tokens {name} {first}: {runs(token_ids)}" for name, (first, *token_ids) in tokens.items()]
         return [*joined, *others, *(f"step {_chunks(plan)}" for plan in self.plans)]
-
-    def no_memory(self, *names: str) -> Actions:
-        return self.finish_step(*names)
-
-    def failed_step(self) -> Actions:
-        return self.fail_step()
 
     def preempt(self, name: str) -> Actions:
         """Another sequence takes the blocks."""
@@ -139,9 +126,6 @@ class WorkerReplay(DrivenWorker, Replay):
 
     def tick(self) -> Actions:
         return self.post(Tick())
-
-    def wait(self, seconds: float) -> Actions:
-        return self.pass_time(seconds)
 
     def later(self, seconds: float) -> Actions:
         self.now += seconds
@@ -169,10 +153,6 @@ class WorkerReplay(DrivenWorker, Replay):
 
     def beat(self, ticket: int, ready: int, unplaced: int = 0, verified: int = 0) -> Actions:
         return self.hear(Heartbeat, ack=None, entries=(HeartbeatEntry(ticket, ready, unplaced, verified),))
-
-    def answer(self, ack: int) -> Actions:
-        """The owner has renewed the leases."""
-        return self.hear(Heartbeat, ack=ack, entries=())
 
     def release(self, ticket: int, reason: str = "") -> Actions:
         return self.hear(Release, ticket, reason=AbortReason(reason) if reason else None)

@@ -9,27 +9,21 @@ RUNNING = """
   run 4                       -> tokens a 0: 10..12; step a 12+1
 """
 
-COPYING = """
-  decode blocks=32
-  arrive a 10 max=40          -> first step a 0+8
-  run 4                       -> tokens a 0: 10..12; step a 12+1
+COPYING = (
+    RUNNING
+    + """
   move a 7 11                 -> connect peer; digests 3
   want 7 0..7                 -> ready 7: 0..2
 """
+)
 
-HANDED_OVER = """
-  decode blocks=32
-  arrive a 10 max=40          -> first step a 0+8
-  run 4                       -> tokens a 0: 10..12; step a 12+1
-  move a 7 11                 -> connect peer; digests 3
-  want 7 0..7                 -> ready 7: 0..2
+HANDED_OVER = (
+    COPYING
+    + """
   beat 7 3 verified=3         -> heartbeat answered 7
   step                        -> tokens a 3: 13; digests 1; ready 7: 3 last 11..13; handed over a 4
 """
-
-TARGET = """
-  decode blocks=32
-"""
+)
 
 test_the_start = transcripts(
     """
@@ -132,7 +126,7 @@ a sequence that ends in the step before its pause is not handed over
 
 a failed step ends a sequence that pauses
   beat 7 3 verified=3         -> heartbeat answered 7
-  failed_step                 -> fail a TandemError: the step failed
+  fail_step                   -> fail a TandemError: the step failed
                               -> abort 7 cancelled (the call of the owner has ended)
 """,
     COPYING,
@@ -212,6 +206,7 @@ a worker asks again when no router answers and for few at a time
 test_the_target = transcripts(
     """
 the target wants blocks to come, tells at once what it has, and takes fewer
+  decode blocks=32
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
   ready 1 0..2                -> read 1: 0..2
   reads                       -> heartbeat 1: ready 3 verified 3
@@ -222,17 +217,18 @@ the target wants blocks to come, tells at once what it has, and takes fewer
   blocks
 
 a target that knows all tokens computes the newest one
+  decode blocks=32
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
   ready 1 0..2 last=1         -> read 1: 0..2
   reads                       -> first step a 11+1; release 1; handed over a 2; path peer fine
 
 a target with too few blocks for the tokens refuses them
+  decode blocks=32
   arrive a 10 max=8 known=2 ticket=1 -> connect peer; want 1: 0..4
   ready 1 0..4                -> read 1: 0..4
   reads                       -> heartbeat 1: ready 5 verified 5
   ready 1 tokens=0..29        -> release 1 read_failed
       -> fail a TransferFailed: the KV hand-off failed: read_failed (the sequence has outgrown the wanted blocks)
   blocks
-""",
-    TARGET,
+"""
 )

@@ -113,7 +113,7 @@ a failed step ends only its own calls
   prefill max_running=1
   arrive a 6                  -> first step a 0+6; connect peer
   arrive b 6 first=30 ticket=2
-  failed_step                 -> step b 0+6; abort 1 prefill_failed; fail a TandemError: the step failed
+  fail_step                   -> step b 0+6; abort 1 prefill_failed; fail a TandemError: the step failed
   step                        -> digests 2; done b 0: 6
 
 a prompt without memory ends alone and its chunk is not offered
@@ -122,7 +122,7 @@ a prompt without memory ends alone and its chunk is not offered
   arrive long 12 first=30 ticket=2
   want 1 0                    -> ready 1:
   want 2 0..2                 -> ready 2:
-  no_memory long              -> digests 1; ready 1: 0 last 4; abort 2 prefill_failed
+  step no_memory=long         -> digests 1; ready 1: 0 last 4; abort 2 prefill_failed
                               -> fail long OutOfDeviceMemory: no memory for long; done short 0: 4
   release 1
   release 2 prefill_failed

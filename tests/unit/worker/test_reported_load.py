@@ -24,7 +24,7 @@ def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> 
     worker.arrive("a", 6, max=12)
     while worker.plans:
         worker.now += STEP_S
-        worker.finish_step()
+        worker.step()
     fitted = worker.machine.load().step_cost
     assert fitted.seconds(StepWork(1, 10, 0, 0.0)) == pytest.approx(STEP_S, rel=0.05)
     assert worker.core.scheduler.step_cost == fitted
@@ -34,8 +34,8 @@ def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
     worker = WorkerReplay("decode ahead=1")
     worker.arrive("a", 6, max=40)
     for _ in range(30):
-        worker.pass_time(STEP_S)
-        worker.finish_step()
+        worker.wait(STEP_S)
+        worker.step()
     assert worker.core.scheduler.num_steps_in_flight > 0
     assert worker.machine.load().step_cost.seconds(StepWork(1, 20, 0, 0.0)) == pytest.approx(STEP_S, rel=0.05)
 
@@ -59,11 +59,11 @@ def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -
     worker.arrive("a", 5, max=12)
     worker.arrive("b", 15, first=30)
     assert worker.machine.load().num_decoding == 0, "both are in prefill"
-    worker.finish_step()
+    worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (1, 5)
     for _ in range(3):
-        worker.finish_step()
+        worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (2, 8 + 15)
 
@@ -106,7 +106,7 @@ def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
     while worker.plans:
         worker.now += PRIOR.step_s
         sums.append(sum(worker.machine.load().prompt_backlog) / worker.core.costs.cost.token_s)
-        worker.finish_step()
+        worker.step()
     assert sums[0] > 0
     assert sums == sorted(sums, reverse=True)
     assert worker.machine.load().prompt_backlog == ()
@@ -115,8 +115,8 @@ def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
 def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
     worker = WorkerReplay("decode")
     worker.arrive("a", 6, max=12)
-    worker.finish_step()
+    worker.step()
     held = worker.ledger["held"]
     assert worker.machine.load().num_released_blocks == 0
-    worker.finish_step(a=63)
+    worker.step(a=63)
     assert worker.machine.load().num_released_blocks == held > 0

@@ -89,7 +89,7 @@ a failed step ends its calls and a call of the step ahead goes on
   wait 0.05
   arrive b 3 first=20 max=3
   wait 0.040001               -> step ahead a 8+1, b 0+3
-  failed_step                 -> step b 0+3; fail a TandemError: the step failed
+  fail_step                   -> step b 0+3; fail a TandemError: the step failed
   run                         -> tokens b 0: 3..5; done b length, block seconds 1e-06, queue 0.04, prefill 1e-06
   blocks
 
@@ -103,8 +103,8 @@ a sequence without memory ends while the step ahead contains it and others emit 
   wait 0.05
   step                        -> step a 10+1, b 4+1; tokens a 4: 10, b 1: 4
   wait 0.1                    -> step ahead a 11+1, b 5+1
-  no_memory a                 -> fail a OutOfDeviceMemory: no memory for a; tokens b 2: 5
-  no_memory a                 -> step b 6+1; tokens b 3: 6
+  step no_memory=a            -> fail a OutOfDeviceMemory: no memory for a; tokens b 2: 5
+  step no_memory=a            -> step b 6+1; tokens b 3: 6
   run                         -> tokens b 4: 7 8
                               -> done b length, block seconds 0.31, queue 0.04, prefill 0.06, decode 0.15
   blocks
@@ -150,7 +150,7 @@ def test_a_step_with_a_failed_sequence_teaches_no_duration() -> None:
     worker.step()
     before = worker.core.costs.cost
     worker.later(100)
-    worker.no_memory("b")
+    worker.step(no_memory="b")
     assert worker.core.costs.cost is before
     worker.later(100)
     worker.step()
@@ -162,5 +162,5 @@ def test_the_time_of_the_engine_counts_and_not_that_of_a_loop_that_stood_still()
     worker.play(DECODING)
     before = worker.core.costs.cost.seconds(decode := StepWork(1, 8, 0, 0.0))
     worker.later(100)
-    worker.finish_step(seconds=before)
+    worker.step(seconds=before)
     assert worker.core.costs.cost.seconds(decode) == pytest.approx(before, rel=0.1)
