@@ -264,3 +264,9 @@ async def test_a_router_fails_with_its_http_server(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server._server, "on_tick", fail)
         assert str(await asyncio.wait_for(failed, 10.0)) == "no descriptors"
         await server.stop()
+
+
+def test_no_header_of_a_client_says_where_it_comes_from() -> None:
+    """Bounds are counted by address; uvicorn would believe X-Forwarded-For of clients on this machine."""
+    server = HttpServer(GatewayConfig(), TelemetryConfig(), Fleets([]))
+    assert not server._options.proxy_headers
