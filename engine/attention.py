@@ -51,7 +51,7 @@ class StepAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPart:
+class _PrefillPart:
     """One chunk of several tokens: rows [first_row, first_row + num_tokens)."""
 
     first_row: int
@@ -95,17 +95,12 @@ class TorchAttention:
             backend=self,
             rotation=rotation,
             key_slots=self._on_device((head_rows * self.block_size + places[:, None]).ravel()),
-            prefills=self.prefills_of(batch, tables),
+            prefills=[self._prefill_part(batch, tables, int(i)) for i in np.flatnonzero(batch.num_tokens > 1)],
             decodes=[self._decode_part(batch, tables, group) for group in _groups_of_decodes(batch, tables)],
         )
 
-    def prefills_of(self, batch: Batch, tables: StepTables, longer_than: int = 1) -> list[PrefillPart]:
-        """The chunks of more than so many tokens."""
-        chosen = np.flatnonzero(batch.num_tokens > longer_than)
-        return [self._prefill_part(batch, tables, chunk) for chunk in chosen.tolist()]
-
     def attend_prefill(
-        self, part: PrefillPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
+        self, part: _PrefillPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """One chunk's attention. The chunk's keys and values are already in the pool.
 
@@ -127,13 +122,13 @@ class TorchAttention:
         keys = table.index_select(0, key_rows).view(shape)
         return keys, table.index_select(0, key_rows + self.num_kv_heads).view(shape)
 
-    def _prefill_part(self, batch: Batch, tables: StepTables, chunk: int) -> PrefillPart:
+    def _prefill_part(self, batch: Batch, tables: StepTables, chunk: int) -> _PrefillPart:
         start, num_tokens = int(batch.start[chunk]), int(batch.num_tokens[chunk])
         end, mask = start + num_tokens, None
         if start > 0:
             mask = self._additive(_places_from(np.arange(start + 1, end + 1), end), (num_tokens, end))
         key_rows = self._key_rows(tables.table[tables.rows[chunk], : tables.num_blocks[chunk]])
-        return PrefillPart(int(batch.first_row[chunk]), num_tokens, end, key_rows, mask)
+        return _PrefillPart(int(batch.first_row[chunk]), num_tokens, end, key_rows, mask)
 
     def _decode_part(self, batch: Batch, tables: StepTables, group: np.ndarray) -> _DecodePart:
         width = int(tables.num_blocks[group].max())
@@ -184,7 +179,7 @@ class TorchStepAttention:
         backend: TorchAttention,
         rotation: Rotation,
         key_slots: torch.Tensor,  # [T * Hkv]
-        prefills: list[PrefillPart],
+        prefills: list[_PrefillPart],
         decodes: list[_DecodePart],
     ) -> None:
         self.backend = backend
@@ -213,7 +208,7 @@ class TorchStepAttention:
         return attended
 
 
-def _attend_prefill(part: PrefillPart, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_prefill(part: _PrefillPart, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """# query [n, Hq, D] -> [n, Hq, D]"""
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],

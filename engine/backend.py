@@ -16,9 +16,11 @@ from core.errors import ConfigError
 from engine.attention import AttentionBackend, TorchAttention
 from engine.cpu.attention import NativeAttention
 from engine.cpu.dequantize import dequantize_into
-from engine.cpu.features import cpu_has_amx_bf16, cpu_multiplies_bf16
+from engine.cpu.features import cpu_flags as cpu_flags
+from engine.cpu.features import cpu_multiplies_bf16
 from engine.cpu.kernels import Kernels, load_kernels
-from engine.cpu.linear import NativeLinear, OneDNNLinear
+from engine.cpu.kernels import describe_kernels as describe_kernels
+from engine.cpu.linear import NativeLinear
 from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.cpu.sampling import NativeDraw
@@ -55,12 +57,11 @@ def choose_backend(
     """The C kernels if the config allows them and they are available, else plain torch."""
     device = pool.tensor.device
     kernels = find_kernels(config, model, device, cache_dir)
-    linear_method = choose_linear_method(config, kernels, device, num_threads)
+    linear_method = choose_linear_method(config, kernels, num_threads)
     if kernels is None:
         return Backend(TorchAttention(pool), TorchOps(), linear_method, QuickDraw())
-    torch_prefill = pool.tensor.dtype is torch.bfloat16 and cpu_has_amx_bf16()
     return Backend(
-        attention=NativeAttention(kernels, pool, model.num_heads, num_threads, torch_prefill),
+        attention=NativeAttention(kernels, pool, model.num_heads, num_threads),
         ops=NativeOps(kernels, num_threads),
         linear_method=linear_method,
         draw=NativeDraw(kernels),
@@ -77,20 +78,17 @@ def find_kernels(
     return load_kernels(model.head_dim, cache_dir or default_cache_dir())
 
 
-def choose_linear_method(
-    config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
-) -> LinearMethod:
-    """The method for the model's matrix products. Without a kernel, and on CPUs with AMX: oneDNN."""
+def choose_linear_method(config: EngineConfig, kernels: Kernels | None, num_threads: int) -> LinearMethod:
+    """The method for the model's matrix products. Without a kernel: torch's product."""
     if config.quantization == FP8:
         return Fp8Products()
     if config.quantization != "none":
         return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
-    if config.kernels == "torch" or device.type != "cpu":
+    if kernels is None:
         return PlainLinear()
-    if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():
-        return NativeLinear(kernels, num_threads)
-    ops = TorchOps() if kernels is None else NativeOps(kernels, num_threads)
-    return OneDNNLinear(ops) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear(ops)
+    if kernels.bf16_linear is None:
+        return PlainLinear(NativeOps(kernels, num_threads))
+    return NativeLinear(kernels, num_threads)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -67,7 +67,7 @@ def prepared(method: LinearMethod, weights: ModelWeights) -> Iterator[tuple[Line
 def products(quantization: str) -> list[tuple[Linear, int]]:
     """(product, size of its inputs) of each matrix, the head's last."""
     config = EngineConfig(quantization=quantization)
-    method: LinearMethod = choose_linear_method(config, find_kernels(config, CONFIG, CPU, None), CPU, 1)
+    method: LinearMethod = choose_linear_method(config, find_kernels(config, CONFIG, CPU, None), 1)
     return list(prepared(method, allocate_weights(CONFIG, torch.bfloat16, CPU, quantization)))
 
 

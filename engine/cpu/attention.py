@@ -1,8 +1,6 @@
 """Attention by the C kernels. The kernels read the KV pool in place, block by block, without a gather.
 
-Chunks of one token (decode) and chunks of several tokens (prefill) have separate kernels. On CPUs with AMX's bfloat16
-tiles, torch is faster for prefill in spite of its gather: `torch_prefill` chooses torch there. A decode with drafts
-is too short for that.
+Chunks of one token (decode) and chunks of several tokens (prefill) have separate kernels.
 """
 
 from __future__ import annotations
@@ -13,30 +11,23 @@ import math
 import numpy as np
 import torch
 
-from core.scheduling.drafts import MAX_DRAFTS
-from engine.attention import PrefillPart, TorchAttention
 from engine.batch import Batch
 from engine.block_tables import BlockTables, StepTables
 from engine.cpu.kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.kv_pool import KVPool
 from engine.rotary import Rotation
 
-DECODE_ROWS = 1 + MAX_DRAFTS  # of a sequence in decode
-
 
 class NativeAttention:
     """For float32 and bfloat16 pools in host memory. The head size must be a multiple of 2 * LANES of the library."""
 
-    def __init__(
-        self, kernels: Kernels, pool: KVPool, num_heads: int, num_threads: int, torch_prefill: bool = False
-    ) -> None:
+    def __init__(self, kernels: Kernels, pool: KVPool, num_heads: int, num_threads: int) -> None:
         layout, tensor = pool.layout, pool.tensor
         block, layer, value, head, row, _ = (stride * tensor.element_size() for stride in tensor.stride())
         self.kernels = kernels
         self.pool = pool
         self.block_size = layout.block_size
         self.num_heads = num_heads
-        self.torch_prefill = TorchAttention(pool) if torch_prefill else None
         self.block_tables = BlockTables(pool.num_blocks, layout.block_size)
         self.cache = KVCacheStruct(
             base=pool.address(),
@@ -57,12 +48,8 @@ class NativeAttention:
     def begin_step(self, batch: Batch, rotation: Rotation) -> NativeStepAttention:
         tables = self.block_tables.begin_step(batch)
         decodes = batch.num_tokens == 1
-        prefills, torch_prefills = ~decodes, []
-        if self.torch_prefill is not None:
-            prefills &= batch.num_tokens <= DECODE_ROWS
-            torch_prefills = self.torch_prefill.prefills_of(batch, tables, longer_than=DECODE_ROWS)
-        batches = _PagedBatch(batch, tables, decodes), _PagedBatch(batch, tables, prefills)
-        return NativeStepAttention(self, rotation, self._slots(batch, tables), batches, torch_prefills)
+        batches = _PagedBatch(batch, tables, decodes), _PagedBatch(batch, tables, ~decodes)
+        return NativeStepAttention(self, rotation, self._slots(batch, tables), batches)
 
     def _slots(self, batch: Batch, tables: StepTables) -> np.ndarray:
         """The offset of each row's key of layer 0, head 0. # int64 [T] bytes from the pool's base"""
@@ -100,11 +87,9 @@ class NativeStepAttention:
         rotation: Rotation,
         slots: np.ndarray,  # int64 [T] bytes from the pool's base
         batches: tuple[_PagedBatch, _PagedBatch],  # decodes, prefills
-        torch_prefills: list[PrefillPart],
     ) -> None:
         self.backend = backend
         self.kernel = backend.kernels.attend
-        self.torch_prefills = torch_prefills
         self.dtype = backend.pool.tensor.dtype
         self.attended = torch.empty((len(slots), backend.num_heads, backend.cache.head_dim), dtype=self.dtype)
         self.attended_address = self.attended.data_ptr()
@@ -126,19 +111,8 @@ class NativeStepAttention:
             self._check(heads)  # the same product makes the heads of the other layers
         if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
             raise MemoryError("no memory for attention's scratch")
-        if self.torch_prefills:
-            self._attend_with_torch(heads, self.attended, layer)
         return self.attended
 
     def _check(self, heads: torch.Tensor) -> None:
         assert heads.is_contiguous(), "the kernel rotates heads in place"
         assert heads.dtype is self.dtype, "the model and the pool have different dtypes"
-
-    def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
-        torch_prefill = self.backend.torch_prefill
-        assert torch_prefill is not None
-        num_heads, num_kv_heads = self.backend.num_heads, torch_prefill.num_kv_heads
-        query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        for part in self.torch_prefills:
-            rows = slice(part.first_row, part.first_row + part.num_tokens)
-            attended[rows] = torch_prefill.attend_prefill(part, query, key, value, layer)

@@ -47,15 +47,18 @@ class Target:
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")  # every CPU with avx512_bf16 has avx512_vnni
+AMX = frozenset({"amx_tile", "amx_bf16"})
 
 
 def _x86(name: str, lanes: int, *features: str) -> Target:
-    """Compiler flags name the features of /proc/cpuinfo without underscores: avx512_bf16 is -mavx512bf16."""
-    return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
+    """Compiler flags spell the features of /proc/cpuinfo -mavx512bf16 and -mamx-bf16."""
+    spelled = (feature.replace("avx512_", "avx512").replace("_", "-") for feature in features)
+    return Target(name, frozenset(features), tuple(f"-m{feature}" for feature in spelled), lanes)
 
 
 # Best first. The generic target uses the compiler's default vectors on any architecture.
 TARGETS = (
+    _x86("amx", 16, *_AVX512_BF16, *sorted(AMX)),
     _x86("avx512_bf16", 16, *_AVX512_BF16),
     _x86("avx512", 16, *_AVX512),
     _x86("avx2", 8, "avx2", "fma"),

@@ -10,8 +10,8 @@ import enum
 import logging
 from pathlib import Path
 
-from engine.cpu.build import CompilerFailed, NativeUnavailable, build, fitting_targets
-from engine.cpu.features import cpu_flags, has_many_l1_miss_buffers
+from engine.cpu.build import AMX, CompilerFailed, NativeUnavailable, build, find_compiler, fitting_targets
+from engine.cpu.features import cpu_flags, has_many_l1_miss_buffers, request_tiles, widens_bf16
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "tandem_draw_token": ((_POINTER, _POINTER, _I64, _F32, _I64, _F64, _F64, ctypes.c_uint64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
-# Present only in a library for CPUs with bfloat16 products.
+# Present only in a library for AVX-512 or AMX.
 _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int, ctypes.c_int)
 
 
 class Ending(enum.IntEnum):
-    """`enum ending` of bf16_linear.c: how a product with a packed matrix turns its sums into results."""
+    """`enum ending` of product.h: how a product with a packed matrix turns its sums into results."""
 
     TO_BF16 = 0
     TO_FLOAT = 1
@@ -109,14 +109,19 @@ class Kernels:
             self.bf16_linear.argtypes, self.bf16_linear.restype = _BF16_LINEAR, None
 
 
+_AMX_REFUSED = "this system refuses AMX's tile registers (arch_prctl), so AVX-512 computes bfloat16"
+
+
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
     """The best kernels that the compiler builds for this CPU and `head_dim`, or None; the log gives the reason."""
     reason: NativeUnavailable | None = None
-    fetching = ("-DFETCH_LOCALITY=0",) if has_many_l1_miss_buffers() else ()
+    flags = usable_flags()
+    if flags != cpu_flags():
+        _log.warning(_AMX_REFUSED)
     try:
-        for target in fitting_targets(cpu_flags(), head_dim):
+        for target in fitting_targets(flags, head_dim):
             try:
-                return Kernels(build(target, cache_dir, fetching))
+                return Kernels(build(target, cache_dir, compiler_flags_of_cpu()))
             except CompilerFailed as error:
                 reason = error
                 _log.warning("the C kernels do not compile for %s: %s", target.name, error)
@@ -124,3 +129,26 @@ def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
         reason = error
     _log.warning("no C kernels: %s. The engine uses plain torch, which is slower.", reason)
     return None
+
+
+def usable_flags() -> frozenset[str]:
+    """The CPU's features that this process may use: without those of AMX if the system refuses its registers."""
+    flags = cpu_flags()
+    return flags - AMX if flags >= AMX and not request_tiles() else flags
+
+
+def compiler_flags_of_cpu() -> tuple[str, ...]:
+    """What differs between CPUs with the same instructions."""
+    fetching = ("-DFETCH_LOCALITY=0",) if has_many_l1_miss_buffers() else ()
+    return (*fetching, *(("-DWIDEN_BF16",) if widens_bf16() else ()))
+
+
+def describe_kernels(head_dim: int) -> tuple[str, str]:
+    """The kernels that this CPU gets, without compiling them, and what keeps it from better ones, or ""."""
+    flags = usable_flags()
+    try:
+        find_compiler()
+        name = fitting_targets(flags, head_dim)[0].name
+    except NativeUnavailable as error:
+        return "plain torch", str(error)
+    return f"C kernels for {name}", "" if flags == cpu_flags() else _AMX_REFUSED

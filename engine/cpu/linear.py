@@ -1,7 +1,7 @@
-"""Products with packed bfloat16 matrices on the CPU, by the C kernel or by oneDNN through torch.
+"""Products with packed bfloat16 matrices on the CPU, by the C kernel: AMX's tiles or AVX-512.
 
 The kernel is memory-bound for a few rows and compute-bound from about thirty rows on, near the core's limit in both
-cases. On CPUs with AMX, oneDNN is used. Matrices of another dtype use torch's plain product.
+cases. A row's result does not depend on the other rows. Matrices of another dtype use torch's plain product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.cpu.ops import NativeOps
 from engine.host_memory import HugePages
 from engine.linear import Embedding, Linear, Matrix, PlainLinear
 
-PANEL = 32  # rows of a weight in one panel, as in bf16_linear.c
+PANEL = 32  # rows of a weight in one panel, as in product.h
 
 
 class NativeLinear(PlainLinear):
@@ -128,14 +128,3 @@ class PackedLinear:
             self.num_threads,
         )
         return out
-
-
-class OneDNNLinear(PlainLinear):
-    """oneDNN's product, on a weight in oneDNN's preferred layout."""
-
-    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        if not isinstance(weight, torch.Tensor) or weight.dtype is not torch.bfloat16:
-            return super().prepare(weight, bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        return lambda inputs: multiply(inputs, packed, bias, "none", [], "")

@@ -1,108 +1,39 @@
-/* Multiplies one to thousands of input rows by a packed bfloat16 matrix: out = inputs . weight' + bias, sums in float.
-
-   A weight [out, in] is packed in panels of PANEL rows (the last padded with zeros), pairs of `in` side by side:
-
-       [ceil(out / PANEL), in / 2, PANEL, 2]
-
-   A gated weight combines the gate and up matrices, [size, in] each. A panel holds 16 rows of gate and the same 16 rows
-   of up (both padded with zeros). An input row's sums by one panel then suffice for 16 results of SwiGLU:
-
-       [ceil(size / 16), in / 2, 16 of gate + 16 of up, 2]
+/* Products of product.h with AVX-512, for one to thousands of input rows.
 
    One instruction multiplies a broadcast pair of an input row by 16 rows of the weight. A tile is up to TILE_ROWS
    input rows by one panel, with all sums in registers. A panel is read from L1 once per tile and from memory once per
    BLOCK_ROWS rows. The result of an input row depends on that row alone: the order of summing is the same for any
-   number of rows. Sums are rounded once, after the bias and the activation. This file needs AVX-512's bfloat16
-   products. */
-#include "vectors.h"
+   number of rows. CPUs with AMX use tile_linear.c. */
+#include "tiles.h"
 
-#ifdef __AVX512BF16__
-#include "bf16_products.h"
+#if WIDE_VECTORS && !TILES
+#include "product.h"
 #include "threads.h"
 
-#define PANEL 32
-#define HALF_PANEL 16
 #define TILE_ROWS 12     /* times two vectors of sums: 24 of the 32 registers */
 #define BLOCK_ROWS 480   /* input rows per pass over the panels: so many stay in L2 */
 #define AHEAD_BYTES 4096 /* prefetch distance within a panel that has one tile; such prefetches bypass L2 */
 
-enum ending { /* the form of a product's results; the numbers match class Ending of engine/cpu/kernels.py */
-    TO_BF16 = 0,
-    TO_FLOAT = 1,
-    TO_GATED = 2, /* silu(gate) * up, as bfloat16; without a bias */
-};
-
-struct product {
-    const uint16_t *inputs; /* [num_rows, in_size], in_size even */
-    const uint16_t *weight; /* packed as above */
-    const float *bias;      /* [out_size], or NULL */
-    void *out;              /* [num_rows, out_size], float for TO_FLOAT */
-    int64_t num_rows, out_size, in_size;
-    enum ending ending;
-};
-
-/* The number of output columns per panel. */
-INLINE int64_t panel_columns(const struct product *product) {
-    return product->ending == TO_GATED ? HALF_PANEL : PANEL;
+/* sums + the products of 16 pairs of bfloat16. */
+INLINE __m512 add_pairs(__m512 sums, __m512i a, __m512i b) {
+#if BF16_PRODUCTS
+    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+#else
+    const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000);
+    sums = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), sums);
+    return _mm512_fmadd_ps((__m512)_mm512_and_si512(a, upper), (__m512)_mm512_and_si512(b, upper), sums);
+#endif
 }
 
-INLINE int64_t num_panels(const struct product *product) {
-    return (product->out_size + panel_columns(product) - 1) / panel_columns(product);
-}
-
-INLINE const uint16_t *panel_at(const struct product *product, int64_t panel) {
-    return product->weight + panel * PANEL * product->in_size;
-}
-
-/* A mask of the first `left` lanes. */
-INLINE __mmask16 first_lanes(int64_t left) { return left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0; }
-
-INLINE void store_half(uint16_t *to, __m512 values, int64_t left) {
-    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(values);
-    if (left >= HALF_PANEL)
-        _mm256_storeu_si256((__m256i *)to, rounded);
-    else
-        _mm256_mask_storeu_epi16(to, first_lanes(left), rounded);
-}
-
-/* Stores the results of input row `row` by a panel from its sums. `ending` equals product->ending but is a constant:
-   the caller branches once for many rows. */
-INLINE void finish_row(const struct product *product, int64_t row, int64_t panel, __m512 first, __m512 second,
-                       const enum ending ending) {
-    const int64_t column = panel * (ending == TO_GATED ? HALF_PANEL : PANEL), left = product->out_size - column;
-    if (ending == TO_GATED) {
-        store_half((uint16_t *)product->out + row * product->out_size + column,
-                   _mm512_mul_ps(rough_silu(first), second), left);
-        return;
-    }
-    if (product->bias) {
-        first = _mm512_add_ps(first, _mm512_maskz_loadu_ps(first_lanes(left), product->bias + column));
-        second = _mm512_add_ps(second, _mm512_maskz_loadu_ps(first_lanes(left - 16), product->bias + column + 16));
-    }
-    if (ending == TO_FLOAT) {
-        float *to = (float *)product->out + row * product->out_size + column;
-        _mm512_mask_storeu_ps(to, first_lanes(left), first);
-        _mm512_mask_storeu_ps(to + 16, first_lanes(left - 16), second);
-        return;
-    }
-    uint16_t *to = (uint16_t *)product->out + row * product->out_size + column;
-    const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-    if (left >= PANEL)
-        _mm512_storeu_si512(to, rounded);
-    else
-        _mm512_mask_storeu_epi16(to, (1u << left) - 1, rounded);
+/* The pair of elements at `from`, in every lane. */
+INLINE __m512i every_pair(const char *from) {
+    int32_t pair;
+    memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
 }
 
 /* Stops the compiler from keeping one address register per row: twelve rows would need too many. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
-
-/* Prefetches the first line of each row's results: a store waits for its line, and the inputs of many rows evict the
-   results from L2. */
-INLINE void fetch_results(const struct product *product, int64_t row, int64_t panel, const int rows) {
-    const int64_t element = product->ending == TO_FLOAT ? 4 : 2, row_bytes = product->out_size * element;
-    const char *to = (const char *)product->out + row * row_bytes + panel * panel_columns(product) * element;
-    for (int r = 0; r < rows; r++) __builtin_prefetch(to + r * row_bytes, 1, 2);
-}
 
 /* Multiplies `rows` (a constant) input rows from `row` on by a panel, and prefetches the bytes
    [ahead, ahead + ahead_bytes). If ahead is NULL, the prefetch runs AHEAD_BYTES ahead in the panel. */
@@ -124,25 +55,19 @@ INLINE void multiply_tile(const struct product *product, int64_t row, int64_t pa
             _mm_prefetch(ahead, _MM_HINT_T1);
             ahead += LINE_BYTES;
         }
-        const __m512bh first = load_wide(weights), second = load_wide(weights + PANEL);
+        const __m512i first = _mm512_loadu_si512(weights), second = _mm512_loadu_si512(weights + PANEL);
         for (int r = 0; r < rows; r++) {
-            const __m512bh both = splat_pair((const uint16_t *)(threes[r / 3] + r % 3 * row_bytes));
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], first, both);
-            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], second, both);
+            const __m512i both = every_pair(threes[r / 3] + r % 3 * row_bytes);
+            sums[r][0] = add_pairs(sums[r][0], first, both);
+            sums[r][1] = add_pairs(sums[r][1], second, both);
         }
         for (int i = 0; 3 * i < rows; i++) {
             threes[i] += 4;
             OPAQUE(threes[i]);
         }
     }
-    switch (product->ending) {
-#define ENDING(e) \
-    case e: \
-        for (int r = 0; r < rows; r++) finish_row(product, row + r, panel, sums[r][0], sums[r][1], e); \
-        break;
-        ENDING(TO_BF16) ENDING(TO_FLOAT) ENDING(TO_GATED)
-#undef ENDING
-    }
+    FOR_ENDING(product->ending, for (int r = 0; r < rows; r++)
+        finish_row(product, row + r, panel, sums[r][0], sums[r][1], e);)
 }
 
 /* Multiplies input rows [from, until) by a panel, in tiles of nearly equal height. */

@@ -8,11 +8,9 @@
 
 #include "decode_tile.h"
 #include "step_attention.h"
-#ifdef __AVX512BF16__
+#if BF16_PRODUCTS
 #include "decode_tile_bf16.h"
-#define BF16_PRODUCTS 1
 #else
-#define BF16_PRODUCTS 0
 #define attend_tile_bf16(...) ((void)0)
 #define double_pairs(...) ((void)0)
 #define store_interleaved(...) ((void)0)

@@ -1,11 +1,8 @@
 /* The elementwise operations between matrix products: the residual sum with RMS norm, and SwiGLU's activation.
 
    All sums are float for every dtype of the rows. Rows are contiguous. */
+#include "silu.h"
 #include "threads.h"
-#include "vectors.h"
-#ifdef __AVX512BF16__
-#include "bf16_products.h"
-#endif
 
 #define PARALLEL_ELEMENTS 32768 /* one thread finishes fewer before another wakes up */
 
@@ -56,22 +53,6 @@ EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weig
         else
             norm_row(values, more, weight, to, size, epsilon, 0);
     });
-}
-
-INLINE vfloat silu(vfloat gate) {
-    /* Clamped, because `exponential` is valid up to 88; the result of so low a gate is practically zero. */
-    const vfloat negated = -gate, limit = splat(88.0f);
-    const vint over = negated > limit;
-    return gate / (1.0f + exponential((vfloat)(((vint)limit & over) | ((vint)negated & ~over))));
-}
-
-/* silu for results that are rounded to bfloat16. */
-INLINE vfloat bf16_silu(vfloat gate) {
-#ifdef __AVX512BF16__
-    return rough_silu(gate);
-#else
-    return silu(gate);
-#endif
 }
 
 INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {

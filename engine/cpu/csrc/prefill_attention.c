@@ -161,16 +161,17 @@ int tandem_prefill_attention(const struct kv_cache *cache, const struct paged_ba
                              int64_t query_stride, void *out, int64_t layer) {
     const int group = cache->num_heads / cache->num_kv_heads, head_dim = cache->head_dim;
     const int span_tokens = group < SPAN_ROWS ? SPAN_ROWS / group : 1;
-    const int max_rows = (span_tokens * group + ROWS - 1) / ROWS * ROWS;
-    const int tile = BF16_PRODUCTS && cache->is_bf16 ? WIDE_TILE : TILE;
-    const size_t scratch_floats = (size_t)max_rows * (2 * head_dim + 2) + (size_t)head_dim * tile;
+    const int packed = PACKED_PRODUCTS && cache->is_bf16, together = packed ? BF16_ROWS : ROWS;
+    const int max_rows = (span_tokens * group + together - 1) / together * together;
+    const size_t key_floats = (size_t)head_dim * (packed ? WIDE_TILE : TILE);
+    const size_t scratch_bytes = (max_rows * (2 * (size_t)head_dim + 2) + key_floats) * sizeof(float);
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < batch->num_sequences; i++)
         num_tasks += (batch->num_tokens[i] + span_tokens - 1) / span_tokens * cache->num_kv_heads;
     int failed = 0;
 #pragma omp parallel num_threads(cache->num_threads) if (num_tasks > 1 && cache->num_threads > 1) reduction(| : failed)
     {
-        float *scratch = malloc(scratch_floats * sizeof(float));
+        float *scratch = aligned_alloc(LINE_BYTES, (scratch_bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
         failed |= scratch == NULL;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < num_tasks; task++) {
@@ -186,14 +187,14 @@ int tandem_prefill_attention(const struct kv_cache *cache, const struct paged_ba
                 .num_tokens = left < span_tokens ? left : span_tokens,
                 .group = group,
             };
-            span.num_rows = (span.num_tokens * group + ROWS - 1) / ROWS * ROWS;
+            span.num_rows = (span.num_tokens * group + together - 1) / together * together;
             span.query = scratch;
             span.sums = span.query + (size_t)max_rows * head_dim;
-            span.maxima = span.sums + (size_t)max_rows * head_dim;
+            span.keys = span.sums + (size_t)max_rows * head_dim;
+            span.maxima = span.keys + key_floats;
             span.totals = span.maxima + max_rows;
-            span.keys = span.totals + max_rows;
             const int kv_head = (int)(within % cache->num_kv_heads);
-            if (BF16_PRODUCTS && cache->is_bf16)
+            if (PACKED_PRODUCTS && packed)
                 tandem_attend_span_bf16(&span, queries, query_stride, out, kv_head, layer);
             else if (cache->is_bf16)
                 attend_span(&span, queries, query_stride, out, kv_head, layer, 1);

@@ -1,24 +1,31 @@
-/* A prefill's span by bfloat16 products. The steps are those of prefill_attention.c, but keys and values are packed
-   once for all rows of the span. Packing puts pairs along the summed dimension side by side; each lane belongs to
-   another element of the result.
+/* A prefill's span by products of packed bfloat16. The steps are those of prefill_attention.c, but keys and values are
+   packed once for all rows of the span. Packing puts pairs along the summed dimension side by side.
 
-       keys    [WIDE_TILE / TILE][head_dim / 2, TILE, 2]    scores [ROWS, TILE] = queries . keys, with a pair of the
-                                                            query broadcast to all lanes
-       values  [WIDE_TILE / 2, head_dim, 2]                 sums [ROWS, head_dim] += weights . values, in the order of
-                                                            interleaved rows
+       keys    [WIDE_TILE / TILE][head_dim / 2, TILE, 2]    scores [BF16_ROWS, TILE] = queries . keys
+       values  [WIDE_TILE / 2, head_dim, 2]                 sums [BF16_ROWS, head_dim] += weights . values, in the order
+                                                            of interleaved rows
 
    Scores, maxima, totals and sums are float; weights are rounded to bfloat16 before the multiplication. A row's maximum
-   and total need reductions across lanes, so they are computed once per WIDE_TILE positions. */
+   and total need reductions across lanes, so they are computed once per WIDE_TILE positions. A row sums its positions
+   in the same order, by the same groups, whatever the chunk: positions that it does not see have the weight 0.
+   Products are computed by tiles (prefill_tiles.h) or by vdpbf16ps (prefill_dpbf16.h). */
 #include "prefill_span.h"
 
-#ifdef __AVX512BF16__
+#if PACKED_PRODUCTS
 #include "bf16_products.h"
 
-#define SCORE_VECTORS (TILE / LANES)
 /* For functions that must keep their sums in registers: inlined next to each other, they spill. */
 #define APART static __attribute__((noinline))
+#define LINE_ALIGNED __attribute__((aligned(LINE_BYTES)))
+
+#if TILES
+#include "prefill_tiles.h"
+#else
+#include "prefill_dpbf16.h"
+#endif
 
 /* Transposes 16 pairs of each of 16 rows: output vector i is pair i of all rows. */
+#if WIDE_VECTORS
 INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to, size_t to_stride) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
@@ -43,139 +50,101 @@ INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to
         _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
     }
 }
+#else
+INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to, size_t to_stride) {
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) memcpy(to + j * to_stride + 2 * i, rows[i] + offset + 4 * j, 4);
+}
+#endif
 
-/* Packs `count` positions, at most WIDE_TILE. Keys fill tiles of TILE; scores of the last tile's padding are masked. */
+/* Packs `count` positions, at most WIDE_TILE. Keys fill tiles of TILE; scores of the last tile's padding are masked.
+   Values fill groups of SUMMED_TOGETHER positions; the padding's weight is 0. */
 APART void pack_positions(const char *const *rows, size_t key_offset, size_t value_offset, int count, int head_dim,
                           uint16_t *keys, uint16_t *values) {
     for (int first = 0; first < count; first += TILE, keys += head_dim * TILE)
         for (int p = 0; p < TILE; p += 16)
             for (int d = 0; d < head_dim; d += WIDE)
                 transpose_pairs(rows + first + p, key_offset + 2 * d, keys + d * TILE + 2 * p, 2 * TILE);
-    for (int p = 0; p < count; p += 2, values += 2 * head_dim) {
-        for (int d = 0; d < head_dim; d += WIDE) {
-            const __m512bh a = load_wide(rows[p] + value_offset + 2 * d);
-            const __m512bh b = load_wide(rows[p + 1] + value_offset + 2 * d);
-            _mm512_storeu_si512(values + 2 * d, (__m512i)interleave_low(a, b));
-            _mm512_storeu_si512(values + 2 * d + WIDE, (__m512i)interleave_high(a, b));
-        }
-    }
-}
-
-/* sums[r] += rows[r] . packed, for ROWS rows of at least one pair and `vectors` (a constant) vectors of results. */
-INLINE void multiply_rows(const uint16_t *rows, int row_stride, int num_pairs, const uint16_t *packed,
-                          int packed_stride, const int vectors, __m512 sums[ROWS][SCORE_VECTORS]) {
-    int pair = 0;
-    do { /* with a loop that may run zero times, the compiler keeps a copy of the sums in memory */
-        __m512bh parts[SCORE_VECTORS];
-        for (int v = 0; v < vectors; v++) parts[v] = load_wide(packed + pair * packed_stride + v * WIDE);
-        for (int r = 0; r < ROWS; r++) {
-            const __m512bh both = splat_pair(rows + r * row_stride + 2 * pair);
-            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], parts[v], both);
-        }
-    } while (++pair < num_pairs);
-}
-
-/* Computes scores of `vectors` (a constant) vectors of positions. */
-INLINE void score_part(const uint16_t *query, const uint16_t *keys, int head_dim, const int vectors, float *scores) {
-    __m512 sums[ROWS][SCORE_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
-    multiply_rows(query, head_dim, head_dim / 2, keys, 2 * TILE, vectors, sums);
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(scores + r * WIDE_TILE + v * LANES, sums[r][v]);
-}
-
-/* Scores the first `used` positions of WIDE_TILE, rounded up to a multiple of 32. */
-APART void score_positions(const uint16_t *query, const uint16_t *keys, int head_dim, int used, float *scores) {
-    for (; used > TILE / 2; used -= TILE, keys += head_dim * TILE, scores += TILE)
-        score_part(query, keys, head_dim, SCORE_VECTORS, scores);
-    if (used > 0) score_part(query, keys, head_dim, SCORE_VECTORS / 2, scores);
+    const int padded = (count + SUMMED_TOGETHER - 1) / SUMMED_TOGETHER * SUMMED_TOGETHER;
+    for (int p = 0; p < padded; p += 2, values += 2 * head_dim)
+        for (int d = 0; d < head_dim; d += WIDE)
+            interleave_rows(rows[p] + value_offset + 2 * d, rows[p + 1] + value_offset + 2 * d, values + 2 * d);
 }
 
 /* A vector of a row's scores from index `from` on; scores at index `seen` and up become -infinity. */
-INLINE __m512 seen_scores(const float *scores, int from, int seen) {
+INLINE vfloat seen_scores(const float *scores, int from, int seen) {
     const int left = seen - from;
-    if (left >= LANES) return _mm512_loadu_ps(scores + from);
+    if (left >= LANES) return load_floats(scores + from);
+#if WIDE_VECTORS
     const __mmask16 mask = left > 0 ? (1u << left) - 1 : 0;
     return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask, scores + from);
+#else
+    vfloat masked = splat(-INFINITY);
+    memcpy(&masked, scores + from, left > 0 ? 4 * left : 0);
+    return masked;
+#endif
+}
+
+/* Stores the weights of two vectors of scores, relative to the shift; adds them to the sums. */
+INLINE void weigh_two(vfloat low, vfloat high, vfloat factor, vfloat shift, uint16_t *weights, vfloat sums[2]) {
+    low = power_of_two(low * factor - shift), high = power_of_two(high * factor - shift);
+    store_rounded(weights, low, high);
+    sums[0] += low, sums[1] += high;
 }
 
 /* Weights of the first `seen` scores of a row, 0 for the rest up to `used`. Scores are not scaled yet: exponent =
-   scale * log2(e). Returns the factor for earlier sums. */
+   scale * log2(e). Returns the factor for earlier sums: exactly 1 for a row that sees no position, because which rows
+   are computed together, and so meet such positions, depends on the chunk. */
 INLINE float weigh_row(const float *scores, int seen, int used, float exponent, float *maximum, float *total,
                        uint16_t *weights) {
-    __m512 tops = _mm512_set1_ps(-INFINITY), more_tops = tops;
+    if (seen <= 0) {
+        memset(weights, 0, sizeof *weights * ((used + WIDE - 1) / WIDE * WIDE));
+        return 1.0f;
+    }
+    vfloat tops = splat(-INFINITY), more_tops = tops, sums[2] = {{0}, {0}};
     int from = 0;
     for (; from + WIDE <= seen; from += WIDE) {
-        tops = _mm512_max_ps(tops, _mm512_loadu_ps(scores + from));
-        more_tops = _mm512_max_ps(more_tops, _mm512_loadu_ps(scores + from + LANES));
+        tops = larger(tops, load_floats(scores + from));
+        more_tops = larger(more_tops, load_floats(scores + from + LANES));
     }
-    for (; from < seen; from += LANES) tops = _mm512_max_ps(tops, seen_scores(scores, from, seen));
-    const float before = *maximum, top = _mm512_reduce_max_ps(_mm512_max_ps(tops, more_tops));
+    for (; from < seen; from += LANES) tops = larger(tops, seen_scores(scores, from, seen));
+    const float before = *maximum, top = largest_lane(larger(tops, more_tops));
     const float after = before > top ? before : top;
-    const __m512 factor = _mm512_set1_ps(exponent), shift = _mm512_set1_ps(after * exponent);
-    const __m512 scale = power_of_two(_mm512_fmsub_ps(_mm512_set1_ps(before), factor, shift));
-    __m512 sums = _mm512_setzero_ps(), more = sums;
-    for (from = 0; from + WIDE <= seen; from += WIDE) {
-        const __m512 low = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from), factor, shift));
-        const __m512 high = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from + LANES), factor, shift));
-        _mm512_storeu_si512(weights + from, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        sums = _mm512_add_ps(sums, low), more = _mm512_add_ps(more, high);
-    }
-    for (; from < used; from += WIDE) {
-        const __m512 low = power_of_two(_mm512_fmsub_ps(seen_scores(scores, from, seen), factor, shift));
-        const __m512 high = power_of_two(_mm512_fmsub_ps(seen_scores(scores, from + LANES, seen), factor, shift));
-        _mm512_storeu_si512(weights + from, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        sums = _mm512_add_ps(sums, low), more = _mm512_add_ps(more, high);
-    }
-    const float rescale = _mm512_cvtss_f32(scale);
+    const vfloat factor = splat(exponent), shift = splat(after * exponent);
+    const float rescale = power_of_two(splat(before) * factor - shift)[0];
+    for (from = 0; from + WIDE <= seen; from += WIDE)
+        weigh_two(load_floats(scores + from), load_floats(scores + from + LANES), factor, shift, weights + from, sums);
+    for (; from < used; from += WIDE)
+        weigh_two(seen_scores(scores, from, seen), seen_scores(scores, from + LANES, seen), factor, shift,
+                  weights + from, sums);
     *maximum = after;
-    *total = *total * rescale + _mm512_reduce_add_ps(_mm512_add_ps(sums, more));
+    *total = *total * rescale + sum_vector(sums[0] + sums[1]);
     return rescale;
 }
 
 APART void weigh_rows(const float *scores, const int *seen, int used, float exponent, float *maxima, float *totals,
                       uint16_t *weights, float *rescale) {
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < BF16_ROWS; r++)
         rescale[r] = weigh_row(scores + r * WIDE_TILE, seen[r], used, exponent, maxima + r, totals + r,
                                weights + r * WIDE_TILE);
-}
-
-/* Updates `vectors` (a constant) vectors of each row's sums. */
-INLINE void add_part(const uint16_t *weights, const uint16_t *values, int count, const float *rescale, int head_dim,
-                     const int vectors, float *sums) {
-    __m512 added[ROWS][SCORE_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < vectors; v++)
-            added[r][v] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * head_dim + v * LANES), _mm512_set1_ps(rescale[r]));
-    multiply_rows(weights, WIDE_TILE, (count + 1) / 2, values, 2 * head_dim, vectors, added);
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(sums + r * head_dim + v * LANES, added[r][v]);
-}
-
-APART void add_values(const uint16_t *weights, const uint16_t *values, int count, const float *rescale, int head_dim,
-                       float *sums) {
-    int d = 0;
-    for (; d + 2 * WIDE <= head_dim; d += 2 * WIDE)
-        add_part(weights, values + 2 * d, count, rescale, head_dim, 4, sums + d);
-    if (d < head_dim) add_part(weights, values + 2 * d, count, rescale, head_dim, 2, sums + d);
 }
 
 static void attend_tile(const struct span *span, int64_t from, int count, size_t key_offset) {
     const struct kv_cache *cache = span->cache;
     const int head_dim = cache->head_dim;
-    uint16_t *keys = (uint16_t *)span->keys, *values = keys + head_dim * WIDE_TILE, weights[ROWS * WIDE_TILE];
+    uint16_t *keys = (uint16_t *)span->keys, *values = keys + head_dim * WIDE_TILE;
+    uint16_t weights[BF16_ROWS * WIDE_TILE] LINE_ALIGNED;
     const char *rows[WIDE_TILE];
-    float scores[ROWS * WIDE_TILE], rescale[ROWS];
+    float scores[BF16_ROWS * WIDE_TILE] LINE_ALIGNED, rescale[BF16_ROWS];
     locate_rows(cache, span->table, from, from + count, rows);
     for (int p = count; p % TILE != 0; p++) rows[p] = rows[count - 1]; /* finite padding; its weight is 0 */
     pack_positions(rows, key_offset, key_offset + cache->value_stride, count, head_dim, keys, values);
-    for (int row = 0; row < span->num_rows; row += ROWS) {
-        const int used = smaller(position_of(span, row + ROWS - 1) - from + 1, count);
+    for (int row = 0; row < span->num_rows; row += BF16_ROWS) {
+        const int used = smaller(position_of(span, row + BF16_ROWS - 1) - from + 1, count);
         if (used <= 0) continue;
         score_positions((uint16_t *)span->query + row * head_dim, keys, head_dim, used, scores);
-        int seen[ROWS];
-        for (int r = 0; r < ROWS; r++) seen[r] = smaller(position_of(span, row + r) - from + 1, used);
+        int seen[BF16_ROWS];
+        for (int r = 0; r < BF16_ROWS; r++) seen[r] = smaller(position_of(span, row + r) - from + 1, used);
         weigh_rows(scores, seen, used, cache->scale * LOG2_E, span->maxima + row, span->totals + row, weights, rescale);
         add_values(weights, values, used, rescale, head_dim, span->sums + row * head_dim);
     }
@@ -204,15 +173,20 @@ void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t
     memset(span->sums, 0, sizeof(float) * span->num_rows * head_dim);
     const int64_t length = span->first_position + span->num_tokens;
     const size_t key_offset = layer * cache->layer_stride + kv_head * cache->head_stride;
+#if TILES
+    shape_tiles(TILE_ROWS, TILE_ROWS);
+#endif
     for (int64_t from = 0; from < length; from += WIDE_TILE)
         attend_tile(span, from, smaller(length - from, WIDE_TILE), key_offset);
+#if TILES
+    release_tiles();
+#endif
     for (int row = 0; row < used_rows; row++) {
-        const __m512 inverse = _mm512_set1_ps(1.0f / span->totals[row]);
+        const float inverse = 1.0f / span->totals[row];
         const float *sums = span->sums + row * head_dim;
         uint16_t *to = result_of(span, out, kv_head, row);
         for (int d = 0; d < head_dim; d += WIDE)
-            store_interleaved(to + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse),
-                              _mm512_mul_ps(_mm512_loadu_ps(sums + d + LANES), inverse));
+            store_interleaved(to + d, load_floats(sums + d) * inverse, load_floats(sums + d + LANES) * inverse);
     }
 }
 #endif

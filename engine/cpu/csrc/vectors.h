@@ -15,13 +15,25 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #ifndef LANES /* 8 or 16; the build chooses for the target */
 #define LANES 8
 #endif
+
+#if defined(__AVX512F__) && LANES == 16
+#include <immintrin.h>
+#define WIDE_VECTORS 1 /* vectors are AVX-512's */
+#else
+#define WIDE_VECTORS 0
+#endif
+
+/* Whether products of bfloat16 are computed by vdpbf16ps. -DWIDEN_BF16 is for CPUs that issue it every second cycle
+   (Intel's): there widening to float and multiplying is faster. */
+#if WIDE_VECTORS && defined(__AVX512BF16__) && !defined(WIDEN_BF16)
+#define BF16_PRODUCTS 1
+#else
+#define BF16_PRODUCTS 0
+#endif
+
 #define PAIR (2 * LANES)
 #define LINE_BYTES 64 /* of a cache line */
 #define INLINE static inline __attribute__((always_inline))
@@ -66,6 +78,17 @@ INLINE vint round_to_bf16(vfloat values) {
     vint is_nan = (bits & 0x7fffffff) > 0x7f800000;
     return (rounded & ~is_nan) | ((bits | 0x400000) & is_nan);
 }
+
+#if WIDE_VECTORS
+/* Each float rounded to bfloat16. */
+INLINE __m256i round_vector(vfloat values) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(values);
+#else
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)round_to_bf16(values), 16));
+#endif
+}
+#endif
 
 INLINE void load_pair(const void *base, size_t index, int is_bf16, vfloat *first, vfloat *second) {
     const void *from = element(base, index, is_bf16);
@@ -128,6 +151,9 @@ INLINE void store_one(void *base, size_t index, int is_bf16, float value) {
 }
 
 INLINE vfloat larger(vfloat a, vfloat b) {
+#if WIDE_VECTORS
+    return _mm512_max_ps(a, b);
+#endif
     vint take = a > b;
     return (vfloat)(((vint)a & take) | ((vint)b & ~take));
 }
@@ -159,6 +185,9 @@ INLINE float sum_lanes(vfloat values) {
 }
 
 INLINE float largest_lane(vfloat values) {
+#if WIDE_VECTORS
+    return _mm512_reduce_max_ps(values);
+#endif
     float largest = values[0];
     for (int lane = 1; lane < LANES; lane++) largest = values[lane] > largest ? values[lane] : largest;
     return largest;

@@ -17,6 +17,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import SampledToken
 from engine.backend import choose_linear_method
+from engine.cpu.attention import NativeAttention
 from engine.cpu.quantized_linear import NativeQuantizedLinear, NativeQuantizedMatrix
 from engine.linear import PlainLinear
 from engine.quantization import MatrixSlot, QuantizedMatrix
@@ -25,7 +26,7 @@ from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model
-from tests.support.c_kernels import need_compiler, need_kernels
+from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
 from tests.unit.engine.cpu.test_runner import MODELS, top_tokens
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_weights import random_weights, write_gguf
@@ -72,8 +73,25 @@ def assert_close(ours: list[SampledToken], theirs: list[SampledToken], tolerance
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["llama-tiny", "qwen2-tiny", "smollm2-tiny"])
 def test_chunks_prefix_hits_and_mixed_batches_change_no_token(model: str, quantization: str, dtype: str) -> None:
+    assert_only_the_prompt_decides_tokens(native(model, quantization, dtype))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("model", ["mistral-tiny", "qwen3-tiny"])
+def test_by_tiles_too_chunks_prefix_hits_and_mixed_batches_change_no_token(
+    model: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of AMX in plain C. Heads of 32 are the smallest that they support."""
+    need_compiler()
+    monkeypatch.setattr("engine.cpu.kernels.fitting_targets", lambda *_: [portable_tiles()])
+    runner = build(f"random:{model}", quantization, dtype="bfloat16")
+    assert isinstance(runner._preparer.attention, NativeAttention)
+    assert "tiles" in runner._preparer.attention.kernels.library.name
+    assert_only_the_prompt_decides_tokens(runner)
+
+
+def assert_only_the_prompt_decides_tokens(runner: TorchRunner) -> None:
     rng = np.random.default_rng(4)
-    runner = native(model, quantization, dtype)
     shared = rng.integers(0, 250, 48).tolist()
     requests = [
         request(str(n), shared[: n // 2] + rng.integers(0, 250, n - n // 2).tolist(), max_tokens=16)
@@ -114,10 +132,10 @@ def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) 
 
 
 def test_the_kernel_computes_the_products_if_there_is_one() -> None:
-    config, cpu = EngineConfig(quantization="int8"), torch.device("cpu")
-    assert isinstance(choose_linear_method(config, None, cpu, 1), DequantizedLinear)
-    assert not isinstance(choose_linear_method(EngineConfig(), None, cpu, 1), DequantizedLinear)
-    assert isinstance(choose_linear_method(config, need_kernels(), cpu, 1), NativeQuantizedLinear)
+    config = EngineConfig(quantization="int8")
+    assert isinstance(choose_linear_method(config, None, 1), DequantizedLinear)
+    assert not isinstance(choose_linear_method(EngineConfig(), None, 1), DequantizedLinear)
+    assert isinstance(choose_linear_method(config, need_kernels(), 1), NativeQuantizedLinear)
     runner = native("llama-tiny", "int8")
     assert runner.layout.quantization == "int8"
     assert runner._model is not None

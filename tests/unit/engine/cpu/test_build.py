@@ -14,10 +14,11 @@ import pytest
 from core.config import EngineConfig
 from engine.attention import TorchAttention
 from engine.cpu import build as build_module
+from engine.cpu import kernels as kernels_module
 from engine.cpu.attention import NativeAttention
-from engine.cpu.build import FLAGS, TARGETS, NativeUnavailable, Target, build, fitting_targets
+from engine.cpu.build import AMX, FLAGS, TARGETS, NativeUnavailable, Target, build, fitting_targets
 from engine.cpu.features import cpu_flags
-from engine.cpu.kernels import Kernels, load_kernels
+from engine.cpu.kernels import Kernels, describe_kernels, load_kernels, usable_flags
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler, need_kernels
 from tests.support.limits import no_file_larger_than
@@ -44,6 +45,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("flags", "head_dim", "expected"),
     [
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_tile amx_bf16", 64, "amx"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", 64, "avx512_bf16"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 64, "avx512"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # 80 is not a multiple of 2 * 16
@@ -146,6 +148,23 @@ def test_if_the_compiler_does_not_support_the_best_target_the_next_is_built(
     assert "no C kernels: " in caplog.text
 
 
+def test_without_amxs_registers_the_kernels_are_those_of_the_same_cpu_without_amx(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels_module, "cpu_flags", lambda: cpu_flags() | AMX)
+    monkeypatch.setattr(kernels_module, "request_tiles", lambda: True)
+    assert usable_flags() >= AMX
+    assert describe_kernels(64)[1] == ""
+    monkeypatch.setattr(kernels_module, "request_tiles", lambda: False)
+    assert usable_flags() == cpu_flags() - AMX
+    name = fitting_targets(cpu_flags() - AMX, 64)[0].name
+    kernels, reason = describe_kernels(64)
+    assert kernels == f"C kernels for {name}"
+    assert "refuses AMX's tile registers" in reason
+    assert need_kernels().library.name.startswith(name)
+    assert caplog.messages == [reason]
+
+
 def test_without_a_compiler_torch_computes_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +176,7 @@ def test_without_a_compiler_torch_computes_the_same_tokens(
         fallback = TorchRunner(config, tmp_path)
     assert "no C compiler found (looked for cc, gcc, clang)" in caplog.text
     assert load_kernels(16, tmp_path) is None
+    assert describe_kernels(16) == ("plain torch", "no C compiler found (looked for cc, gcc, clang)")
     assert isinstance(backend_of(native), NativeAttention)
     assert isinstance(backend_of(fallback), TorchAttention)
     assert Engine(fallback).generate(request("a", PROMPT)) == Engine(native).generate(request("a", PROMPT))

@@ -7,26 +7,24 @@ import torch
 import torch.nn.functional as F
 
 from core.config import EngineConfig
-from engine import backend
 from engine.backend import choose_linear_method
-from engine.cpu.build import TARGETS
-from engine.cpu.features import cpu_flags
+from engine.cpu.build import build
 from engine.cpu.kernels import Kernels
-from engine.cpu.linear import NativeLinear, OneDNNLinear, PackedLinear
-from engine.linear import LinearMethod, PlainLinear
-from tests.support.c_kernels import need_kernels
+from engine.cpu.linear import NativeLinear, PackedLinear
+from engine.linear import PlainLinear
+from model_files.catalogue import default_cache_dir
+from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
 
-CPU = torch.device("cpu")
 
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    target = next(target for target in TARGETS if target.name == "avx512_bf16")
-    if not target.cpu_flags <= cpu_flags():
-        pytest.skip("this CPU lacks AVX-512 BF16")
+@pytest.fixture(scope="module", params=["this CPU's", "portable tiles"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    need_compiler()
+    if request.param == "portable tiles":
+        return Kernels(build(portable_tiles(), default_cache_dir()))
     loaded = need_kernels()
-    assert loaded.bf16_linear is not None
+    if loaded.bf16_linear is None:
+        pytest.skip("this CPU lacks AVX-512")
     return loaded
 
 
@@ -72,11 +70,9 @@ def test_an_embedding_and_a_tied_head_share_the_same_panels(kernels: Kernels) ->
     assert untied.weight_address - head.weight_address == size, "nothing was packed between the table and the other"
 
 
-@pytest.mark.parametrize("method", [PlainLinear(), OneDNNLinear()])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_the_methods_of_torch_agree(method: LinearMethod, rows: int) -> None:
-    if isinstance(method, OneDNNLinear) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 products on this CPU")
+def test_the_plain_method_adds_the_bias_and_splits_gate_from_up(rows: int) -> None:
+    method = PlainLinear()
     weight, bias = torch.randn(96, 64).mul(0.125).bfloat16(), torch.randn(96).bfloat16()
     inputs = torch.randn(rows, 64).bfloat16()
     expected = F.linear(inputs.float(), weight.float(), bias.float())
@@ -99,16 +95,9 @@ def test_matrices_that_the_kernel_does_not_support_use_torch(
     torch.testing.assert_close(gated, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
-def test_the_method_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto, plain, kernels = EngineConfig(), EngineConfig(kernels="torch"), need_kernels()
-    by_torch = OneDNNLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear
-    monkeypatch.setattr(kernels, "bf16_linear", lambda *_: None)
-    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
-    assert type(choose_linear_method(auto, kernels, CPU, 1)) is NativeLinear
-    assert type(choose_linear_method(plain, None, CPU, 1)) is PlainLinear
-    assert type(choose_linear_method(auto, None, torch.device("cuda"), 1)) is PlainLinear
-    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: True)
-    assert type(choose_linear_method(auto, kernels, CPU, 1)) is by_torch
-    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
-    monkeypatch.setattr(kernels, "bf16_linear", None)
-    assert type(choose_linear_method(auto, kernels, CPU, 1)) is by_torch
+def test_the_method_follows_the_kernels() -> None:
+    kernels, config = need_kernels(), EngineConfig()
+    expected = PlainLinear if kernels.bf16_linear is None else NativeLinear
+    assert type(choose_linear_method(config, kernels, 1)) is expected
+    assert type(choose_linear_method(config, Kernels(build(portable_tiles(), default_cache_dir())), 1)) is NativeLinear
+    assert type(choose_linear_method(config, None, 1)) is PlainLinear
