@@ -39,6 +39,7 @@ MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
 MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
+HEAD_DIM = 64  # of the default model
 MAX_TCP_RETRIES = 8  # give up after 100 s; the default of 15 after 15 minutes
 TCP_RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 STYLES = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
@@ -55,15 +56,16 @@ def versions() -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    flags: set[str] = set()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features")))
-        flags = set(next(lines, "").partition(":")[2].split())
-    native = sorted(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+    from engine.backend import cpu_flags, describe_kernels  # imports torch
+
+    native = sorted(cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
     bfloat16 = f"native bfloat16 ({', '.join(native)})" if native else "no native bfloat16"
     text = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {bfloat16}"
     yield judge(bool(native), "processor", text, "use `--dtype float32`: emulated bfloat16 is likely slower")
+    kernels, reason = describe_kernels(HEAD_DIM)
+    text = f"{kernels}: {reason}" if reason else kernels
+    fix = "install gcc; AMX needs Linux 5.16 or newer, and no sandbox that filters arch_prctl"
+    yield judge(not reason, "CPU kernels", text, fix)
 
 
 def memory() -> Iterator[Finding]:
