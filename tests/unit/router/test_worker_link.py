@@ -1,57 +1,74 @@
-"""The router's connection to a worker sends changes of peers in order, one call at a time. Every fault of a call, of a
-report or of the router itself ends in an event for the machine."""
+"""The router's connection to a worker: calls, changes of peers, its report stream and its token stream.
+
+Every fault of a call, of a stream or of the router itself ends in an event for the machine. What is out of step is not
+used, and a stream starts again with a snapshot. A worker joins only while its token stream is open.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
-from core.errors import TransferFailed, WorkerUnavailable
+from core.errors import InvalidRequest, TokenStreamEnded, TransferFailed, WorkerUnavailable
 from core.handoff import LIVE_STATES
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from core.step import SampledToken
 from protos import report_codec
+from router.links.token_stream import decode_step_tokens
 from router.requests.events import (
     DecodeReturned,
     HandOver,
     PrefillReturned,
     StartDecode,
     StartPrefill,
+    StepTokens,
+    TokenStreamLost,
     WorkerJoined,
     WorkerLost,
     WorkerReported,
 )
-from tandem_client.stubs import worker_pb2
+from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
-from tests.unit.router.fake_reports import FakeWorker, snapshot
+from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
 
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
-
-
-async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(worker: FakeWorker) -> None:
-    worker.later_changes = [[PeerLeft("c")], [PeerLeft("d")]]
-    worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
-    async with asyncio.timeout(5):
-        while len(worker.told) < 3:
-            await asyncio.sleep(0)
-    assert worker.told == [["a", "b"], ["c"], ["d"]]
-
-
 REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
+TOKENS = worker_pb2.StepTokens(calls=[5, 6], indexes=[0, 3], token_ids=[11, 12])
+METADATA = grpc.aio.Metadata()
+GONE = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, METADATA, METADATA, "it is gone", None)
+
+
+def decode(worker: FakeWorker) -> None:
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
+
+
+def prefill(worker: FakeWorker) -> None:
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
+
+
+async def wait_for(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not happened():
+            await asyncio.sleep(0)
+
+
+# ---- calls
 
 
 async def test_an_answer_that_cannot_be_read_is_a_retryable_error(worker: FakeWorker) -> None:
     worker.finish_reason = UNKNOWN_VALUE
     await worker.joins()
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2))
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1))
+    prefill(worker)
+    decode(worker)
     ended = [await worker.event(), await worker.event()]
     assert {type(event) for event in ended} == {PrefillReturned, DecodeReturned}
     for event in ended:
@@ -64,8 +81,8 @@ async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryab
 ) -> None:
     monkeypatch.setattr("protos.codec.encode_sequence", lambda *_: 1 // 0)
     await worker.joins()
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2))
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1))
+    prefill(worker)
+    decode(worker)
     ended = [await worker.event(), await worker.event()]
     for event in ended:
         assert not event.result.retryable
@@ -81,15 +98,143 @@ async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(wor
     assert isinstance(ended.result, TransferFailed)
 
 
+# ---- changes of peers
+
+
+async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(worker: FakeWorker) -> None:
+    worker.later_changes = [[PeerLeft("c")], [PeerLeft("d")]]
+    worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
+    await wait_for(lambda: len(worker.told) == 3)
+    assert worker.told == [["a", "b"], ["c"], ["d"]]
+
+
 async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_next_one(worker: FakeWorker) -> None:
     nonsense: Any = "no change of a peer"
     worker.link.update_peers([nonsense])
     await asyncio.sleep(0)
     worker.link.update_peers([PeerLeft("a")])
-    async with asyncio.timeout(5):
-        while not worker.told:
-            await asyncio.sleep(0)
+    await wait_for(lambda: worker.told)
     assert worker.told == [["a"]]
+
+
+# ---- the report stream
+
+
+class Broken(Reports):
+    """It breaks after the reports that the test has put in."""
+
+    async def read(self) -> worker_pb2.WorkerReport:
+        if not self._reports.empty():
+            return await self._reports.get()
+        raise GONE
+
+
+def report(number: int) -> worker_pb2.WorkerReport:
+    return worker_pb2.WorkerReport(sequence_number=number, load=load(), block_changes=[number], block_runs=[1])
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 1, 3), (0, 1, 1), (0, 1, 0), (0, 1, 2**40)], ids=["lost", "doubled", "restarted", "far ahead"]
+)
+async def test_after_a_gap_nothing_is_used_before_the_next_snapshot(
+    new_worker: FakeWorker, numbers: tuple[int, ...]
+) -> None:
+    first, *others = numbers
+    assert first == 0
+    out_of_step = Reports(snapshot("w"), *map(report, others))
+    new_worker.is_followed(out_of_step, Reports(snapshot("w"), report(1)))
+    events = [await new_worker.event() for _ in range(4)]
+    assert [type(event) for event in events] == [WorkerJoined, WorkerReported, WorkerJoined, WorkerReported]
+    assert events[1].changes.blocks == events[3].changes.blocks == (([1], True),)
+    assert new_worker.num_watches == 2
+    assert new_worker.posted.empty()
+
+
+async def test_a_stream_whose_snapshot_is_missing_starts_again(new_worker: FakeWorker) -> None:
+    new_worker.is_followed(Reports(report(1)), Reports(snapshot("w")))
+    assert isinstance(await new_worker.event(), WorkerJoined)
+    assert new_worker.num_watches == 2
+
+
+async def test_a_worker_that_the_machine_has_given_up_joins_again_by_its_next_report(new_worker: FakeWorker) -> None:
+    stream = Reports(snapshot("w"))
+    new_worker.is_followed(stream, Reports(snapshot("w")))
+    assert isinstance(await new_worker.event(), WorkerJoined)
+    new_worker.known = False  # silent for too long
+    stream.put(report(1))
+    assert isinstance(await new_worker.event(), WorkerJoined)
+
+
+async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it_changes(
+    new_worker: FakeWorker,
+) -> None:
+    first, second = Reports(), Reports(snapshot("w"))
+    new_worker.is_followed(first, second)
+    new_worker.link.pace_reports(70)
+    await wait_for(lambda: new_worker.num_watches)
+    new_worker.link.pace_reports(80)  # while the Watch call opens: the worker could not tell whose pace this is
+    await asyncio.sleep(0)
+    assert new_worker.intervals_ms == [70]
+    first.put(snapshot("w"))
+    await new_worker.event()
+    for interval_ms in (80, 90, 90):
+        new_worker.link.pace_reports(interval_ms)
+        await asyncio.sleep(0)
+    assert new_worker.intervals_ms == [70, 80, 90]
+    first.put(report(7))  # a gap: the link subscribes again
+    await new_worker.event()
+    assert new_worker.intervals_ms == [70, 80, 90, 90]
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+async def test_a_worker_is_lost_when_the_second_call_fails_too(new_worker: FakeWorker, num_failures: int) -> None:
+    """A worker that cuts off a slow router still serves the calls of the router."""
+    new_worker.is_followed(*(Broken() for _ in range(num_failures)), Reports(snapshot("w")))
+    event = await new_worker.event()
+    if num_failures == 2:
+        assert isinstance(event, WorkerLost)
+        assert "it is gone" in event.detail
+        event = await new_worker.event()
+    assert isinstance(event, WorkerJoined)
+
+
+async def test_a_router_that_is_cut_off_now_and_then_never_loses_the_worker(new_worker: FakeWorker) -> None:
+    """Only failures without a report between them count."""
+    broken = [Broken() for _ in range(4)]
+    for stream in broken:
+        stream.put(snapshot("w"))
+    new_worker.is_followed(*broken, Reports(snapshot("w")))
+    assert {type(await new_worker.event()) for _ in range(5)} == {WorkerJoined}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step_cost": worker_pb2.StepCost(step_s=float("nan"))},
+        {"step_cost": worker_pb2.StepCost(step_s=0.004, token_s=float("inf"))},
+        {"step_cost": worker_pb2.StepCost(step_s=-0.004)},
+        {"step_cost": None},
+        {"prompt_backlog": [float("inf")]},
+        {"step_cost": worker_pb2.StepCost(token_s=1.7e308)},  # a product with it is infinite
+        {"step_limit_s": float("nan")},
+        {"busy_seconds": -1.0},
+    ],
+)
+def test_a_load_of_impossible_seconds_is_refused(wrong: dict[str, Any]) -> None:
+    """The next request would end the router, and its restart, and every other router."""
+    with pytest.raises(InvalidRequest) as refused:
+        report_codec.decode_load(load(**wrong))
+    assert refused.value.field == f"load.{next(iter(wrong))}"
+
+
+def test_of_paths_those_of_a_later_version_are_left_out_and_impossible_speeds_are_refused() -> None:
+    fine = worker_pb2.PathReport(peer="p", state=worker_pb2.PATH_STATE_FINE)
+    later = worker_pb2.PathReport(peer="q", state=99)  # type: ignore[arg-type]
+    (path,) = report_codec.decode_changes(worker_pb2.WorkerReport(paths=[fine, later])).paths
+    assert path.peer == "p"
+    fine.latency_ms = float("nan")
+    with pytest.raises(InvalidRequest, match="paths: "):
+        report_codec.decode_changes(worker_pb2.WorkerReport(paths=[fine]))
 
 
 def unreadable_snapshot() -> worker_pb2.WorkerReport:
@@ -141,16 +286,16 @@ async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its
 
 
 async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker: FakeWorker) -> None:
-    load = WorkerLoad(WorkerState.SERVING, num_running=3, ledger=dict.fromkeys(Column, 0))
-    load = replace(load, transfers=dict.fromkeys(LIVE_STATES, 0))
+    zeros = {"ledger": dict.fromkeys(Column, 0), "transfers": dict.fromkeys(LIVE_STATES, 0)}
+    known = WorkerLoad(WorkerState.SERVING, num_running=3, **zeros)
     first = snapshot("w")
-    first.load.CopyFrom(report_codec.encode_load(load))
+    first.load.CopyFrom(report_codec.encode_load(known))
     worker.reports.put(first)
     worker.reports.put(worker_pb2.WorkerReport(sequence_number=1))
     joined, reported = await worker.event(), await worker.event()
-    assert joined.load == load
+    assert joined.load == known
     assert reported == WorkerReported("w", WorkerChanges())
-    assert worker.link.load == load
+    assert worker.link.load == known
 
 
 async def test_a_snapshot_without_a_load_is_refused(worker: FakeWorker) -> None:
@@ -158,3 +303,115 @@ async def test_a_snapshot_without_a_load_is_refused(worker: FakeWorker) -> None:
     first.ClearField("load")
     worker.reports.put(first)
     assert "load: must be set beside a snapshot" in (await worker.event()).detail
+
+
+# ---- the token stream
+
+
+async def test_each_message_is_one_event(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.tokens[0].put(TOKENS)
+    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], {})
+
+
+async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens(worker: FakeWorker) -> None:
+    await worker.joins()
+    decode(worker)
+    event = await worker.event()
+    assert isinstance(event, DecodeReturned)
+    assert event.result.num_tokens == 3  # type: ignore[union-attr]
+
+
+async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.tokens[0].put(GONE)
+    assert await worker.event() == TokenStreamLost("w", "it is gone")
+    await worker.joins()
+    assert len(set(worker.stream_ids)) == 2
+    assert 0 not in worker.stream_ids
+    decode(worker)
+    assert isinstance(await worker.event(), DecodeReturned)
+
+
+async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: FakeWorker) -> None:
+    """A report would tell the machine that the worker may be used."""
+    await worker.joins()
+    worker.silent = True  # the next stream does not open
+    worker.tokens[0].put(GONE)
+    worker.reports.put(worker_pb2.WorkerReport(sequence_number=1, load=snapshot("w").load))
+    assert isinstance(await worker.event(), TokenStreamLost)
+    decode(worker)
+    event = await worker.event()
+    assert isinstance(event, DecodeReturned)
+    assert isinstance(event.result, WorkerUnavailable)
+    assert event.result.retryable
+    assert worker.posted.empty()
+
+
+async def test_a_stream_that_does_not_open_loses_the_worker(
+    new_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_worker.silent = True
+    monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 0.01)
+    new_worker.is_followed()
+    assert isinstance(await new_worker.event(), WorkerLost)
+    assert new_worker.num_watches == 0
+    new_worker.silent = False
+    monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 5.0)
+    new_worker.reports.put(snapshot("w"))
+    while not isinstance(await new_worker.event(), WorkerJoined):
+        pass
+
+
+async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_once(worker: FakeWorker) -> None:
+    """The stream tells its end only after all tokens before, and until then each call on it would be refused."""
+    await worker.joins()
+    trailers = grpc.aio.Metadata(("tandem-retryable", "true"), ("tandem-token-stream-ended", "true"))
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    worker.refusal = grpc.aio.AioRpcError(unavailable, METADATA, trailers, "no such stream", None)
+    decode(worker)
+    assert await worker.event() == TokenStreamLost("w", "no such stream")
+    assert isinstance((await worker.event()).result, TokenStreamEnded)
+    worker.tokens[0].put(TOKENS)
+    await worker.joins()
+    assert len(set(worker.stream_ids)) == 2
+
+
+async def test_a_new_report_stream_keeps_the_token_stream(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.reports.put(worker_pb2.WorkerReport(sequence_number=9, load=snapshot("w").load))  # a gap
+    await worker.joins()
+    assert worker.num_watches == 2
+    assert len(worker.stream_ids) == 1
+
+
+UNFIT = {
+    "columns": worker_pb2.StepTokens(calls=[5, 6], indexes=[0], token_ids=[11, 12]),
+    "no place": worker_pb2.StepTokens(
+        calls=[5], indexes=[0], token_ids=[11], logprobs=[inference_pb2.TokenLogprobs(logprob=-1.0)]
+    ),
+    "a place outside": worker_pb2.StepTokens(
+        calls=[5], indexes=[0], token_ids=[11], logprob_places=[1], logprobs=[inference_pb2.TokenLogprobs(logprob=-1.0)]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNFIT.values(), ids=UNFIT.keys())
+async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
+    worker: FakeWorker, message: worker_pb2.StepTokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_step_tokens(message)
+    await worker.joins()
+    with caplog.at_level(logging.CRITICAL):
+        worker.tokens[0].put(message)
+        assert isinstance(await worker.event(), TokenStreamLost)
+    await worker.joins()
+
+
+def test_log_probabilities_are_found_at_their_places() -> None:
+    found = inference_pb2.TokenLogprobs(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
+    message = worker_pb2.StepTokens(
+        calls=[5, 6], indexes=[0, 0], token_ids=[11, 12], logprob_places=[1], logprobs=[found]
+    )
+    assert decode_step_tokens(message).logprobs == {1: SampledToken(12, -0.5, ((12, -0.5),))}
