@@ -1,4 +1,4 @@
-"""WorkerTable: the workers that can take a request, and the router's view of their load and caches."""
+"""WorkerTable: the workers that can take a request, and the router's view of their load, caches and versions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from core.block_hash import sequence_hashes
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch, MemoryMismatch
-from core.handoff import DevicePath, PoolAccess
+from core.handoff import PROTOCOL_VERSION, DevicePath, PoolAccess
 from core.lifecycle import ServiceRole, WorkerState
+from core.scheduling.block_pool import Column
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from router.requests.peer_discovery import announce_join, announce_leave
 from router.routing.policy import Candidate, SecondsPolicy
-from router.routing.worker_record import CallWork, WorkerRecord
+from router.routing.worker_record import CallWork, ReleaseRate, WorkerRecord
 from router.routing.workers import WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
@@ -23,16 +25,19 @@ CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 WORK = CallWork(prompt_s=0.005, num_blocks=3)
 
 
-def empty_table() -> WorkerTable:
-    return WorkerTable(CONFIG, SecondsPolicy(CONFIG))
+ON_DEVICE = PoolAccess(0, frozenset({DevicePath.MAPPED, DevicePath.STAGED}))
+
+
+def empty_table(config: RouterConfig = CONFIG) -> WorkerTable:
+    return WorkerTable(config, SecondsPolicy(config))
 
 
 def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
     return WorkerRecord(name, role, agent(name), load, 0.0, "router", CONFIG.max_in_flight(False))
 
 
-def table(*records: WorkerRecord) -> WorkerTable:
-    workers = empty_table()
+def table(*records: WorkerRecord, config: RouterConfig = CONFIG) -> WorkerTable:
+    workers = empty_table(config)
     for joining in records:
         workers.join(joining, ())
     workers.check()
@@ -86,13 +91,12 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
 
 
 def test_a_worker_whose_pool_no_path_reaches_is_refused_by_both_memories() -> None:
-    on_device = PoolAccess(0, frozenset({DevicePath.MAPPED, DevicePath.STAGED}))
     prefill = record("p", ServiceRole.PREFILL)
-    workers = table(replace(prefill, agent=replace(prefill.agent, access=on_device)))
+    workers = table(replace(prefill, agent=replace(prefill.agent, access=ON_DEVICE)))
     with pytest.raises(MemoryMismatch, match="from a pool in the memory of CUDA device 0 to a pool in host memory"):
         workers.join(record("d"), ())
     reader = record("d")
-    workers.join(replace(reader, agent=replace(reader.agent, access=on_device)), ())
+    workers.join(replace(reader, agent=replace(reader.agent, access=ON_DEVICE)), ())
 
 
 def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
@@ -214,3 +218,113 @@ def test_a_sequence_that_goes_on_stays_with_the_decode_worker_that_has_all_but_i
     workers.take_report("D1", WorkerChanges(blocks=((blocks[5:6], True),)), 0.0)
     assert chosen() == (None, "D1")
     assert chosen(frozenset({"D1"})) == ("P", "D0")
+
+
+# ---- records of workers
+
+
+def taken(*reports: tuple[float, int, int]) -> ReleaseRate:
+    """Reports of (time, blocks held, blocks released since the start)."""
+    rate = ReleaseRate()
+    for now, num_held, num_released in reports:
+        rate.take(replace(SERVING, ledger={Column.HELD: num_held}, num_released_blocks=num_released), now)
+    return rate
+
+
+def test_a_worker_that_holds_blocks_for_ten_seconds_releases_a_tenth_each_second() -> None:
+    steady = [(float(second), 200, 20 * second) for second in range(60)]
+    assert taken(*steady).blocks_per_s == pytest.approx(20.0, rel=0.02)
+
+
+def test_time_without_requests_does_not_slow_the_release() -> None:
+    steady = [(float(second), 200, 20 * second) for second in range(60)]
+    idle = [(60.0 + second, 0, 1400) for second in range(300)]
+    assert taken(*steady, *idle).blocks_per_s == 0.0, "nothing is held"
+    assert taken(*steady, *idle, (400.0, 200, 1400)).blocks_per_s == pytest.approx(20.0, rel=0.4)
+
+
+def test_a_view_has_the_time_of_its_load_and_not_of_a_later_report_without_one() -> None:
+    worker = WorkerRecord("d", ServiceRole.DECODE, agent("d"), SERVING, 5.0, "router", 2)
+    assert worker.view.reported_at == 5.0
+    worker.reported_at = 6.0
+    worker.refresh()
+    assert worker.view.reported_at == 5.0, "the load is unchanged since then"
+    worker.reported_at = 7.0
+    worker.take_load(SERVING)
+    assert worker.view.reported_at == 7.0
+
+
+# ---- versions of the hand-off protocol: the router pairs only workers of one version
+
+P, D = ServiceRole.PREFILL, ServiceRole.DECODE
+OLD, NEW = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
+EITHER = RouterConfig(local_prefill="auto")
+NEVER_LOCAL = RouterConfig(local_prefill="never")
+NOBODY: frozenset[str] = frozenset()
+PROMPT = hashes_of(request("r"))
+
+
+def of_version(name: str, role: ServiceRole, version: int) -> WorkerRecord:
+    return replace(record(name, role), agent=replace(agent(name), protocol_version=version))
+
+
+def pairs(workers: WorkerTable, avoid: frozenset[str] = NOBODY) -> set[tuple[str | None, str]]:
+    found = workers.candidates(PROMPT, avoid, 0.0)
+    assert workers.choose(PROMPT, avoid, 0.0) == (found[0] if found else None)
+    assert set(workers.compared) == set(found) or not found
+    assert found[1:] == sorted(found[1:], key=lambda candidate: candidate.order)
+    return {(candidate.prefill_worker, candidate.decode_worker) for candidate in found}
+
+
+P_OLD, D_OLD, P_NEW, D_NEW = BOTH = tuple(
+    of_version(f"{role}-{age}", {"p": P, "d": D}[role], version)
+    for age, version in (("old", OLD), ("new", NEW))
+    for role in "pd"
+)
+
+
+def test_only_workers_of_one_version_are_paired() -> None:
+    alone: set[tuple[str | None, str]] = {(None, "d-old"), (None, "d-new")}
+    assert pairs(table(*BOTH, config=EITHER)) == {("p-old", "d-old"), ("p-new", "d-new")} | alone
+    assert pairs(table(*BOTH, config=NEVER_LOCAL)) == {("p-old", "d-old"), ("p-new", "d-new")}
+
+
+def test_many_workers_of_one_version_hide_no_pair_of_the_other() -> None:
+    """The policy compares pairs of the cheapest few workers of each pool."""
+    many = [of_version(f"a-p-old-{number}", P, OLD) for number in range(20)]
+    assert ("p-new", "d-new") in pairs(table(*many, *BOTH, config=NEVER_LOCAL))
+
+
+def test_a_decode_worker_without_a_prefill_worker_of_its_version_computes_prompts_itself() -> None:
+    """Also where prompts should not run there: else the request would wait for ever."""
+    workers = table(P_OLD, D_OLD, D_NEW, config=NEVER_LOCAL)
+    assert pairs(workers) == {("p-old", "d-old"), (None, "d-new")}
+
+
+def test_a_failed_worker_of_one_version_is_avoided_while_another_version_serves() -> None:
+    assert pairs(table(*BOTH, config=NEVER_LOCAL), frozenset({"d-old"})) == {("p-new", "d-new")}
+
+
+def test_no_decode_worker_of_any_version_means_no_candidate() -> None:
+    assert pairs(table(P_OLD, P_NEW)) == set()
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_a_worker_learns_only_of_peers_of_its_version(version: int) -> None:
+    joining = of_version("d-2", D, version)
+    peer = {OLD: "p-old", NEW: "p-new"}[version]
+    assert {update.worker_id for update in announce_join(joining, BOTH)} == {"d-2", peer}
+    assert {update.worker_id for update in announce_leave(joining, BOTH)} == {peer}
+
+
+def test_memories_without_a_path_between_them_refuse_only_workers_that_could_be_paired() -> None:
+    workers = table(D_OLD)
+    for name, version in (("p-new", NEW), ("p-old", OLD)):
+        prefill = of_version(name, P, version)
+        joining = replace(prefill, agent=replace(prefill.agent, access=ON_DEVICE))
+        if version == NEW:
+            workers.join(joining, ())
+            continue
+        with pytest.raises(MemoryMismatch):
+            workers.join(joining, ())
+    assert pairs(workers) == {(None, "d-old")}
