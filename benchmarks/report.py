@@ -114,7 +114,7 @@ class Report:
             yield
         except Exception as error:  # noqa: BLE001 (reported)
             traceback.print_exc()
-            self.failed[name] = f"{type(error).__name__}: {error}"
+            self.failed[name] = " ".join(f"{type(error).__name__}: {error}".split())  # one row of a table
             self.say(f"{name:64s} FAILED: {self.failed[name]}")
             self._save()
 
