@@ -101,6 +101,15 @@ def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfi
         raise ConfigError(f"a path of the config is none: {error}") from error
 
 
+def set_by_flags(config: TandemConfig, flags: Flags) -> dict[str, dict[str, object]]:
+    """The options that these flags have set in the config, by table."""
+    tables: dict[str, dict[str, object]] = {}
+    for flag in FLAGS:
+        if flags.get(flag.parameter) is not None:
+            tables.setdefault(flag.table, {})[flag.option] = getattr(getattr(config, flag.table), flag.option)
+    return tables
+
+
 def _for_vllm(config: TandemConfig) -> TandemConfig:
     """With vLLM inside, a name of the catalogue means the copy in Hugging Face format, and a start takes longer."""
     if config.engine.name != "vllm":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Annotated
 import typer
 
 from cli.command_options import DEFAULT_ROUTER, Router, Security, console
-from cli.config_commands import config_app
 from cli.terminal import SHOWN
 from core.plain_text import escaped
 
@@ -94,29 +94,52 @@ def role(
     asyncio.run(switch_role(client_of(router, find_credentials(config, router)), slot, role.value, console))
 
 
-def roll(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="TOML file of the new options, as of `tandem serve`; none: they stay."),
+def config(router: Router = DEFAULT_ROUTER, config: Security = None) -> None:
+    """Print every option of a fleet as TOML. Those that it takes while it serves are marked as live."""
+    from cli.credentials import client_of, find_credentials
+    from cli.fleet_config import show
+
+    asyncio.run(show(client_of(router, find_credentials(config, router))))
+
+
+def apply(
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE | TABLE.OPTION=VALUE...",
+            help="A TOML file as of `tandem serve`, whose flags win over it; or options, as router.max_queued=500.",
+        ),
     ] = None,
     stop: Annotated[
         bool, typer.Option("--stop", help="Stop the present roll, and restore the options before.")
     ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start every service again, also if nothing else does.")
+    ] = False,
     router: Router = DEFAULT_ROUTER,
+    config: Security = None,
 ) -> None:
-    """Start every service again, one at a time, new before old where there is room; a failure restores the options."""
+    """Give a fleet other options: live ones at once; for others every service starts again, one at a time."""
     from cli.config_file import load_config
     from cli.credentials import client_of, find_credentials
-    from cli.roll import roll as start_again
-    from cli.roll_config import as_json
+    from cli.fleet_config import Order, options_as_json
+    from cli.fleet_config import apply as apply_order
+    from core.config import ConfigText
 
-    if stop and config is not None:
-        raise typer.BadParameter("cannot be combined with --stop", param_hint="--config")
-    text = "" if config is None else as_json(load_config(config, {}))
-    asyncio.run(start_again(client_of(router, find_credentials(config, router)), text, stop, console))
+    given = given or []
+    if stop and (given or restart):
+        raise typer.BadParameter("cannot be combined with anything else", param_hint="--stop")
+    if not (given or stop or restart):
+        raise typer.BadParameter("a file, options, --restart or --stop")
+    if len(given) == 1 and "=" not in given[0]:
+        file = Path(given[0])
+        order = Order(config=json.dumps(ConfigText.of(load_config(file, {})).tables), restart=restart)
+        config = config or file
+    else:
+        order = Order(options=options_as_json(given) if given else "", restart=restart, stop=stop)
+    asyncio.run(apply_order(client_of(router, find_credentials(config, router)), order, console))
 
 
 def add_fleet_commands(app: typer.Typer) -> None:
-    for command in (status, events, scale, role, roll):
+    for command in (status, events, scale, role, config, apply):
         app.command()(command)
-    app.add_typer(config_app, name="config")

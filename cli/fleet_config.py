@@ -1,30 +1,44 @@
-"""What `tandem config` does: print the config of a fleet, ask for a change, and wait until every service has it."""
+"""`tandem config` and `tandem apply`: print the config of a fleet, change it, and wait until every service has it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
+from cli.events import event_line
 from cli.health import services_without
-from core.config import from_mapping, is_live
+from core.config import Taken, from_mapping, taken
 from core.errors import InvalidRequest, TandemError
-from tandem_client import AsyncClient
+from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import cluster_pb2
 
-REFRESH_S = 0.02
-PATIENCE_S = 10.0  # for a service that does not take the change
+REFRESH_S = 0.02  # while services take a change
+PATIENCE_S = 10.0  # for a service that does not
+ROLL_REFRESH_S = 1.0  # while services start again
+SILENT_S = 60.0  # without an answer of any router: the one that answered is replaced, too
+MAX_EVENTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """As `AsyncClient.apply` takes it."""
+
+    config: str = ""
+    options: str = ""
+    restart: bool = False
+    stop: bool = False
 
 
 async def show(connection: AsyncClient) -> None:
     async with connection as client:
         found = await client.config()
-    print(
-        f"# Config {found.config_revision} of the fleet at {client.address}; `tandem config set` changes live options."
-    )
+    print(f"# Config {found.config_revision} of the fleet at {client.address}; `tandem apply` changes options.")
     print("\n".join(toml_lines(json.loads(found.config))))
 
 
@@ -37,7 +51,7 @@ def toml_lines(tables: dict[str, Any]) -> Iterator[str]:
             for option, value in entry.items():
                 # The strings, numbers and arrays of the config look the same in JSON and TOML.
                 line = f"{option} = {json.dumps(value, ensure_ascii=False)}"
-                marked = isinstance(content, dict) and is_live(config, table, option)
+                marked = isinstance(content, dict) and taken(config, table, option) is Taken.LIVE
                 yield f"{line:<40}  # live" if marked else line
 
 
@@ -57,18 +71,54 @@ def options_as_json(assignments: Iterable[str]) -> str:
     return json.dumps(tables, default=str)
 
 
-async def change(connection: AsyncClient, console: Console, config: str = "", options: str = "") -> None:
-    """Raises `TandemError` if a service does not take the change in time."""
+async def apply(connection: AsyncClient, order: Order, console: Console) -> None:
+    """Raises `TandemError` if a service does not take the change in time, or if it fails and is undone.
+
+    Ctrl-C ends only the display.
+    """
+
+    def show_line(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     async with connection as client:
         begun_at = asyncio.get_running_loop().time()
-        changed = await client.change_config(config, options)
-        revision = changed.config_revision
-        for line in changed.changes:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        while late := services_without(revision, await client.fleet()):
-            if asyncio.get_running_loop().time() > begun_at + PATIENCE_S:
-                raise TandemError(f"not every service has config {revision} after {PATIENCE_S:g} s: {', '.join(late)}")
-            await asyncio.sleep(REFRESH_S)
+        last = max((note.number for note in (await client.events(1)).events), default=0)
+        answer = await client.apply(order.config, order.options, order.restart, order.stop)
+        for line in answer.changes:
+            show_line(line)
+        async for note in _events_until_taken(client, answer, last):
+            if answer.restarts:
+                show_line(event_line(note))
     took_s = asyncio.get_running_loop().time() - begun_at
-    told = f"every service has it after {took_s:.2f} s" if changed.changes else "it has these values already"
-    console.print(f"config {revision}: {told}", highlight=False, markup=False, soft_wrap=True)
+    is_new = answer.restarts or answer.changes
+    told = f"every service has it after {took_s:.2f} s" if is_new else "it has these values already"
+    show_line(f"config {answer.config_revision}: {told}")
+
+
+async def _events_until_taken(
+    client: AsyncClient, answer: cluster_pb2.ApplyResponse, last: int
+) -> AsyncIterator[cluster_pb2.FleetNote]:
+    """The events after number `last`, until every service has the config of the answer.
+
+    A roll replaces the router that answers, too. Then the connection is made again, to a router that serves.
+    """
+    loop, revision = asyncio.get_running_loop(), answer.config_revision
+    begun_at = heard_at = loop.time()
+    late, rolling = [""], True
+    while late or rolling:
+        await asyncio.sleep(ROLL_REFRESH_S if answer.restarts else REFRESH_S)  # the API has no stream of events
+        try:
+            fleet = await client.fleet()
+            notes = await client.events(MAX_EVENTS, last)
+        except CallFailed as error:
+            if not error.retryable or loop.time() - heard_at > SILENT_S:
+                raise
+            continue
+        heard_at, rolling, late = loop.time(), fleet.rolling, services_without(revision, fleet)
+        for note in notes.events:
+            last = note.number
+            yield note
+        if not rolling and fleet.config_revision < revision:
+            raise TandemError(f"the change has failed: every service has config {fleet.config_revision} again")
+        if late and not answer.restarts and loop.time() > begun_at + PATIENCE_S:
+            raise TandemError(f"not every service has config {revision} after {PATIENCE_S:g} s: {', '.join(late)}")

@@ -9,28 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
+import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
 from cli import compose
-from cli.config_file import Flags
+from cli.config_file import Flags, config_of, set_by_flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.http_port import claimed_port, gateway_line
-from cli.live_config import amended
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
-from cli.roll_config import as_json, kinship_of, read_again
 from cli.vllm_environment import python_of, torch_version, variables
-from core.config import EngineConfig, LiveConfig, TandemConfig, changes, too_large
-from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.config import FIXED, TOKEN, ConfigText, EngineConfig, SecurityConfig, TandemConfig
+from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster
@@ -47,10 +47,27 @@ POLL_INTERVAL_S = 0.05
 PrintLine = Callable[[str], None]
 
 
-def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemConfig | None = None) -> FleetSpec:
-    """`flags` of the command line, which win again when the config is read again. Services are built with the config
-    `built` of the last start or roll, from which `config` differs in live options; None = with `config`."""
-    built = built or config
+def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
+    """`flags` of the command line: they win over a file that is applied later."""
+    return _spec_of(config, ConfigText.of(config, set_by_flags(config, flags or {})))
+
+
+def make_spec(security: SecurityConfig, text: ConfigText) -> FleetSpec:
+    """A `fleet.spec.MakeSpec` of a fleet with the token in `security`."""
+    own = text.tables.get("security", {})
+    tables = text.tables
+    if isinstance(own, dict):
+        tables = tables | {"security": own | {name: getattr(security, name) for name in TOKEN}}
+    try:
+        config = config_of(tables, {})
+        return _spec_of(config, ConfigText.of(config, text.flags, text.steps))
+    except ConfigError as error:
+        raise InvalidRequest("config", str(error)) from error
+
+
+def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
+    """Engines are built for the steps of the text, and then take those of the config, which may rise to them again."""
+    built = replace(config, scheduler=replace(config.scheduler, **text.steps))  # type: ignore[arg-type]
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
@@ -72,32 +89,21 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None, built: TandemCo
         gpu_use=gpu_use(config.engine, torch, joined=bool(config.cluster.address)),
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
-        reread=functools.partial(_spec_of, config, flags or {}),
-        amend=functools.partial(_amended, config, built, flags or {}),
-        live=LiveConfig.of(config),
-        text=as_json(config),
-        built_text=as_json(built),
+        make=functools.partial(make_spec, config.security),
+        text=text,
         planner=config.planner,
         local_prefill=config.router.local_prefill == "auto",
         role_option=compose.role_option(config.engine),
     )
 
 
-def _spec_of(started: TandemConfig, flags: Flags, text: str) -> FleetSpec:
-    """A `fleet.spec.Reread` of a fleet that started with `started`."""
-    return fleet_spec(read_again(started, flags, text), flags)
-
-
-def _amended(
-    present: TandemConfig, built: TandemConfig, flags: Flags, config: str, options: str
-) -> tuple[FleetSpec, tuple[str, ...]]:
-    """A `fleet.spec.Amend` of a fleet with the config `present`."""
-    new = amended(present, flags, config, options)
-    spec = fleet_spec(new, flags, built)
-    fault = too_large(built.scheduler, new.scheduler, on_gpu=spec.gpu_use is not GpuUse.NEVER)
-    if fault:
-        raise InvalidRequest("config", f"{fault}; to raise the limit, use `tandem roll --config FILE`")
-    return spec, tuple(map(str, changes(present, new)))
+def kinship_of(config: TandemConfig) -> str:
+    """As `FleetSpec.kinship`: two fleets have the same if their services could be of one fleet; else empty."""
+    if not (config.cluster.address and config.cluster.adoption_timeout_s):
+        return ""
+    tables = asdict(config)
+    common = {name: [tables[name][option] for option in options or tables[name]] for name, options in FIXED.items()}
+    return hashlib.sha256(json.dumps(common).encode()).hexdigest()
 
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:

@@ -74,6 +74,7 @@ class FleetConfig:
 class ConfigChange:
     revision: int  # that every service gets
     changes: tuple[str, ...]  # one line for each option; empty if the config has these values already
+    restarts: bool = False  # every service starts again; else it takes the changes while it serves
 
 
 class FleetControl(Protocol):
@@ -90,22 +91,17 @@ class FleetControl(Protocol):
 
     async def status(self) -> FleetStatus: ...
 
-    async def roll(self, config: str) -> int:
-        """Begin to start every service again. Returns the revision that they get. Raises `InvalidRequest`.
-
-        `config` is the new one as JSON, one object for each table; empty = the config stays.
-        """
-
-    async def stop_roll(self) -> int:
-        """Begin to restore the revision before the present roll, and return it. Raises `InvalidRequest`."""
-
     async def config(self) -> FleetConfig: ...
 
-    async def change_config(self, config: str, options: str) -> ConfigChange:
-        """Begin to give every service other live options. Raises `InvalidRequest` naming those that are not live.
+    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
+        """Begin to give every service another config. Raises `InvalidRequest` naming what cannot change.
 
-        One of the two is empty: `config` is a whole one, as in `roll`; `options` has only the options to change.
+        `config` is a whole one as JSON, one object for each table; `options` has only the options to change. At least
+        one of them is empty. Services start again, one at a time, for `restart` and for options that are not live.
         """
+
+    async def stop_roll(self) -> ConfigChange:
+        """Begin to restore the config before the present roll. Raises `InvalidRequest`."""
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         """The newest notes with a higher number than `after`, at most `limit`, oldest first."""

@@ -188,23 +188,17 @@ class FleetAdopted:
 
 
 @dataclass(frozen=True, slots=True)
-class RollFleet:
-    """Start every service again, with the next revision of the config."""
+class NewConfig:
+    """Give every service the next revision of the config."""
 
     rules: FleetRules
+    restarts: bool  # by a roll; else it differs in live options only
+    changes: str = ""  # for the operator
 
 
 @dataclass(frozen=True, slots=True)
 class StopRoll:
     """Restore the revision before the roll."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeConfig:
-    """Give every service the next revision of the config, which differs in live options only."""
-
-    rules: FleetRules
-    changes: str  # for the operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,18 +216,7 @@ MemberEvent = (
     | RoleSwitched
     | SwitchFailed
 )
-FleetEvent = (
-    MemberEvent
-    | FleetAdopted
-    | ScaleTo
-    | SwitchRole
-    | MachineLeaving
-    | RollFleet
-    | StopRoll
-    | ChangeConfig
-    | Shutdown
-    | Tick
-)
+FleetEvent = MemberEvent | FleetAdopted | ScaleTo | SwitchRole | MachineLeaving | NewConfig | StopRoll | Shutdown | Tick
 
 
 @dataclass(frozen=True, slots=True)

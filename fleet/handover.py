@@ -4,7 +4,7 @@ The services are the state of a fleet; the record adds what they do not know: th
 the config that operators have changed, and a roll under way. It counts only if a service is there to be adopted.
 
 The next `tandem serve` may have another config than the earlier one had at its start. Then the new config wins over
-changes by `tandem config` and `tandem roll`, and a roll under way goes on to the new config.
+changes by `tandem apply`, and a roll under way goes on to the new config.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from core.errors import TandemError, WorkerUnavailable
+from core.config import ConfigText, TandemConfig
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
 from fleet.spec import FleetSpec
 
 ROLES = frozenset(role.value for role in ServiceRole)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # a record of another version
 KEEP_INTERVAL_S = 1.0  # between two looks whether the record is still true
 
 
@@ -36,64 +38,19 @@ class HandoverStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptConfig:
-    """One revision of the config, from which another supervisor can make the spec again."""
-
-    revision: int
-    built_text: str  # as in `FleetSpec`
-    text: str  # as in `FleetSpec`
-
-    @classmethod
-    def of(cls, revision: int, spec: FleetSpec) -> KeptConfig:
-        return cls(revision, spec.built_text, spec.text)
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> KeptConfig:
-        """From a record. Raises one of several exceptions if it is not as `of` makes it."""
-        for text in (fields["built_text"], fields["text"]):
-            if not isinstance(json.loads(text), dict):
-                raise TypeError("a config is an object of tables")
-        if type(fields["revision"]) is not int:
-            raise TypeError("a revision is a whole number")
-        return cls(fields["revision"], fields["built_text"], fields["text"])
-
-    def spec(self, started: FleetSpec) -> FleetSpec:
-        """In the fleet of a `tandem serve` that has `started`. Raises `TandemError`."""
-        spec = started
-        if self.built_text != started.text and started.reread is not None:
-            spec = started.reread(self.built_text)
-        options = _changed_options(self.built_text, self.text)
-        if options and spec.amend is not None:
-            spec, _ = spec.amend("", options)  # a whole config would lose to the flags of `tandem serve`
-        return started.followed_by(spec)
-
-
-def _changed_options(built_text: str, text: str) -> str:
-    """As in `FleetControl.change_config`; empty if nothing has changed."""
-    before, after = json.loads(built_text), json.loads(text)
-    changed = {}
-    for table, part in after.items():
-        was = before.get(table)
-        if part != was and isinstance(part, dict) and isinstance(was, dict):
-            changed[table] = {name: value for name, value in part.items() if name not in was or value != was[name]}
-        elif part != was:
-            changed[table] = part  # also a list of tables
-    return json.dumps(changed) if changed else ""
-
-
-@dataclass(frozen=True, slots=True)
 class KeptRoll:
-    leaves: KeptConfig  # of the services that have not rolled
+    leaves: int  # revision of the services that have not rolled
     can_stop: bool  # a failure would restore `leaves`
     rolled: tuple[str, ...]  # service ids
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    started_text: str  # the config with which `tandem serve` has started
+    started: str  # the config with which `tandem serve` has started, as `ConfigText.as_json` writes it
     sizes: Mapping[str, int]  # by role
     pinned: tuple[str, ...]  # roles
-    config: KeptConfig  # of new starts
+    revision: int = 0  # of new starts; 0 = another version has written the configs otherwise
+    texts: Mapping[int, str] = field(default_factory=dict)  # by revision, that of new starts and that of `roll.leaves`
     roll: KeptRoll | None = None
 
     def as_json(self) -> str:
@@ -101,17 +58,23 @@ class Handover:
 
     @classmethod
     def from_json(cls, record: str) -> Handover | None:
-        """None without a record, and for one that another version has written otherwise. Roles and fields that this
-        version does not know are left out."""
+        """None without a record. Roles, fields and configs that this version does not know are left out."""
         try:
             fields = json.loads(record)
             sizes = {role: size for role, size in fields["sizes"].items() if role in ROLES and type(size) is int}
-            pinned, roll = tuple(role for role in fields["pinned"] if role in ROLES), fields["roll"]
-            if roll is not None:
-                roll = KeptRoll(KeptConfig.read(roll["leaves"]), bool(roll["can_stop"]), tuple(roll["rolled"]))
-            return cls(fields["started_text"], sizes, pinned, KeptConfig.read(fields["config"]), roll)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pinned = tuple(role for role in fields["pinned"] if role in ROLES)
+        except UNREADABLE:
             return None
+        try:
+            texts = {int(revision): str(text) for revision, text in fields["texts"].items()}
+            roll, revision = fields["roll"], fields["revision"]
+            if roll is not None:
+                roll = KeptRoll(roll["leaves"], bool(roll["can_stop"]), tuple(roll["rolled"]))
+            if not {revision, revision if roll is None else roll.leaves} <= texts.keys() or min(texts) < 1:
+                raise KeyError("a revision without a text")
+            return cls(str(fields["started"]), sizes, pinned, int(revision), texts, roll)
+        except UNREADABLE:
+            return cls("", sizes, pinned)
 
 
 class HandoverKeeper:
@@ -157,25 +120,28 @@ def take_over(record: str, started: FleetSpec, services: Sequence[tuple[MachineI
     if handover is None:
         note = FleetMessage("fleet", "has no record of its earlier supervisor", "it forgets sizes, pins and changes")
         return Takeover(FleetAdopted(tuple(services)), {1: started}, notes=(note,))
-    config, roll, notes = handover.config, handover.roll, list[FleetMessage]()
-    newest = max(config.revision, 0 if roll is None else roll.leaves.revision)
-    has_same_config = started.text in (handover.started_text, config.text)
+    roll, notes = handover.roll, list[FleetMessage]()
+    kept = handover.texts.get(handover.revision, "")
+    has_same_config = any(_config_of(text) == started.text.config for text in (handover.started, kept))
+    newest = max(handover.texts, default=0)
+    revision = handover.revision if has_same_config else newest + 1
     try:
-        revision = config.revision if has_same_config else newest + 1
-        specs = {revision: config.spec(started) if has_same_config else started}
+        if not newest:
+            raise InvalidRequest("config", "another version of Tandem has written it")
+        specs = {revision: _spec_of(kept, started) if has_same_config else started}
         if roll is not None:
-            specs[roll.leaves.revision] = roll.leaves.spec(started)
+            specs[roll.leaves] = _spec_of(handover.texts[roll.leaves], started)
     except TandemError as fault:
         revision, roll = newest + 1, None
         specs = {revision: started}
-        told = f"{fault}; `tandem roll` gives every service the present one"
+        told = f"{fault}; `tandem apply --restart` gives every service the present one"
         notes.append(FleetMessage("fleet", "cannot keep the config of its earlier supervisor", told))
-    if specs[revision].text != started.text:
+    if specs[revision].text.config != started.text.config:
         told = f"config {revision} differs from that of `tandem serve`"
-        notes.append(FleetMessage("fleet", "keeps what `tandem config` or `tandem roll` has changed", told))
-    elif config.text not in (handover.started_text, started.text):
+        notes.append(FleetMessage("fleet", "keeps what `tandem apply` has changed", told))
+    elif newest and kept != handover.started and _config_of(kept) != started.text.config:
         told = "`tandem serve` has another config now"
-        notes.append(FleetMessage("fleet", "forgets what `tandem config` or `tandem roll` had changed", told))
+        notes.append(FleetMessage("fleet", "forgets what `tandem apply` had changed", told))
     limit, sizes = started.rules.config.max_workers, {}
     for role in ServiceRole:
         least = 1 if role is ServiceRole.ROUTER else 0
@@ -184,7 +150,21 @@ def take_over(record: str, started: FleetSpec, services: Sequence[tuple[MachineI
     left = None
     if roll is not None:
         rolled = [one.member for _, one in services if has_same_config and one.service_id in roll.rolled]
-        left = RollLeft(roll.leaves.revision, roll.can_stop, frozenset(rolled))
+        left = RollLeft(roll.leaves, roll.can_stop, frozenset(rolled))
     rules = {number: spec.rules for number, spec in specs.items()}
     adopted = FleetAdopted(tuple(services), sizes, rules, revision, left)
     return Takeover(adopted, specs, tuple(map(ServiceRole, handover.pinned)), tuple(notes))
+
+
+def _config_of(text: str) -> TandemConfig | None:
+    """None for one of another version that this version cannot read."""
+    try:
+        return ConfigText.read(text).config
+    except TandemError:
+        return None
+
+
+def _spec_of(text: str, started: FleetSpec) -> FleetSpec:
+    """The spec of a kept config under the flags of the present `tandem serve`. Raises `TandemError`."""
+    kept = dataclasses.replace(ConfigText.read(text), flags=started.text.flags)
+    return started if kept == started.text else started.of(kept)

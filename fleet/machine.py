@@ -33,7 +33,6 @@ from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
 from fleet import role_switch
 from fleet.events import (
-    ChangeConfig,
     ConfigureService,
     Drained,
     DrainService,
@@ -49,9 +48,9 @@ from fleet.events import (
     MachineLeaving,
     Member,
     MemberEvent,
+    NewConfig,
     PublishFleet,
     RoleSwitched,
-    RollFleet,
     ScaleTo,
     ServiceConfigured,
     ServiceDied,
@@ -115,8 +114,10 @@ class FleetMachine:
         return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a size out of range, and for a roll, a change or a switch out of place: nothing
-        changes."""
+        """Raises `InvalidRequest` for a size out of range, and for a config or a switch out of place.
+
+        Then nothing changes.
+        """
         match event:
             case FleetAdopted():
                 self._adopt(event, now)
@@ -124,12 +125,10 @@ class FleetMachine:
                 self._scale(event)
             case SwitchRole():
                 self._switch_role(event, now)
-            case RollFleet():
-                self._begin_roll(event)
+            case NewConfig():
+                self._take_config(event)
             case StopRoll():
                 self._stop_roll(now)
-            case ChangeConfig():
-                self._change_config(event)
             case MachineLeaving():
                 if not self._ending:
                     self._leave_machine(event, now)
@@ -399,21 +398,19 @@ class FleetMachine:
         self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
         self._slots.remove(slot)
 
-    def _add_revision(self, rules: FleetRules, field: str) -> int:
-        """The rules of new starts from now on. Returns the revision before."""
+    def _take_config(self, event: NewConfig) -> None:
+        """Rule 8 or 9."""
         if self._roll is not None or self._ending:
             raise InvalidRequest(
-                field, "the fleet stops" if self._ending else "the fleet rolls already; try again afterwards"
+                "config", "the fleet stops" if self._ending else "the fleet rolls already; try again afterwards"
             )
         old, self._revision = self._revision, max(self._rules) + 1
-        self._rules = {old: self._rules[old], self._revision: rules} | {
+        self._rules = {old: self._rules[old], self._revision: event.rules} | {
             slot.revision: self._rules[slot.revision] for slot in self._slots if slot.revision
         }
-        return old
-
-    def _change_config(self, event: ChangeConfig) -> None:
-        self._add_revision(event.rules, "config")
-        self._say("fleet", f"takes config {self._revision}", event.changes)
+        if event.restarts:
+            self._roll = Roll(self._revision, restores=old)
+        self._say("fleet", f"{'rolls to' if event.restarts else 'takes'} config {self._revision}", event.changes)
 
     def _configure(self) -> None:
         """Rule 9."""
@@ -421,11 +418,6 @@ class FleetMachine:
             for slot in self._slots.lacking(self._revision):
                 slot.configuring = self._revision
                 self._actions.append(ConfigureService(slot.member, self._revision))
-
-    def _begin_roll(self, event: RollFleet) -> None:
-        old = self._add_revision(event.rules, "roll")
-        self._roll = Roll(self._revision, restores=old)
-        self._say("fleet", f"rolls to config {self._revision}")
 
     def _stop_roll(self, now: float) -> None:
         if self._roll is None or not self.can_stop_roll or self._ending:

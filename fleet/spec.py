@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from core.config import ClusterConfig, LiveConfig, PlannerConfig
+from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, Taken, changes, steps_fit
+from core.config.changes import STEP_SIZES
+from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.claims import Claims, GpuUse
@@ -16,12 +18,8 @@ from fleet.service_host import ServiceFactory
 RouterHost = Callable[[str], str]
 
 
-# A spec from another config, as in `FleetControl.roll`. Raises `InvalidRequest`. Pickled by name.
-Reread = Callable[[str], "FleetSpec"]
-
-# The spec after a change of live options, as in `FleetControl.change_config`, and what has changed: nothing, if empty.
-# Raises `InvalidRequest`. Pickled by name.
-Amend = Callable[[str, str], tuple["FleetSpec", tuple[str, ...]]]
+# The spec of a text, whose own text is complete. Raises `InvalidRequest`. Pickled by name.
+MakeSpec = Callable[[ConfigText], "FleetSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +28,15 @@ class Interpreter:
 
     python: str
     variables: Mapping[str, str]  # of the environment
+
+
+@dataclass(frozen=True, slots=True)
+class NextSpec:
+    """What follows from an order of an operator."""
+
+    spec: FleetSpec
+    changes: tuple[str, ...]  # one line for each option with another value
+    restarts: bool  # every service starts again; else it takes the changes while it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +54,43 @@ class FleetSpec:
     gpu_use: GpuUse = GpuUse.NEVER  # of the workers
     gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
     interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
-    reread: Reread | None = None  # None: the config cannot change
-    amend: Amend | None = None
-    live: LiveConfig = field(default_factory=LiveConfig)  # for services, as soon as their factory has built them
-    text: str = "{}"  # the config as JSON, as in `FleetConfig`
-    built_text: str = "{}"  # likewise, of the last start or roll: services are built with it, and then take `live`
+    make: MakeSpec | None = None  # None: the config cannot change
+    text: ConfigText = field(default_factory=ConfigText)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     local_prefill: bool = True  # decode workers compute prompts beside prefill workers
     role_option: str = ""  # the option that keeps workers from changing their roles
     # A later supervisor with the same `kinship` adopts services that outlive theirs; empty: they end with it.
     kinship: str = ""
 
-    def followed_by(self, new: FleetSpec) -> FleetSpec:
-        """`new` in the same fleet."""
-        return replace(new, gpu_use=self.gpu_use, kinship=self.kinship)
+    @property
+    def live(self) -> LiveConfig:
+        """For services, as soon as their factory has built them."""
+        return LiveConfig.of(self.text.config)
+
+    def of(self, text: ConfigText) -> FleetSpec:
+        """The spec of another text in the same fleet. Raises `InvalidRequest`."""
+        if self.make is None:
+            raise InvalidRequest("config", "this fleet cannot change its config")
+        return replace(self.make(text), gpu_use=self.gpu_use, kinship=self.kinship)
+
+    def after(self, config: str, options: str, restart: bool) -> NextSpec:
+        """The spec after an order of an operator, as in `FleetControl.apply`. Raises `InvalidRequest`."""
+        if not (config or options):
+            return NextSpec(self, (), restart)
+        old = self.text
+        spec = self.of(old.merged(config, options))
+        found = changes(old.config, spec.text.config)
+        if fixed := [change.name for change in found if change.taken is Taken.NEVER]:
+            raise InvalidRequest("config", f"start `tandem serve` again to change {', '.join(fixed)}")
+        sizes = [change for change in found if change.taken is Taken.SIZE]
+        if sizes and options:
+            raise InvalidRequest("options", f"use `tandem scale` in place of {sizes[0].name}")
+        lines = tuple(str(change) for change in found if change not in sizes)
+        fits = steps_fit(old.built, spec.text.config.scheduler, on_gpu=self.gpu_use is not GpuUse.NEVER)
+        if restart or not fits or any(change.taken is Taken.RESTART for change in found):
+            return NextSpec(spec, lines, True)
+        kept_steps = {name: getattr(old.built, name) for name in STEP_SIZES}
+        return NextSpec(self.of(replace(spec.text, steps=kept_steps)), lines, False)
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {

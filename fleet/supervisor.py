@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, assert_never
 
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
@@ -27,7 +29,6 @@ from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.cores import LocalRanks
 from fleet.events import (
-    ChangeConfig,
     ConfigureService,
     Drained,
     DrainService,
@@ -41,9 +42,9 @@ from fleet.events import (
     MachineId,
     MachineLeaving,
     Member,
+    NewConfig,
     PublishFleet,
     RoleSwitched,
-    RollFleet,
     ScaleTo,
     ServiceConfigured,
     ServiceDied,
@@ -57,7 +58,7 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.handover import Handover, HandoverKeeper, HandoverStore, KeptConfig, KeptRoll, take_over
+from fleet.handover import Handover, HandoverKeeper, HandoverStore, KeptRoll, take_over
 from fleet.host import Adoption, Host, HostDied, LocalRank
 from fleet.machine import FleetMachine
 from fleet.notes import NoteRing
@@ -77,6 +78,8 @@ PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that do
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
 # The machines that leave, with the seconds until they end; None = without a time limit.
 LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
+T = TypeVar("T")
+P = ParamSpec("P")
 FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
 
 
@@ -86,6 +89,21 @@ class Refusal:
 
     field: str
     message: str
+
+
+def _refusing(
+    order: Callable[Concatenate[Supervisor, P], Awaitable[T]],
+) -> Callable[Concatenate[Supervisor, P], Coroutine[Any, Any, T | Refusal]]:
+    """Let an order answer with a `Refusal` where it raises `InvalidRequest`."""
+
+    @wraps(order)
+    async def answer(self: Supervisor, *arguments: P.args, **named: P.kwargs) -> T | Refusal:
+        try:
+            return await order(self, *arguments, **named)
+        except InvalidRequest as refused:
+            return Refusal(refused.field, refused.message)
+
+    return answer
 
 
 class Supervisor:
@@ -168,22 +186,24 @@ class Supervisor:
             self._spawn(self._live(member, host.set_config(self._specs[adopted.revision_of(member)].live)))
         self._post(adopted)
 
-    async def _keep(self) -> None:
+    async def _kept(self, answer: T) -> T:
         """The next supervisor knows the order of an operator before he has his answer."""
         if self._keeper is not None:
             await self._keeper.keep()
+        return answer
 
     def _handover(self) -> Handover:
-        status, roll = self._fleet_status(), None
-        config = KeptConfig.of(status.revision, self._specs[status.revision])
+        status, roll, revisions = self._fleet_status(), None, {self._revision}
         if status.rolling:
             live = [slot for slot in status.slots if slot.service_id]
             leaves = max((slot.revision for slot in live if slot.revision != status.revision), default=status.revision)
             rolled = tuple(slot.service_id for slot in live if slot.revision == status.revision)
-            roll = KeptRoll(KeptConfig.of(leaves, self._specs[leaves]), self._machine.can_stop_roll, rolled)
+            roll = KeptRoll(leaves, self._machine.can_stop_roll, rolled)
+            revisions.add(leaves)
         sizes = {role.value: size for role, size in status.wanted.items()}
         pinned = tuple(role.value for role in self._planner.pinned)
-        return Handover(self._spec.text, sizes, pinned, config, roll)
+        texts = {revision: self._specs[revision].text.as_json() for revision in revisions}
+        return Handover(self._spec.text.as_json(), sizes, pinned, status.revision, texts, roll)
 
     async def alive(self) -> None:
         """Answers while this supervisor lives."""
@@ -198,37 +218,33 @@ class Supervisor:
         self._post(Shutdown())
         return max(spec.router_drain_timeout_s for spec in self._specs.values())
 
-    async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes | Refusal:
+    @_refusing
+    async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
         """As `FleetControl.scale`. Raises `WorkerUnavailable` if the fleet has failed."""
         if auto and not self._specs[self._revision].planner.enabled:
-            return Refusal("auto", "the planner is off; `tandem config set planner.enabled=true` starts it")
-        answer = self._resize(ScaleTo(sizes))
-        if not isinstance(answer, Refusal):
-            self._planner.pin(sizes, only=auto)
-            await self._keep()
-        return answer
+            raise InvalidRequest("auto", "the planner is off; `tandem apply planner.enabled=true` starts it")
+        self._ask(ScaleTo(sizes))
+        self._planner.pin(sizes, only=auto)
+        return await self._kept(self._machine.wanted)
 
-    async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes | Refusal:
+    @_refusing
+    async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
         """As `FleetControl.switch_role`."""
-        answer = self._resize(SwitchRole(slot, role))
-        if not isinstance(answer, Refusal):
-            self._planner.pin(OTHER_ROLE)  # it would switch the worker back
-            await self._keep()
-        return answer
+        self._ask(SwitchRole(slot, role))
+        self._planner.pin(OTHER_ROLE)  # it would switch the worker back
+        return await self._kept(self._machine.wanted)
 
     def _ask(self, event: FleetEvent) -> None:
-        """Hand the order of an operator to the machine. Raises `InvalidRequest`, and `WorkerUnavailable` during the
-        adoption: a router that was adopted may forward an order before the machine knows any service."""
-        if self._driver is None or not self._has_begun:
-            raise WorkerUnavailable("the fleet's supervisor starts; try again")
+        """Hand the order of an operator to the machine. Raises `InvalidRequest`, and as `_check_begun`."""
+        self._check_begun()
+        assert self._driver is not None, "start it first"
         self._driver.ask(event)
 
-    def _resize(self, event: ScaleTo | SwitchRole) -> PoolSizes | Refusal:
-        try:
-            self._ask(event)
-        except InvalidRequest as refused:
-            return Refusal(refused.field, refused.message)
-        return self._machine.wanted
+    def _check_begun(self) -> None:
+        """Raises `WorkerUnavailable` during the adoption: a router that was adopted may forward an order before the
+        machine knows any service."""
+        if not self._has_begun:
+            raise WorkerUnavailable("the fleet's supervisor starts; try again")
 
     async def status(self) -> FleetStatus:
         assert self._driver is not None, "start it first"
@@ -262,69 +278,37 @@ class Supervisor:
         except (InvalidRequest, WorkerUnavailable) as refused:  # the fleet has changed, or has failed
             self._perform(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
-    async def roll(self, config: str) -> int | Refusal:
-        """As `FleetControl.roll`."""
-        try:
-            spec = self._specs[self._revision]
-            if config:
-                spec = spec.followed_by(await asyncio.to_thread(self._read_again, config))
-            self._add_revision(RollFleet(spec.rules), spec)
-        except InvalidRequest as refused:
-            return Refusal(refused.field, refused.message)
-        revision = self._revision
-        await self._keep()
-        return revision
-
     @property
     def _revision(self) -> int:
         """Of new starts."""
         assert self._driver is not None, "start it first"
         return self._machine.status(self._driver.now()).revision
 
-    def _add_revision(self, event: RollFleet | ChangeConfig, spec: FleetSpec) -> None:
-        """Keep the specs that a service runs, or a stopped roll restores."""
-        before = self._revision
-        self._ask(event)
-        used = {slot.revision for slot in self._fleet_status().slots} | {before}
-        self._specs = {revision: kept for revision, kept in self._specs.items() if revision in used}
-        self._specs[self._revision] = spec
-
     async def config(self) -> FleetConfig:
         """As `FleetControl.config`."""
-        return FleetConfig(self._revision, self._specs[self._revision].text)
+        return FleetConfig(self._revision, json.dumps(self._specs[self._revision].text.tables))
 
-    async def change_config(self, config: str, options: str) -> ConfigChange | Refusal:
-        """As `FleetControl.change_config`."""
+    @_refusing
+    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
+        """As `FleetControl.apply`."""
+        self._check_begun()
         before = self._revision
-        present = self._specs[before]
-        try:
-            if present.amend is None:
-                raise InvalidRequest("config", "this fleet cannot change its config")
-            spec, changes = await asyncio.to_thread(present.amend, config, options)
-            if self._revision != before:
-                raise InvalidRequest("config", "another config came meanwhile; try again")
-            if changes:
-                self._add_revision(ChangeConfig(spec.rules, ", ".join(changes)), present.followed_by(spec))
-        except InvalidRequest as refused:
-            return Refusal(refused.field, refused.message)
-        change = ConfigChange(self._revision, changes)
-        await self._keep()
-        return change
+        new = await asyncio.to_thread(self._specs[before].after, config, options, restart)
+        if self._revision != before:
+            raise InvalidRequest("config", "another config came meanwhile; try again")
+        if new.changes or new.restarts:
+            self._ask(NewConfig(new.spec.rules, new.restarts, ", ".join(new.changes)))
+            # A service runs one of the others, or a stopped roll restores the one before.
+            used = {slot.revision for slot in self._fleet_status().slots} | {before}
+            self._specs = {revision: spec for revision, spec in self._specs.items() if revision in used}
+            self._specs[self._revision] = new.spec
+        return await self._kept(ConfigChange(self._revision, new.changes, new.restarts))
 
-    def _read_again(self, config: str) -> FleetSpec:
-        if self._spec.reread is None:
-            raise InvalidRequest("config", "this fleet cannot change its config")
-        return self._spec.reread(config)
-
-    async def stop_roll(self) -> int | Refusal:
+    @_refusing
+    async def stop_roll(self) -> ConfigChange:
         """As `FleetControl.stop_roll`."""
-        try:
-            self._ask(StopRoll())
-        except InvalidRequest as refused:
-            return Refusal(refused.field, refused.message)
-        revision = self._revision
-        await self._keep()
-        return revision
+        self._ask(StopRoll())
+        return await self._kept(ConfigChange(self._revision, (), restarts=True))
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
         """As `FleetControl.notes`."""

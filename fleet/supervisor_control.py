@@ -15,7 +15,7 @@ from fleet.ray_calls import await_actor
 from fleet.supervisor import Refusal
 
 CALL_TIMEOUT_S = 5.0  # a call of a router to the supervisor; beyond: UNAVAILABLE
-ROLL_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it
+APPLY_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it
 
 
 @dataclass(slots=True)
@@ -39,21 +39,17 @@ class SupervisorControl:
         status: FleetStatus = await _answer(self.supervisor.status.remote())
         return status
 
-    async def roll(self, config: str) -> int:
-        revision: int = await _answer(self.supervisor.roll.remote(config), ROLL_TIMEOUT_S)
-        return revision
-
-    async def stop_roll(self) -> int:
-        revision: int = await _answer(self.supervisor.stop_roll.remote())
-        return revision
-
     async def config(self) -> FleetConfig:
         config: FleetConfig = await _answer(self.supervisor.config.remote())
         return config
 
-    async def change_config(self, config: str, options: str) -> ConfigChange:
-        call = self.supervisor.change_config.remote(config, options)
-        change: ConfigChange = await _answer(call, ROLL_TIMEOUT_S)
+    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
+        call = self.supervisor.apply.remote(config, options, restart)
+        change: ConfigChange = await _answer(call, APPLY_TIMEOUT_S)
+        return change
+
+    async def stop_roll(self) -> ConfigChange:
+        change: ConfigChange = await _answer(self.supervisor.stop_roll.remote())
         return change
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:

@@ -19,7 +19,7 @@ from fleet.events import (
     MachineId,
     MachineLeaving,
     Member,
-    RollFleet,
+    NewConfig,
     ScaleTo,
     StopRoll,
     SwitchRole,
@@ -101,7 +101,7 @@ class WorldFleet(FleetShell):
                 role = chance.choice(SCALED_ROLES)
                 return ScaleTo({role: chance.randint(*SIZES[role])})
             case OrderKind.ROLL:
-                return RollFleet(self._rules)
+                return NewConfig(self._rules, restarts=True)
             case OrderKind.STOP_ROLL:
                 return StopRoll()
             case OrderKind.LEAVE:

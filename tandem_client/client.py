@@ -221,17 +221,19 @@ class AsyncClient:
         """Begin to give the worker of a slot, such as "decode-1", the role of the other pool."""
         return await self._operate("SwitchRole", cluster_pb2.SwitchRoleRequest(slot=slot, role=role))
 
-    async def roll(self, config: str = "", stop: bool = False) -> cluster_pb2.RollResponse:
-        """Start every service again, with the config of the call if there is one, or stop that and restore the old."""
-        return await self._operate("Roll", cluster_pb2.RollRequest(config=config, stop=stop))
-
     async def config(self) -> cluster_pb2.GetConfigResponse:
         """The config of the fleet, as JSON."""
         return await self._operate("GetConfig", cluster_pb2.GetConfigRequest())
 
-    async def change_config(self, config: str = "", options: str = "") -> cluster_pb2.ChangeConfigResponse:
-        """Change live options while the fleet serves: to those of a whole config, or only `options`, both as JSON."""
-        return await self._operate("ChangeConfig", cluster_pb2.ChangeConfigRequest(config=config, options=options))
+    async def apply(
+        self, config: str = "", options: str = "", restart: bool = False, stop: bool = False
+    ) -> cluster_pb2.ApplyResponse:
+        """Give every service a whole config or other `options`, both as JSON, or start it again, or `stop` such a roll.
+
+        Live options take effect while the fleet serves; for others the services start again, one at a time.
+        """
+        request = cluster_pb2.ApplyRequest(config=config, options=options, restart=restart, stop=stop)
+        return await self._operate("Apply", request)
 
     async def _ask(self, method: str, request: Any, metadata: Metadata) -> Any:
         headers = self._credentials.headers(metadata)
@@ -322,9 +324,8 @@ class Client:
     events = _blocking(AsyncClient.events)
     scale = _blocking(AsyncClient.scale)
     switch_role = _blocking(AsyncClient.switch_role)
-    roll = _blocking(AsyncClient.roll)
     config = _blocking(AsyncClient.config)
-    change_config = _blocking(AsyncClient.change_config)
+    apply = _blocking(AsyncClient.apply)
 
 
 def _checked(address: str) -> str:

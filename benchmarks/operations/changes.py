@@ -1,6 +1,6 @@
 """Operators change a fleet that serves requests.
 
-    roll      `tandem roll` of two workers of each role and two routers, under load
+    roll      `tandem apply --restart` of two workers of each role and two routers, under load
     switch    a worker takes the other role: idle, and a decode worker with 16 streams
     change    a live option is changed, until every service has it, under load
     zero      the first request of an empty fleet, beside a start and a request of a fleet that serves
@@ -108,7 +108,7 @@ async def roll(report: Report, _: int) -> None:
     counts, words = Counts(), "roll of 2 + 2 workers and 2 routers under load"
     async with loaded(counts) as connection:
         start = time.perf_counter()
-        revision = (await connection.roll()).config_revision
+        revision = (await connection.apply(restart=True)).config_revision
         await until(connection, lambda fleet: fleet.config_revision == revision and not fleet.rolling)
         seconds = time.perf_counter() - start
     report.add(Line(words, seconds, "s"))
@@ -153,7 +153,7 @@ async def change(report: Report, repeats: int) -> None:
         for repeat in range(3 * repeats):
             start = time.perf_counter()
             options = f'{{"router": {{"max_queued": {1000 + repeat}}}}}'
-            revision = (await connection.change_config(options=options)).config_revision
+            revision = (await connection.apply(options=options)).config_revision
             await until(connection, lambda fleet: {slot.config_revision for slot in fleet.slots} == {revision})  # noqa: B023
             seconds.append(time.perf_counter() - start)
     report.add(Line("a live change until every service has it, longest", max(seconds), "s", most=1.0))

@@ -2,10 +2,10 @@
 
 Names end in their unit. Defaults suit a laptop. `tandem serve --config` reads the same names from TOML, one table for
 each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them. `live(...)` marks the options that running
-services take (core/config/live.py).
+services take (core/config/live.py); core/config/changes.py says how a fleet takes each of the others.
 """
 
-from core.config.changes import Change, LiveConfig, changes, is_live, too_large
+from core.config.changes import FIXED, Change, LiveConfig, Taken, changes, steps_fit, taken
 from core.config.cluster import (
     MIN_TOKEN_CHARS,
     TOKEN_RULE,
@@ -26,20 +26,24 @@ from core.config.front import (
 from core.config.live import live_options, with_live
 from core.config.planner import PlannerConfig
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
+from core.config.text import TOKEN, ConfigText
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
 from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 
 __all__ = [
     "ARRAYS",
+    "FIXED",
     "MAX_MIN_INTERVAL_MS",
     "MAX_PRIORITY",
     "MAX_TRANSFERS",
     "MIN_TOKEN_CHARS",
+    "TOKEN",
     "TOKEN_RULE",
     "ApiKeyConfig",
     "Change",
     "ClusterConfig",
+    "ConfigText",
     "EngineConfig",
     "GatewayConfig",
     "LiveConfig",
@@ -49,6 +53,7 @@ __all__ = [
     "SchedulerConfig",
     "SecurityConfig",
     "ServedModelConfig",
+    "Taken",
     "TandemConfig",
     "TelemetryConfig",
     "TransferConfig",
@@ -57,9 +62,9 @@ __all__ = [
     "changes",
     "from_mapping",
     "heartbeat_s",
-    "is_live",
     "is_token",
     "live_options",
-    "too_large",
+    "steps_fit",
+    "taken",
     "with_live",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
-"""What differs between two configs, and which of it a running fleet can take."""
+"""What differs between two configs, and how a fleet takes each difference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
+from enum import Enum
 
 from core.config.front import RouterConfig
 from core.config.live import live_options
@@ -11,6 +12,26 @@ from core.config.tables import ARRAYS, TandemConfig
 from core.config.worker import SchedulerConfig, WorkerConfig
 
 STEP_SIZES = ("max_batched_tokens", "max_running")  # of [scheduler]; the engine of a worker is built for them
+# Options that two services of one fleet must have in common, by table. Empty: every option of the table.
+FIXED = {
+    "security": (),
+    "cluster": ("address",),
+    "router": ("host", "port"),
+    "gateway": ("host", "port"),
+    "engine": (
+        "name", "model", "dtype", "quantization", "kv_dtype", "device", "block_size", "prefill_block_size",
+    ),
+}  # fmt: skip
+SIZES = ("num_prefill", "num_decode", "num_routers")  # of [cluster]
+
+
+class Taken(Enum):
+    """How a fleet takes another value of an option."""
+
+    LIVE = "by every service while it serves"
+    RESTART = "by every service when it starts again"
+    SIZE = "by `tandem scale`"  # the option counts when `tandem serve` starts the fleet
+    NEVER = "by another `tandem serve`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +53,7 @@ class Change:
 
     table: str
     option: str  # empty: a whole array of tables
-    is_live: bool
+    taken: Taken
     values: str = ""  # old -> new; empty if they are secret
 
     @property
@@ -48,31 +69,33 @@ def changes(old: TandemConfig, new: TandemConfig) -> list[Change]:
     return [change for table in fields(TandemConfig) for change in _changes_of(table.name, old, new)]
 
 
-def is_live(config: TandemConfig, table: str, option: str) -> bool:
-    """Whether services with this config take another value of the option."""
-    takes_sizes = config.engine.name != "vllm"  # else vLLM plans the steps
-    return option in live_options(getattr(config, table)) and (takes_sizes or option not in STEP_SIZES)
+def taken(config: TandemConfig, table: str, option: str) -> Taken:
+    """How a fleet with this config takes another value. `option` is empty for a whole array of tables."""
+    if table in FIXED and option in (FIXED[table] or (option,)):
+        return Taken.NEVER
+    if table == "cluster" and option in SIZES:
+        return Taken.SIZE
+    if table in ARRAYS or option not in live_options(getattr(config, table)):
+        return Taken.RESTART
+    is_built = config.engine.name == "vllm" and option in STEP_SIZES  # vLLM plans the steps
+    return Taken.RESTART if is_built else Taken.LIVE
 
 
 def _changes_of(table: str, old: TandemConfig, new: TandemConfig) -> Iterator[Change]:
     old_part, new_part = getattr(old, table), getattr(new, table)
     if table in ARRAYS:
         if old_part != new_part:
-            yield Change(table, "", is_live=False)
+            yield Change(table, "", taken(old, table, ""))
         return
     option: Field[object]
     for option in fields(old_part):
         before, after = getattr(old_part, option.name), getattr(new_part, option.name)
         if before != after:
             values = f"{before} -> {after}" if option.repr else ""
-            yield Change(table, option.name, is_live(old, table, option.name), values)
+            yield Change(table, option.name, taken(old, table, option.name), values)
 
 
-def too_large(built: SchedulerConfig, new: SchedulerConfig, on_gpu: bool) -> str:
-    """Why workers that were built with one config cannot take the step sizes of another; empty if they can."""
+def steps_fit(built: SchedulerConfig, new: SchedulerConfig, on_gpu: bool) -> bool:
+    """Whether engines that were built with one config compute the steps of another."""
     most, wanted = built.on_device(on_gpu), new.on_device(on_gpu)
-    for name in STEP_SIZES:
-        limit, size = getattr(most, name), getattr(wanted, name)
-        if size > limit:
-            return f"[scheduler] {name} must be at most {limit}, for which the engines were built, is {size}"
-    return ""
+    return all(getattr(wanted, name) <= getattr(most, name) for name in STEP_SIZES)

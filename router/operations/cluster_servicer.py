@@ -158,16 +158,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_prefill=wanted[ServiceRole.PREFILL], wanted_decode=wanted[ServiceRole.DECODE]
         )
 
-    async def Roll(self, request: cluster_pb2.RollRequest, context: CallContext) -> cluster_pb2.RollResponse:
-        try:
-            if request.stop and request.config:
-                raise InvalidRequest("config", "must be empty with stop")
-            control = self._supervisor()
-            revision = await (control.stop_roll() if request.stop else control.roll(request.config))
-        except TandemError as error:
-            await abort(context, error)
-        return cluster_pb2.RollResponse(config_revision=revision)
-
     async def GetConfig(self, _: cluster_pb2.GetConfigRequest, context: CallContext) -> cluster_pb2.GetConfigResponse:
         try:
             config = await self._supervisor().config()
@@ -175,14 +165,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
         return cluster_pb2.GetConfigResponse(config=config.text, config_revision=config.revision)
 
-    async def ChangeConfig(
-        self, request: cluster_pb2.ChangeConfigRequest, context: CallContext
-    ) -> cluster_pb2.ChangeConfigResponse:
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: CallContext) -> cluster_pb2.ApplyResponse:
         try:
-            change = await self._supervisor().change_config(request.config, request.options)
+            if request.stop and (request.config or request.options or request.restart):
+                raise InvalidRequest("stop", "no other field may be set with it")
+            control = self._supervisor()
+            if request.stop:
+                change = await control.stop_roll()
+            else:
+                change = await control.apply(request.config, request.options, request.restart)
         except TandemError as error:
             await abort(context, error)
-        return cluster_pb2.ChangeConfigResponse(config_revision=change.revision, changes=change.changes)
+        return cluster_pb2.ApplyResponse(
+            config_revision=change.revision, changes=change.changes, restarts=change.restarts
+        )
 
     def _supervisor(self) -> FleetControl:
         if self._control is None:

@@ -63,7 +63,7 @@ class Credentials:
 OPEN = Credentials()
 WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
 CONTROL_METHODS = tuple(
-    f"/tandem.v1.Cluster/{name}" for name in ("Scale", "SwitchRole", "Roll", "GetConfig", "ChangeConfig", "GetLedger")
+    f"/tandem.v1.Cluster/{name}" for name in ("Scale", "SwitchRole", "GetConfig", "Apply", "GetLedger")
 )
 OPERATOR_METHODS = ("/tandem.v1.Cluster/",)
 OPEN_METHODS = (

@@ -141,20 +141,6 @@ class Planner(_message.Message):
     attainment: float
     def __init__(self, enabled: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[ServiceRole, str]]] = ..., plan: _Optional[str] = ..., requests_per_s: _Optional[float] = ..., num_ended: _Optional[int] = ..., attainment: _Optional[float] = ...) -> None: ...
 
-class RollRequest(_message.Message):
-    __slots__ = ("config", "stop")
-    CONFIG_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    config: str
-    stop: bool
-    def __init__(self, config: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
-
-class RollResponse(_message.Message):
-    __slots__ = ("config_revision",)
-    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
-    config_revision: int
-    def __init__(self, config_revision: _Optional[int] = ...) -> None: ...
-
 class GetConfigRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -167,21 +153,27 @@ class GetConfigResponse(_message.Message):
     config_revision: int
     def __init__(self, config: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
 
-class ChangeConfigRequest(_message.Message):
-    __slots__ = ("config", "options")
+class ApplyRequest(_message.Message):
+    __slots__ = ("config", "options", "restart", "stop")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     config: str
     options: str
-    def __init__(self, config: _Optional[str] = ..., options: _Optional[str] = ...) -> None: ...
+    restart: bool
+    stop: bool
+    def __init__(self, config: _Optional[str] = ..., options: _Optional[str] = ..., restart: _Optional[bool] = ..., stop: _Optional[bool] = ...) -> None: ...
 
-class ChangeConfigResponse(_message.Message):
-    __slots__ = ("config_revision", "changes")
+class ApplyResponse(_message.Message):
+    __slots__ = ("config_revision", "changes", "restarts")
     CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     config_revision: int
     changes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, config_revision: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
+    restarts: bool
+    def __init__(self, config_revision: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ..., restarts: _Optional[bool] = ...) -> None: ...
 
 class ListEventsRequest(_message.Message):
     __slots__ = ("limit", "after")

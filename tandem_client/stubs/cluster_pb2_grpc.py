@@ -56,20 +56,15 @@ class ClusterStub:
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleResponse.FromString,
                 _registered_method=True)
-        self.Roll = channel.unary_unary(
-                '/tandem.v1.Cluster/Roll',
-                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
-                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
-                _registered_method=True)
         self.GetConfig = channel.unary_unary(
                 '/tandem.v1.Cluster/GetConfig',
                 request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigResponse.FromString,
                 _registered_method=True)
-        self.ChangeConfig = channel.unary_unary(
-                '/tandem.v1.Cluster/ChangeConfig',
-                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.SerializeToString,
-                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.FromString,
+        self.Apply = channel.unary_unary(
+                '/tandem.v1.Cluster/Apply',
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ApplyResponse.FromString,
                 _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.Cluster/GetLedger',
@@ -133,14 +128,6 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Roll(self, request, context):
-        """Start every service again, one at a time, and give it another config, or restore the config before. The call returns
-        at once: GetFleet and ListEvents show the progress. If the cluster has a token, the call needs it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetConfig(self, request, context):
         """The config of new starts. If the cluster has a token, the call needs it.
         """
@@ -148,9 +135,9 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ChangeConfig(self, request, context):
-        """Change live options of every service while they serve, or nothing: the answer names every option that is not live.
-        The call returns at once: GetFleet shows the config of each service. If the cluster has a token, the call needs it.
+    def Apply(self, request, context):
+        """Give every service another config: at once if only live options differ, else the services start again, one at a time.
+        The call returns at once: GetFleet and ListEvents show the progress. If the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,20 +203,15 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.SwitchRoleResponse.SerializeToString,
             ),
-            'Roll': grpc.unary_unary_rpc_method_handler(
-                    servicer.Roll,
-                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.FromString,
-                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.SerializeToString,
-            ),
             'GetConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.GetConfig,
                     request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetConfigResponse.SerializeToString,
             ),
-            'ChangeConfig': grpc.unary_unary_rpc_method_handler(
-                    servicer.ChangeConfig,
-                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.FromString,
-                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.SerializeToString,
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ApplyRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ApplyResponse.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
@@ -377,33 +359,6 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
-    def Roll(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.Cluster/Roll',
-            tandem__client_dot_stubs_dot_cluster__pb2.RollRequest.SerializeToString,
-            tandem__client_dot_stubs_dot_cluster__pb2.RollResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def GetConfig(request,
             target,
             options=(),
@@ -431,7 +386,7 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
-    def ChangeConfig(request,
+    def Apply(request,
             target,
             options=(),
             channel_credentials=None,
@@ -444,9 +399,9 @@ class Cluster:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Cluster/ChangeConfig',
-            tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigRequest.SerializeToString,
-            tandem__client_dot_stubs_dot_cluster__pb2.ChangeConfigResponse.FromString,
+            '/tandem.v1.Cluster/Apply',
+            tandem__client_dot_stubs_dot_cluster__pb2.ApplyRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ApplyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -239,7 +239,7 @@ async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes
     """Stands last: the services have other names afterwards."""
     (tmp_path / "new.toml").write_text(CONFIG + "max_queued = 77\n")
     load = Load(served.address, NUM_CLIENTS)
-    code, out, err = await tandem("roll", "--config", str(tmp_path / "new.toml"), "--router", served.address)
+    code, out, err = await tandem("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
     assert code == 0, (out, err)
     assert "fleet has rolled: every service has config 2" in out
     num_right = load.num_right
@@ -256,6 +256,6 @@ async def test_a_roll_to_an_option_that_services_share_is_refused_before_anythin
     served: Served, tmp_path: Path
 ) -> None:
     (tmp_path / "new.toml").write_text(CONFIG.replace("float32", "bfloat16"))
-    code, _, err = await tandem("roll", "--config", str(tmp_path / "new.toml"), "--router", served.address)
+    code, _, err = await tandem("apply", str(tmp_path / "new.toml"), "--router", served.address)
     assert code == 1
-    assert err.startswith("error: config: [engine] dtype must stay as it is in a roll")
+    assert err.startswith("error: config: start `tandem serve` again to change [engine] dtype")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import ClusterConfig, LiveConfig
+from core.config import ClusterConfig, ConfigText, LiveConfig
 from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
@@ -120,7 +120,7 @@ def build_nothing(placement: Placement) -> FakeService:
     raise ModelNotFound(f"no model of that name for worker {placement.ordinal}")
 
 
-def without_decode(journal: str, config: ClusterConfig, text: str) -> FleetSpec:
+def without_decode(journal: str, config: ClusterConfig, text: ConfigText) -> FleetSpec:
     """Another config, with which no decode worker starts."""
     del text
     return replace(fake_fleet(Path(journal), config), decode=build_nothing)
@@ -136,7 +136,7 @@ def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
         router_port=0,
         drain_timeout_s=7.0,
         router_drain_timeout_s=5.0,
-        reread=functools.partial(without_decode, str(journal), config),
+        make=functools.partial(without_decode, str(journal), config),
     )
 
 

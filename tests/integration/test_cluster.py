@@ -280,7 +280,7 @@ async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brin
     cluster, journal = fleet
     before = journal.started["prefill-0"]
     cores = before["cores"]
-    assert await cluster.control.roll("{}") == 2
+    assert (await cluster.control.apply("{}", "", restart=True)).revision == 2
     assert (await journal.wait_for(event="started", name="prefill-1"))["cores"] == cores
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
     await journal.wait_for(event="workers", workers=["decode-0", "prefill-1"])

@@ -105,11 +105,11 @@ async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(serv
 
 
 async def test_a_planner_that_is_off_cannot_be_given_a_pool(served: Served) -> None:
-    code, _, err = await tandem("config", "set", "planner.enabled=false", "--router", served.address)
+    code, _, err = await tandem("apply", "planner.enabled=false", "--router", served.address)
     assert code == 0, err
     code, _, err = await tandem("scale", "--auto", "--router", served.address)
     assert (code, err) == (
-        1, "error: auto: the planner is off; `tandem config set planner.enabled=true` starts it\n",
+        1, "error: auto: the planner is off; `tandem apply planner.enabled=true` starts it\n",
     )  # fmt: skip
     code, out, _ = await tandem("status", "--once", "--router", served.address)
     assert "no request is served: the decode pool is empty" in out

@@ -15,7 +15,6 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.claims import Claims
 from fleet.events import (
-    ChangeConfig,
     ConfigureService,
     Drained,
     DrainService,
@@ -25,9 +24,9 @@ from fleet.events import (
     MachineId,
     MachineLeaving,
     Member,
+    NewConfig,
     PublishFleet,
     RoleSwitched,
-    RollFleet,
     ScaleTo,
     ServiceConfigured,
     ServiceDied,
@@ -124,13 +123,13 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     @rule(event=st.sampled_from(["roll", "stop"]))
     def an_operator_rolls(self, event: str) -> None:
         with contextlib.suppress(InvalidRequest):  # there is a roll already, or none to stop
-            self.send(RollFleet(self.fleet_rules) if event == "roll" else StopRoll())
+            self.send(NewConfig(self.fleet_rules, restarts=True) if event == "roll" else StopRoll())
 
     @rule()
     def an_operator_changes_live_options(self) -> None:
         rolling, before = self.fleet.status(self.now).rolling, self.fleet.status(self.now).revision
         with contextlib.suppress(InvalidRequest):
-            self.send(ChangeConfig(self.fleet_rules, "a change"))
+            self.send(NewConfig(self.fleet_rules, False, "a change"))
         assert (self.fleet.status(self.now).revision > before) == (not rolling)
 
     @precondition(lambda self: self.configuring)

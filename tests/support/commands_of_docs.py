@@ -22,8 +22,6 @@ def check_command(arguments: Sequence[str]) -> None:
     match program.rpartition("/")[2], rest:
         case "tandem", [name, *options]:
             command = _tandem().commands[name]
-            if options and options[0] in getattr(command, "commands", ()):  # of a group, such as `tandem config`
-                command, options = command.commands[options[0]], options[1:]
             command.make_context(name, list(options), resilient_parsing=False)
         case "ray", ["start", *options]:
             _ray_start().make_context("start", list(options))

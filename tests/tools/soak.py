@@ -3,7 +3,7 @@ replaced one after the other. With `--processes` only those 10,000, through a fl
 
 Two prefill and two decode workers with the fake runner: one wrong byte of KV makes its tokens wrong. They are in one
 process, with real gRPC, agents and machines over the memory transport; or in processes of their own over nixl, which
-one `tandem roll` after the other replaces, and the router too. The faults of the transport come from a seed: see
+one `tandem apply --restart` after the other replaces, and the router too. A seed draws the faults of the transport: see
 tests/support/unreliable_transport.py.
 
 The soak fails if a token is wrong, a request does not end, or a block is leaked. In one process it also fails if the
@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import signal
 import sys
@@ -33,7 +32,7 @@ from benchmarks.report import Line, Report
 from cli import compose
 from cli.credentials import client_of, find_credentials
 from cli.fleet_config import toml_lines
-from cli.roll_config import as_json
+from core.config import ConfigText
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 from tests.support.command import serving, tandem
@@ -203,7 +202,7 @@ async def soak_processes(
             tally.count(answer.token_ids, expected(prompt, num_output), finished, error)
 
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config, tempfile.NamedTemporaryFile() as log:
-        config.write("\n".join(toml_lines(json.loads(as_json(fault_config("nixl"))))))
+        config.write("\n".join(toml_lines(ConfigText.of(fault_config("nixl")).tables)))
         config.flush()
         faults = Faults(Path(log.name), seed, fault_rate)
         program = ("tests.support.unreliable_tandem", log.name, str(seed), str(fault_rate))
@@ -216,7 +215,7 @@ async def soak_processes(
                 for number, client in enumerate(clients)
             ]
             while tally.num_ended < num_requests:
-                code, out, err = await tandem("roll", "--router", fleet.address)
+                code, out, err = await tandem("apply", "--restart", "--router", fleet.address)
                 assert code == 0, (out, err)
                 assert "killed" not in out, out
                 counts["roll"] += 1

@@ -30,7 +30,7 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint
 from fleet.events import MachineId, Member, ServiceStarted, SlotId
-from fleet.handover import Handover, KeptConfig, KeptRoll, take_over
+from fleet.handover import Handover, KeptRoll, take_over
 from fleet.machine import FleetMachine
 from kv_transfer.protocol.events import MessageReceived
 from protos import codec, handoff_pb2, report_codec
@@ -207,15 +207,16 @@ SERVICES = [
 def records(rng: random.Random, count: int) -> Outcomes:
     """The record that a supervisor of another version has left."""
     outcomes = Outcomes()
-    kept = KeptConfig.of(3, SPEC)
-    roll = KeptRoll(kept, True, (SERVICES[0][1].service_id,))
-    good = json.loads(Handover(SPEC.text, {"decode": 2, "router": 1}, ("decode",), kept, roll).as_json())
+    text, roll = SPEC.text.as_json(), KeptRoll(2, True, (SERVICES[0][1].service_id,))
+    sizes = {"decode": 2, "router": 1}
+    good = json.loads(Handover(text, sizes, ("decode",), 3, {2: text, 3: text}, roll).as_json())
     for _ in range(count):
         odd = dict(good)
         if rng.random() < 0.6:
-            odd["config"] = good["config"] | {"text": json.dumps(changed_json(json.loads(SPEC.text), rng))}
-        text = json.dumps(odd if rng.random() < 0.5 else changed_json(odd, rng))
-        takeover = take_over(changed_bytes(text.encode(), rng).decode(errors="replace") if rng.random() < 0.1 else text,
+            odd["texts"] = good["texts"] | {"3": json.dumps(changed_json(json.loads(text), rng))}
+        record = json.dumps(odd if rng.random() < 0.5 else changed_json(odd, rng))
+        is_cut = rng.random() < 0.1
+        takeover = take_over(changed_bytes(record.encode(), rng).decode(errors="replace") if is_cut else record,
                              SPEC, SERVICES)  # fmt: skip
         machine = FleetMachine(SPEC.rules)
         machine.handle(takeover.adopted, 5.0)

@@ -1,4 +1,4 @@
-"""`tandem config`: its TOML can be applied again, its options are read as TOML, and it waits for every service."""
+"""`tandem config` prints TOML that can be applied again. `tandem apply` reads options and waits for every service."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import io
 import json
 import tomllib
 
+import grpc
 import pytest
 from rich.console import Console
 
 from cli import fleet_config
-from cli.fleet_config import options_as_json, toml_lines
-from cli.roll_config import as_json
-from core.config import ApiKeyConfig, RouterConfig, TandemConfig, VllmConfig, from_mapping
+from cli.fleet_config import Order, options_as_json, toml_lines
+from core.config import ApiKeyConfig, ConfigText, RouterConfig, TandemConfig, VllmConfig, from_mapping
 from core.errors import InvalidRequest, TandemError
+from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2
 
 CONFIG = TandemConfig(
@@ -25,7 +26,7 @@ CONFIG = TandemConfig(
 
 
 def test_the_printed_config_is_the_config_and_marks_live_options() -> None:
-    lines = list(toml_lines(json.loads(as_json(CONFIG))))
+    lines = list(toml_lines(ConfigText.of(CONFIG).tables))
     assert from_mapping(tomllib.loads("\n".join(lines))) == CONFIG
     marked = [line.split()[0] for line in lines if line.endswith("# live")]
     assert {"max_queued", "max_running", "slo_ttft_ms"} <= set(marked)
@@ -46,17 +47,39 @@ def test_an_option_without_table_name_or_value_is_refused(text: str) -> None:
         options_as_json([text])
 
 
+BEFORE = cluster_pb2.FleetNote(number=1, subject="decode-0", what="serves")
+NOTES = [
+    cluster_pb2.FleetNote(number=2, subject="fleet", what="rolls to config 2"),
+    cluster_pb2.FleetNote(number=3, subject="decode-1", what="serves"),
+    cluster_pb2.FleetNote(number=4, subject="fleet", what="has rolled"),
+]
+
+
 class Router:
-    """A router of a fleet with two services, of which one takes a change late."""
+    """A router of a fleet that gets config 2, by a change that one service takes late, or by a roll of three events."""
 
-    def __init__(self, num_calls_late: int, changes: tuple[str, ...] = ("[router] max_queued 1024 -> 7",)) -> None:
-        self._num_calls_late, self._changes = num_calls_late, changes
+    def __init__(
+        self,
+        num_calls_late: int = 0,
+        changes: tuple[str, ...] = ("[router] max_queued 1024 -> 7",),
+        rolls_to: int = 0,  # that config
+        error: CallFailed | None = None,  # of the first call during the roll
+    ) -> None:
+        self._num_calls_late, self._changes, self._rolls_to, self._error = num_calls_late, changes, rolls_to, error
+        self._num_happened = 0
 
-    async def change_config(self, config: str, options: str) -> cluster_pb2.ChangeConfigResponse:
-        assert (config, options) == ("", "{}")
-        return cluster_pb2.ChangeConfigResponse(config_revision=2, changes=self._changes)
+    async def apply(self, config: str, options: str, restart: bool, stop: bool) -> cluster_pb2.ApplyResponse:
+        assert (config, options, restart, stop) == ("", "{}", False, False)
+        return cluster_pb2.ApplyResponse(config_revision=2, changes=self._changes, restarts=bool(self._rolls_to))
 
     async def fleet(self) -> cluster_pb2.GetFleetResponse:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._rolls_to:
+            self._num_happened += 1
+            rolling = self._num_happened < len(NOTES)
+            return cluster_pb2.GetFleetResponse(config_revision=self._rolls_to, rolling=rolling)
         self._num_calls_late -= 1
         serving = cluster_pb2.SLOT_STATE_SERVING
         slots = [
@@ -65,10 +88,20 @@ class Router:
         ]
         return cluster_pb2.GetFleetResponse(slots=slots, config_revision=2)
 
+    async def events(self, limit: int, after: int = 0) -> cluster_pb2.ListEventsResponse:
+        found = [note for note in (BEFORE, *NOTES[: self._num_happened]) if note.number > after]
+        return cluster_pb2.ListEventsResponse(events=found[-limit:])
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_config, "ROLL_REFRESH_S", 0.001)
+
 
 async def shown(router: Router) -> list[str]:
     out = io.StringIO()
-    await fleet_config.change(contextlib.nullcontext(router), Console(file=out), options="{}")  # type: ignore[arg-type]
+    order = Order(options="{}")
+    await fleet_config.apply(contextlib.nullcontext(router), order, Console(file=out))  # type: ignore[arg-type]
     return out.getvalue().splitlines()
 
 
@@ -79,10 +112,38 @@ async def test_the_command_ends_when_every_serving_service_has_the_change() -> N
 
 
 async def test_a_change_of_nothing_says_so() -> None:
-    assert await shown(Router(0, changes=())) == ["config 2: it has these values already"]
+    assert await shown(Router(changes=())) == ["config 2: it has these values already"]
 
 
 async def test_a_service_that_does_not_take_the_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_config, "PATIENCE_S", 0.05)
     with pytest.raises(TandemError, match=r"not every service has config 2 after 0\.05 s: decode-0$"):
         await shown(Router(num_calls_late=1000))
+
+
+async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced_meanwhile() -> None:
+    away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+    changed, *events, told = await shown(Router(rolls_to=2, error=away))
+    assert changed == "[router] max_queued 1024 -> 7"
+    assert [line.split("  ")[1] for line in events] == [
+        "fleet rolls to config 2",
+        "decode-1 serves",
+        "fleet has rolled",
+    ]
+    assert told.startswith("config 2: every service has it after ")
+
+
+async def test_a_roll_that_was_undone_is_an_error() -> None:
+    with pytest.raises(TandemError, match="the change has failed: every service has config 1 again"):
+        await shown(Router(rolls_to=1))
+
+
+async def test_a_call_that_cannot_succeed_and_a_router_that_stays_away_end_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(CallFailed, match="wrong token"):
+        await shown(Router(rolls_to=2, error=CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")))
+    monkeypatch.setattr(fleet_config, "SILENT_S", 0.0)
+    away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+    with pytest.raises(CallFailed, match="no router"):
+        await shown(Router(rolls_to=2, error=away))

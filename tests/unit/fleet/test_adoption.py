@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest_asyncio
 
-from core.config import LiveConfig, RouterConfig
+from core.config import ConfigText, LiveConfig, RouterConfig, TandemConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.events import (
@@ -93,9 +93,9 @@ class Heirs(Site):
 
     def __init__(self) -> None:
         super().__init__(SPEC)
-        live = LiveConfig(router=RouterConfig(max_queued=7))
+        text = ConfigText.of(TandemConfig(router=RouterConfig(max_queued=7)))
         self.supervisor = Supervisor(
-            replace(SPEC, live=live), lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving, self._find
+            replace(SPEC, text=text), lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving, self._find
         )
         self.found: list[FakeHost] = []
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.config import LiveConfig, RouterConfig
-from core.errors import InvalidRequest, WorkerUnavailable
+from core.config import ConfigText, RouterConfig, TandemConfig, WorkerConfig
+from core.errors import WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
@@ -29,34 +29,20 @@ from fleet.events import (
     StartService,
     StopRoll,
 )
-from fleet.handover import Handover, KeptConfig, KeptRoll, take_over
+from fleet.handover import Handover, KeptRoll, take_over
 from fleet.host import Adoption, Host
 from fleet.machine import FleetMachine
 from fleet.spec import FleetSpec
 from fleet.supervisor import Supervisor
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
-from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site
+from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site, make, options
 
 
-def spec_of(drain_s: float = 30.0, max_queued: int = 100, built_text: str = "") -> FleetSpec:
-    """Of a config with an option for a roll and a live one."""
-    text = json.dumps({"worker": {"drain_s": drain_s}, "router": {"max_queued": max_queued}})
-    built_text = built_text or text
-
-    def reread(config: str) -> FleetSpec:
-        tables = json.loads(config)
-        return spec_of(tables["worker"]["drain_s"], tables["router"]["max_queued"])
-
-    def amend(config: str, options: str) -> tuple[FleetSpec, tuple[str, ...]]:
-        del config
-        changed = json.loads(options)["router"]["max_queued"]
-        return spec_of(drain_s, changed, built_text), (f"max_queued {changed}",)
-
-    live = LiveConfig(router=RouterConfig(max_queued=max_queued))
-    return replace(
-        SPEC, drain_timeout_s=drain_s, live=live, text=text, built_text=built_text, reread=reread, amend=amend
-    )
+def spec_of(drain_s: float = 30.0, max_queued: int = 100) -> FleetSpec:
+    """Of a config with two options."""
+    worker, router = WorkerConfig(drain_timeout_s=drain_s), RouterConfig(max_queued=max_queued)
+    return make(ConfigText.of(TandemConfig(worker=worker, router=router)))
 
 
 def serves(pool: ServiceRole, number: int, start: int) -> tuple[MachineId, ServiceStarted]:
@@ -124,81 +110,106 @@ def test_a_roll_that_restores_goes_on_and_cannot_be_stopped() -> None:
 # ---- the record
 
 
-def record(config: KeptConfig, roll: KeptRoll | None = None, started: FleetSpec | None = None) -> str:
+def record(kept: dict[int, FleetSpec], roll: KeptRoll | None = None) -> str:
+    """The newest of `kept` is that of new starts."""
+    texts = {revision: spec.text.as_json() for revision, spec in kept.items()}
     sizes = {role.value: size for role, size in SIZES.items()}
-    return Handover((started or spec_of()).text, sizes, ("decode",), config, roll).as_json()
+    return Handover(spec_of().text.as_json(), sizes, ("decode",), max(kept), texts, roll).as_json()
 
 
-def test_a_record_can_be_read_again_and_one_of_another_version_is_none() -> None:
-    kept = KeptConfig.of(4, spec_of(7.0))
-    written = Handover("{}", {"decode": 2}, ("decode",), kept, KeptRoll(kept, True, ("decode-0.1",)))
+def test_a_record_can_be_read_again_and_one_without_sizes_is_none() -> None:
+    written = Handover("{}", {"decode": 2}, ("decode",), 4, {4: "{}"}, KeptRoll(4, True, ("decode-0.1",)))
     assert Handover.from_json(written.as_json()) == written
-    assert [Handover.from_json(text) for text in ("", "[]", "{}", '{"config": 1}')] == [None] * 4
+    assert [Handover.from_json(text) for text in ("", "[]", "{}", '{"texts": 1}')] == [None] * 4
 
 
-def test_roles_tables_options_and_fields_of_another_version_are_left_out_or_told() -> None:
-    kept = KeptConfig.of(3, spec_of(7.0))
-    fields = json.loads(record(kept, KeptRoll(kept, True, ("prefill-1.4",))))
+def test_roles_and_fields_of_another_version_are_left_out() -> None:
+    fields = json.loads(record({3: spec_of(7.0)}, KeptRoll(3, True, ("prefill-1.4",))))
     fields |= {
         "sizes": {"decode": 2, "encode": 1, "prefill": 2**63, "router": "two"},
         "pinned": ["encode", "prefill"],
         "later": [1],
     }
-    fields["config"]["later"] = fields["roll"]["later"] = fields["roll"]["leaves"]["later"] = 2
+    fields["roll"]["later"] = 2
     takeover = take_over(json.dumps(fields), spec_of(), SERVICES)
     assert (takeover.adopted.sizes, takeover.pinned) == ({D: 2}, (P,))
-    changed = handover._changed_options('{"router": {}}', '{"router": {"max_queued": 5}, "later": {"x": 1}}')
-    assert changed == '{"router": {"max_queued": 5}, "later": {"x": 1}}', "an option that one config lacks has changed"
+    assert [note.what for note in takeover.notes] == ["keeps what `tandem apply` has changed"]
 
 
-@pytest.mark.parametrize("text", ["[]", "no json", "1", "[" * 100_000])
-def test_a_config_that_is_none_makes_no_record(text: str) -> None:
-    fields = json.loads(record(KeptConfig.of(3, spec_of())))
-    fields["config"]["text"] = text
-    assert Handover.from_json(json.dumps(fields)) is None
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"config": {"revision": 3, "built_text": "{}", "text": "{}"}, "roll": None, "started_text": "{}"},
+        {"started": "{}", "texts": {"0": "{}"}, "revision": 0, "roll": None},
+        {"started": "{}", "texts": {"3": "{}"}, "revision": 4, "roll": None},
+        {"started": "{}", "texts": {"3": "{}"}, "revision": 3, "roll": {"leaves": 2, "can_stop": 1, "rolled": []}},
+    ],
+)
+def test_of_a_record_with_configs_of_another_version_the_sizes_and_pins_stay(fields: dict[str, object]) -> None:
+    text = json.dumps({"sizes": {"decode": 2}, "pinned": ["decode"]} | fields)
+    takeover = take_over(text, spec_of(), SERVICES)
+    assert (takeover.adopted.sizes, takeover.pinned, takeover.specs) == ({D: 2}, (D,), {1: spec_of()})
+    (note,) = takeover.notes
+    assert note.what == "cannot keep the config of its earlier supervisor"
+    assert "another version of Tandem" in note.reason
 
 
-def test_a_roll_and_a_change_count_for_the_same_config_and_under_the_same_number() -> None:
-    changed = spec_of(7.0, 5, built_text=spec_of(7.0).text)
-    takeover = take_over(record(KeptConfig.of(3, changed)), spec_of(), SERVICES)
-    (revision, spec), adopted = next(iter(takeover.specs.items())), takeover.adopted
-    assert (revision, adopted.revision, adopted.roll, adopted.sizes) == (3, 3, None, SIZES)
-    assert (spec.text, spec.built_text, spec.live) == (changed.text, changed.built_text, changed.live)
+@pytest.mark.parametrize("text", ["[]", "no json", "1", "[" * 100_000, '{"tables": {"worker": {"drain_s": 7}}}'])
+def test_a_config_that_cannot_be_read_any_more_is_told_and_sizes_and_pins_stay(text: str) -> None:
+    fields = json.loads(record({3: spec_of(7.0)}))
+    fields["texts"]["3"] = text
+    takeover = take_over(json.dumps(fields), spec_of(), SERVICES)
+    assert takeover.specs == {4: spec_of()}
+    assert (takeover.adopted.sizes, takeover.pinned) == (SIZES, (D,))
+    assert "`tandem apply --restart` gives every service the present one" in takeover.notes[0].reason
+
+
+def test_a_change_counts_for_the_same_config_and_under_the_same_number() -> None:
+    low = {"scheduler": {"max_running": 2}}
+    changed = spec_of(7.0, 5).after("", json.dumps(low), restart=False).spec
+    takeover = take_over(record({3: changed}), spec_of(), SERVICES)
+    assert takeover.specs == {3: changed}
+    assert takeover.specs[3].text.steps["max_running"] == 0, "the engines stay built for the steps of their start"
+    adopted = takeover.adopted
+    assert (adopted.revision, adopted.roll, adopted.sizes) == (3, None, SIZES)
     assert adopted.rules[3].drain_timeout_s == 7.0
     assert takeover.pinned == (D,)
     (note,) = takeover.notes
-    assert note.what == "keeps what `tandem config` or `tandem roll` has changed"
+    assert note.what == "keeps what `tandem apply` has changed"
     assert note.reason == "config 3 differs from that of `tandem serve`"
 
 
+def test_a_kept_config_has_the_flags_of_the_present_tandem_serve() -> None:
+    flags = {"router": {"max_queued": 100}}
+    started = replace(spec_of(), text=replace(spec_of().text, flags=flags))
+    takeover = take_over(record({3: spec_of(7.0)}), started, SERVICES)
+    assert (takeover.specs[3].text.flags, takeover.specs[3].drain_timeout_s) == (flags, 7.0)
+
+
 def test_another_config_of_tandem_serve_wins_and_says_so() -> None:
-    takeover = take_over(record(KeptConfig.of(3, spec_of(max_queued=5))), spec_of(9.0), SERVICES)
-    assert {revision: spec.text for revision, spec in takeover.specs.items()} == {4: spec_of(9.0).text}
-    assert [note.what for note in takeover.notes] == ["forgets what `tandem config` or `tandem roll` had changed"]
-    unchanged = take_over(record(KeptConfig.of(1, spec_of())), spec_of(9.0), SERVICES)
+    takeover = take_over(record({3: spec_of(max_queued=5)}), spec_of(9.0), SERVICES)
+    assert takeover.specs == {4: spec_of(9.0)}
+    assert [note.what for note in takeover.notes] == ["forgets what `tandem apply` had changed"]
+    unchanged = take_over(record({1: spec_of()}), spec_of(9.0), SERVICES)
     assert not unchanged.notes, "nothing is forgotten"
 
 
+def test_an_option_that_a_record_lacks_has_its_default() -> None:
+    fields = json.loads(record({3: spec_of(7.0)}))
+    started = json.loads(fields["started"])
+    del started["tables"]["planner"]
+    takeover = take_over(json.dumps(fields | {"started": json.dumps(started)}), spec_of(), SERVICES)
+    assert takeover.specs == {3: spec_of(7.0)}, "of an earlier version, with the same config"
+
+
 def test_a_roll_to_the_file_that_tandem_serve_reads_now_goes_on_and_one_to_another_begins_anew() -> None:
-    roll = KeptRoll(KeptConfig.of(1, spec_of()), True, ("prefill-1.4",))
-    rolling = record(KeptConfig.of(2, spec_of(7.0)), roll)
+    rolling = record({1: spec_of(), 2: spec_of(7.0)}, KeptRoll(1, True, ("prefill-1.4",)))
     edited = take_over(rolling, spec_of(7.0), SERVICES)
     assert edited.adopted.roll == RollLeft(1, True, frozenset({SERVICES[1][1].member}))
     assert {revision: spec.drain_timeout_s for revision, spec in edited.specs.items()} == {1: 30.0, 2: 7.0}
     other = take_over(rolling, spec_of(9.0), SERVICES)
     assert (other.adopted.revision, other.adopted.roll) == (3, RollLeft(1, True, frozenset()))
     assert {revision: spec.drain_timeout_s for revision, spec in other.specs.items()} == {1: 30.0, 3: 9.0}
-
-
-def test_a_config_that_cannot_be_read_any_more_is_told_and_sizes_and_pins_stay() -> None:
-    def refuse(config: str) -> FleetSpec:
-        raise InvalidRequest("config", f"[worker] drain_s is not an option: {config}")
-
-    started = replace(spec_of(), reread=refuse)  # of another version
-    takeover = take_over(record(KeptConfig.of(3, spec_of(7.0))), started, SERVICES)
-    assert takeover.specs == {4: started}
-    assert (takeover.adopted.sizes, takeover.pinned) == (SIZES, (D,))
-    assert "`tandem roll` gives every service the present one" in takeover.notes[0].reason
 
 
 # ---- the supervisor
@@ -258,6 +269,7 @@ async def living(generation: Generation) -> AsyncIterator[Supervisor]:
 
 
 NAMES = "router-0", "prefill-0", "decode-0"
+DRAIN_CHANGED = "[worker] drain_timeout_s 30.0 -> 7.0"
 
 
 async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
@@ -265,7 +277,7 @@ async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
     async with living(first) as killed:
         await first.comes_to_serve(*NAMES)
         await killed.scale({D: 2})
-        assert await killed.change_config("", '{"router": {"max_queued": 5}}') == ConfigChange(2, ("max_queued 5",))
+        assert await killed.apply("", options(5), restart=False) == ConfigChange(2, ("[router] max_queued 100 -> 5",))
         await first.comes_to_serve(*NAMES, "decode-1")
         await killed.scale({D: 1})
     second = Generation(spec_of(), first.store, before=first)
@@ -274,7 +286,7 @@ async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
         status = await heir.status()
         assert status.planner.pinned == (D,)
         assert status.wanted == {P: 1, D: 1, R: 1}
-        assert await heir.config() == FleetConfig(2, spec_of(max_queued=5).text)
+        assert await heir.config() == FleetConfig(2, json.dumps(spec_of(max_queued=5).text.tables))
         await until(
             lambda: {host.live.router.max_queued for host in second.hosts if host.live} == {5}, "all have it", 5.0
         )
@@ -285,7 +297,8 @@ async def test_a_roll_outlives_the_supervisor() -> None:
     async with living(first) as killed:
         await first.comes_to_serve(*NAMES)
         first.hang_next = True  # the new prefill worker does not start
-        assert await killed.roll(spec_of(7.0).text) == 2
+        config = json.dumps(spec_of(7.0).text.tables)
+        assert await killed.apply(config, "", restart=True) == ConfigChange(2, (DRAIN_CHANGED,), True)
     second = Generation(spec_of(), first.store, before=first)
     async with living(second) as heir:
         async with asyncio.timeout(5.0):
@@ -309,12 +322,12 @@ async def test_a_record_that_could_not_be_written_is_written_when_ray_is_back(mo
 async def test_a_record_without_a_service_does_not_count() -> None:
     """That of a fleet that was stopped, or of one whose services have ended."""
     store = Store()
-    store.record = record(KeptConfig.of(3, spec_of(7.0)))
+    store.record = record({3: spec_of(7.0)})
     site = Generation(spec_of(), store)
     async with living(site) as alive:
         await site.comes_to_serve(*NAMES)
         assert (await alive.status()).planner.pinned == ()
-        assert await alive.config() == FleetConfig(1, spec_of().text)
+        assert await alive.config() == FleetConfig(1, json.dumps(spec_of().text.tables))
 
 
 async def test_an_order_that_comes_before_the_end_of_the_adoption_is_refused() -> None:

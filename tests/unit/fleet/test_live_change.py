@@ -11,11 +11,10 @@ from core.errors import InvalidRequest
 from core.machine import Tick
 from fleet.claims import Claims
 from fleet.events import (
-    ChangeConfig,
     ConfigureService,
     Drained,
     DrainService,
-    RollFleet,
+    NewConfig,
     ScaleTo,
     ServiceConfigured,
     ServiceStarted,
@@ -27,7 +26,7 @@ from tests.unit.fleet.driving_fleet import D, Fleet
 
 
 def changing(fleet: Fleet, **rules: float) -> Fleet:
-    fleet.send(ChangeConfig(replace(fleet.rules, **rules), "[router] max_queued 1024 -> 7"))  # type: ignore[arg-type]
+    fleet.send(NewConfig(replace(fleet.rules, **rules), False, "[router] max_queued 1024 -> 7"))  # type: ignore[arg-type]
     return fleet
 
 
@@ -79,7 +78,7 @@ def test_the_time_limits_of_the_fleet_itself_change_too() -> None:
     fleet.send(ScaleTo({D: 0}))
     assert [action.timeout_s for action in fleet.of(DrainService)] == [3.0]  # type: ignore[union-attr]
     later = ClusterConfig(start_timeout_s=7.0, max_workers=4)
-    fleet.send(ChangeConfig(replace(fleet.rules, claims=Claims(later)), "[cluster] start_timeout_s"))
+    fleet.send(NewConfig(replace(fleet.rules, claims=Claims(later)), False, "[cluster] start_timeout_s"))
     fleet.send(ScaleTo({D: 1}))
     fleet.placed("decode-1")
     assert fleet.machine.next_deadline() == fleet.now + 3.0 + 2.0, "the drain of decode-0"
@@ -89,7 +88,7 @@ def test_the_time_limits_of_the_fleet_itself_change_too() -> None:
 
 def test_a_change_is_refused_while_the_fleet_rolls_or_stops() -> None:
     fleet = Fleet().all_started()
-    fleet.send(RollFleet(fleet.rules))
+    fleet.send(NewConfig(fleet.rules, restarts=True))
     with pytest.raises(InvalidRequest, match="config: the fleet rolls already"):
         changing(fleet)
     fleet.send(Shutdown())
@@ -100,7 +99,7 @@ def test_a_change_is_refused_while_the_fleet_rolls_or_stops() -> None:
 def test_a_roll_may_follow_a_change_and_restores_its_config() -> None:
     fleet = changing(Fleet().all_started())
     taken(fleet, "prefill-0", "decode-0", "router-0")
-    fleet.send(RollFleet(fleet.rules))
+    fleet.send(NewConfig(fleet.rules, restarts=True))
     assert fleet.of(StartService)[0].revision == 3  # type: ignore[union-attr]
     fleet.send(StopRoll())
     status = fleet.machine.status(fleet.now)

@@ -14,9 +14,9 @@ from fleet.events import (
     Drained,
     DrainService,
     KillService,
+    NewConfig,
     PublishFleet,
     RoleSwitched,
-    RollFleet,
     ScaleTo,
     Shutdown,
     StartService,
@@ -121,7 +121,7 @@ def test_a_machine_that_leaves_ends_the_switch_and_a_worker_of_the_new_role_star
 
 def test_a_roll_waits_for_the_end_of_a_switch_and_then_replaces_the_worker_too() -> None:
     fleet = switching()
-    fleet.send(RollFleet(fleet.rules))
+    fleet.send(NewConfig(fleet.rules, restarts=True))
     assert not fleet.of(StartService)
     fleet.send(RoleSwitched(fleet.members["decode-1"]))
     for old, new in (("prefill-0", "prefill-1"), ("decode-1", "prefill-0"), ("decode-0", "decode-1")):
@@ -165,7 +165,7 @@ def test_a_switch_is_refused_beside_a_roll_a_replacement_a_shutdown_and_above_th
     fleet.leaves("m-0", None)
     with pytest.raises(InvalidRequest, match=r"decode-0 is being replaced: m-0\.local leaves"):
         fleet.send(SwitchRole("decode-0", P))
-    for event, reason in ((RollFleet(fleet.rules), "the fleet rolls"), (Shutdown(), "the fleet stops")):
+    for event, reason in ((NewConfig(fleet.rules, restarts=True), "the fleet rolls"), (Shutdown(), "the fleet stops")):
         fleet.send(event)
         with pytest.raises(InvalidRequest, match=reason):
             fleet.send(SwitchRole("prefill-0", D))

@@ -14,7 +14,7 @@ from fleet.events import (
     Drained,
     DrainService,
     KillService,
-    RollFleet,
+    NewConfig,
     ScaleTo,
     Shutdown,
     StartFailed,
@@ -26,7 +26,7 @@ from tests.unit.fleet.driving_fleet import D, Fleet, P
 
 
 def rolling(fleet: Fleet) -> Fleet:
-    fleet.send(RollFleet(fleet.rules))
+    fleet.send(NewConfig(fleet.rules, restarts=True))
     return fleet
 
 
@@ -174,17 +174,17 @@ def test_services_without_a_machine_get_the_new_config_first_and_hold_up_nothing
 
 def test_a_second_roll_waits_for_the_end_of_the_first() -> None:
     fleet = rolling(Fleet().all_started())
-    with pytest.raises(InvalidRequest, match="roll: the fleet rolls already"):
+    with pytest.raises(InvalidRequest, match="config: the fleet rolls already"):
         rolling(fleet)
     fleet.send(Shutdown())
-    with pytest.raises(InvalidRequest, match="roll: the fleet stops"):
+    with pytest.raises(InvalidRequest, match="config: the fleet stops"):
         rolling(fleet)
 
 
 def test_the_time_limits_of_a_service_are_those_of_its_config() -> None:
     fleet = Fleet().all_started()
     config = ClusterConfig(start_timeout_s=7.0, max_workers=9)
-    fleet.send(RollFleet(replace(fleet.rules, claims=Claims(config), drain_timeout_s=3.0)))
+    fleet.send(NewConfig(replace(fleet.rules, claims=Claims(config), drain_timeout_s=3.0), restarts=True))
     fleet.placed("prefill-1")
     assert fleet.machine.next_deadline() == fleet.now + 7.0
     fleet.started("prefill-1")

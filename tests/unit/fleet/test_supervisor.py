@@ -1,19 +1,20 @@
-"""The supervisor with hosts that start no process. It watches machines, rolls with the config that it has read, goes on
+"""The supervisor with hosts that start no process. It watches machines, gives services another config, goes on
 when Ray fails a kill or a member dies early, and reports its own failure."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig, LiveConfig, PlannerConfig, RouterConfig
+from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, RouterConfig
 from core.cost.step_cost import StepCost
 from core.errors import TandemError, WorkerUnavailable
-from core.fleet_control import ConfigChange, FleetConfig
+from core.fleet_control import ConfigChange
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
@@ -164,20 +165,18 @@ def router_host(machine: str) -> str:
     return "127.0.0.1"
 
 
-def reread(config: str) -> FleetSpec:
-    return replace(SPEC, drain_timeout_s=float(config))
+def make(text: ConfigText) -> FleetSpec:
+    config = text.config
+    full = ConfigText.of(config, text.flags, text.steps)
+    return replace(SPEC, text=full, drain_timeout_s=config.worker.drain_timeout_s)
 
 
-def amend(config: str, options: str) -> tuple[FleetSpec, tuple[str, ...]]:
-    del config
-    if not options:
-        return SPEC, ()
-    live = LiveConfig(router=RouterConfig(max_queued=int(options)))
-    return replace(SPEC, live=live, text=options), (f"max_queued {options}",)
+def options(max_queued: int) -> str:
+    return json.dumps({"router": {"max_queued": max_queued}})
 
 
 CLUSTER = ClusterConfig(start_timeout_s=0.5, restart_backoff_s=0.01)
-SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, reread=reread, amend=amend)
+SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, make=make)
 
 
 @pytest_asyncio.fixture
@@ -248,6 +247,7 @@ async def test_a_worker_switches_its_role_in_its_process_when_the_routers_know(s
     num_hosts = len(site.hosts)
     wanted = await site.supervisor.switch_role("decode-0", ServiceRole.PREFILL)
     assert wanted == {ServiceRole.PREFILL: 2, ServiceRole.DECODE: 0, ServiceRole.ROUTER: 1}
+    assert (await site.supervisor.status()).planner.pinned == (ServiceRole.PREFILL, ServiceRole.DECODE)
     await site.reports("decode-0", "serves as prefill worker")
     assert site.told_before_drain == {"decode-0": True}
     assert len(site.hosts) == num_hosts
@@ -282,65 +282,39 @@ async def test_a_worker_that_is_unwanted_in_the_turn_of_its_start_starts_no_proc
     assert sorted(await site.serving()) == ["decode-0", "prefill-0", "router-0"]
 
 
-async def test_a_roll_gives_each_service_the_new_config_and_the_rank_of_the_one_it_replaces(site: Site) -> None:
+async def test_a_roll_gives_each_service_its_config_and_the_rank_of_the_one_that_it_replaces(site: Site) -> None:
     ranks = {name: site.host(f"{name}-0").local_rank for name in ("prefill", "decode")}
-    assert await site.supervisor.roll("7.5") == 2
+    assert await site.supervisor.apply("", "", restart=True) == ConfigChange(2, (), True)
     await site.comes_to_serve("router-1", "prefill-1", "decode-1")
-    assert {host.spec.drain_timeout_s for host in site.hosts[3:]} == {7.5}
     assert {name: site.host(f"{name}-1").local_rank for name in ranks} == ranks
-    assert not (await site.supervisor.status()).rolling
-    assert await site.supervisor.roll("") == 3
-    await site.comes_to_serve("router-0", "prefill-0", "decode-0")
-    assert site.host("decode-0").spec.drain_timeout_s == 7.5, "without a new config, the present one stays"
+    await site.reports("fleet", "has rolled: every service has config 2")
+    assert await site.supervisor.stop_roll() == Refusal("roll", "no roll that could be stopped")
 
 
-async def test_a_change_of_live_options_reaches_services_and_later_starts_and_not_their_factories(site: Site) -> None:
+async def test_a_change_reaches_services_and_later_starts_while_no_service_starts_again(site: Site) -> None:
     site.services_answer.clear()
-    change = await site.supervisor.change_config("", "7")
-    assert change == ConfigChange(2, ("max_queued 7",))
+    change = await site.supervisor.apply("", options(7), restart=False)
+    assert change == ConfigChange(2, ("[router] max_queued 1024 -> 7",))
     assert {slot.revision for slot in (await site.supervisor.status()).slots} == {1}, "as long as none has answered"
     site.services_answer.set()
     async with asyncio.timeout(5.0):
         while {slot.revision for slot in (await site.supervisor.status()).slots} != {2}:
             await asyncio.sleep(0.005)
     assert {host.live.router.max_queued for host in site.hosts if host.live is not None} == {7}
-    assert await site.supervisor.config() == FleetConfig(2, "7")
+    found = await site.supervisor.config()
+    assert (found.revision, json.loads(found.text)["router"]["max_queued"]) == (2, 7)
     site.host("decode-0").die("out of memory")
     await until(lambda: len(site.hosts) == 4, "it starts again", 5.0)
     await site.comes_to_serve("router-0", "prefill-0", "decode-0")
     assert site.host("decode-0").live == LiveConfig(router=RouterConfig(max_queued=7))
-    assert len(site.hosts) == 4, "no other service has started again"
-
-
-async def test_a_stopped_roll_restores_a_change_that_no_service_had_taken(site: Site) -> None:
-    site.services_answer.clear()
-    await site.supervisor.change_config("", "7")
-    assert await site.supervisor.roll("7.5") == 3
-    await asyncio.sleep(0)  # the start of prefill-1 has begun
-    await site.supervisor.stop_roll()  # on a slow machine, that start has failed by now and stopped the roll itself
-    site.services_answer.set()
-    async with asyncio.timeout(5.0):
-        while (status := await site.supervisor.status()).rolling or {slot.revision for slot in status.slots} != {2}:
-            await asyncio.sleep(0.005)
-    newest = [site.host(slot.name) for slot in status.slots]
-    assert {(host.live, host.spec.drain_timeout_s) for host in newest} == {
-        (LiveConfig(router=RouterConfig(max_queued=7)), 30.0)
-    }
-
-
-async def test_a_change_that_changes_nothing_makes_no_revision(site: Site) -> None:
-    assert await site.supervisor.change_config("", "") == ConfigChange(1, ())
+    assert await site.supervisor.apply("", options(7), restart=False) == ConfigChange(2, ())
 
 
 async def test_of_two_changes_at_the_same_time_one_is_refused(site: Site) -> None:
     """The second one has read the config without the first."""
-    answers = await asyncio.gather(*(site.supervisor.change_config("", "7") for _ in range(2)))
-    assert ConfigChange(2, ("max_queued 7",)) in answers
+    answers = await asyncio.gather(*(site.supervisor.apply("", options(7), restart=False) for _ in range(2)))
+    assert ConfigChange(2, ("[router] max_queued 1024 -> 7",)) in answers
     assert Refusal("config", "another config came meanwhile; try again") in answers
-
-
-async def test_a_roll_that_cannot_begin_is_refused_as_a_value(site: Site) -> None:
-    assert await site.supervisor.stop_roll() == Refusal("roll", "no roll that could be stopped")
 
 
 async def test_a_kill_that_ray_fails_is_reported_and_the_fleet_goes_on(site: Site) -> None:
@@ -412,8 +386,3 @@ async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) 
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
     notes = [note for note in await site.supervisor.notes(100, 0) if note.subject == "planner"]
     assert "requests/s of 8000 + 300 tokens" in notes[0].reason
-
-
-async def test_a_role_switch_of_an_operator_pins_both_pools(site: Site) -> None:
-    await site.supervisor.switch_role("decode-0", ServiceRole.PREFILL)
-    assert (await site.supervisor.status()).planner.pinned == (ServiceRole.PREFILL, ServiceRole.DECODE)
