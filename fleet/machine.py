@@ -25,6 +25,8 @@ Rule 11: services of an earlier supervisor stay, and so do its sizes and its rol
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import assert_never
 
 from core.errors import InvalidRequest
 from core.fleet_control import FleetStatus, SlotState
@@ -67,8 +69,6 @@ from fleet.events import (
 from fleet.roll import Roll
 from fleet.slots import Slot, Slots
 
-BACKOFF_MAX_S = 30.0
-STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
 DRAIN_GRACE_S = 2.0  # after the time limit of a drain or a switch; beyond: the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
@@ -76,6 +76,17 @@ ROLL_PLACE_S = 10.0  # without a machine for the new service so long, the old on
 PLACING_NOTICE_S = 10.0  # a service without a machine; beyond: a note says what is missing; it waits on
 
 NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
+# The states of a slot in which an event counts. In any other, the machine has decided otherwise meanwhile.
+EXPECTED: Mapping[type, tuple[SlotState, ...]] = {
+    ServicePlaced: (SlotState.PLACING,),
+    ServiceStarted: (SlotState.STARTING,),
+    StartFailed: (SlotState.STARTING,),
+    ServiceConfigured: (SlotState.SERVING,),
+    RoleSwitched: (SlotState.SWITCHING, SlotState.DRAINING),
+    SwitchFailed: (SlotState.SWITCHING, SlotState.DRAINING),
+    Drained: (SlotState.DRAINING,),
+    ServiceDied: tuple(state for state in SlotState if state is not SlotState.WAITING),
+}
 
 
 class FleetMachine:
@@ -96,7 +107,6 @@ class FleetMachine:
         self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
         self._has_served = False  # before the start of this supervisor
         self._was_ready = self._has_failed = self._ending = self._stopped = False
-        self._actions: list[FleetAction] = []
 
     @property
     def wanted(self) -> PoolSizes:
@@ -118,35 +128,12 @@ class FleetMachine:
 
         Then nothing changes.
         """
-        match event:
-            case FleetAdopted():
-                self._adopt(event, now)
-            case ScaleTo():
-                self._scale(event)
-            case SwitchRole():
-                self._switch_role(event, now)
-            case NewConfig():
-                self._take_config(event)
-            case StopRoll():
-                self._stop_roll(now)
-            case MachineLeaving():
-                if not self._ending:
-                    self._leave_machine(event, now)
-            case Shutdown():
-                self._ending = True
-            case Tick():
-                pass
-            case _:
-                slot = self._slots.newest(event.member)
-                if slot is not None:
-                    self._record(slot, event, now)
-        self._expire(now)
-        self._balance(now)
-        self._advance_roll(now)
-        self._configure()
-        self._announce()
-        actions, self._actions = self._actions, []
-        return actions
+        actions = self._record(event, now)
+        actions += self._expire(now)
+        actions += self._balance(now)
+        actions += self._advance_roll(now)
+        actions += self._configure()
+        return [*self._publish(), *actions, *self._announce()]
 
     def next_deadline(self) -> float | None:
         next_due = self._slots.next_due()
@@ -166,10 +153,33 @@ class FleetMachine:
     def _newest_rules(self) -> FleetRules:
         return self._rules[self._revision]
 
-    def _say(self, subject: object, what: str, reason: str = "", printed: bool = True) -> None:
-        self._actions.append(FleetMessage(str(subject), what, reason, printed))
+    def _record(self, event: FleetEvent, now: float) -> list[FleetAction]:
+        match event:
+            case FleetAdopted():
+                return self._adopt(event, now)
+            case ScaleTo():
+                return self._scale(event)
+            case SwitchRole():
+                return self._switch_role(event, now)
+            case NewConfig():
+                return self._take_config(event)
+            case StopRoll():
+                return self._stop_roll(now)
+            case MachineLeaving():
+                return [] if self._ending else self._leave_machine(event, now)
+            case Shutdown():
+                self._ending = True
+                return []
+            case Tick():
+                return []
+            case _:
+                slot = self._slots.newest(event.member)
+                if slot is None or slot.state not in EXPECTED[type(event)]:
+                    return []
+                is_leaving = slot.state is SlotState.DRAINING
+                return self._drained(slot, event) if is_leaving else self._follow(slot, event, now)
 
-    def _adopt(self, event: FleetAdopted, now: float) -> None:
+    def _adopt(self, event: FleetAdopted, now: float) -> list[FleetAction]:
         """Rule 11."""
         self._rules, self._revision = dict(event.rules) or self._rules, event.revision
         for machine, started in event.services:
@@ -180,12 +190,14 @@ class FleetMachine:
         for role, wanted in self._wanted.items():
             self._wanted[role] = event.sizes.get(role, max(wanted, len(self._slots.staying(role))))
         self._has_served = bool(event.services)
-        self._say("fleet", "goes on with the services of an earlier supervisor", f"{len(event.services)} serve")
+        found = f"{len(event.services)} serve"
+        notes: list[FleetAction] = [FleetMessage("fleet", "goes on with the services of an earlier supervisor", found)]
         if event.roll is not None:
             self._roll = Roll(self._revision, event.roll.leaves if event.roll.can_stop else None)
-            self._say("fleet", f"goes on with the roll to config {self._revision}")
+            notes.append(FleetMessage("fleet", f"goes on with the roll to config {self._revision}"))
+        return notes
 
-    def _scale(self, event: ScaleTo) -> None:
+    def _scale(self, event: ScaleTo) -> list[FleetAction]:
         limit = self._newest_rules.config.max_workers
         for role, size in event.sizes.items():
             least = 1 if role is ServiceRole.ROUTER else 0
@@ -193,89 +205,98 @@ class FleetMachine:
                 message = f"must be in [{least}, {limit}] (cluster.max_workers), is {size}"
                 raise InvalidRequest(SIZE_FIELDS[role], message)
         changed = {role: size for role, size in event.sizes.items() if size != self._wanted[role]}
-        if changed:
-            sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
-            self._say("fleet", "is scaled", sizes, printed=False)
+        sizes = ", ".join(f"{self._wanted[role]} -> {size} {SIZE_FIELDS[role]}" for role, size in changed.items())
         self._wanted |= changed
         orders = {name: order for order, name in enumerate(event.first_to_leave)}
         for slot in self._slots:
             slot.leave_order = orders.get(slot.member.name)
+        return [FleetMessage("fleet", "is scaled", sizes, printed=False)] if changed else []
 
-    def _switch_role(self, event: SwitchRole, now: float) -> None:
+    def _switch_role(self, event: SwitchRole, now: float) -> list[FleetAction]:
         """Rule 10."""
         if self._ending or self._roll is not None:
             raise InvalidRequest("role", "the fleet stops" if self._ending else "the fleet rolls; switch afterwards")
         slot = role_switch.find_slot(event, self._slots, self._newest_rules)
         before, timeout_s = slot.member.role, self._rules[slot.revision].drain_limit_s(event.role)
-        self._scale(ScaleTo({before: self._wanted[before] - 1, event.role: self._wanted[event.role] + 1}))
+        actions = self._scale(ScaleTo({before: self._wanted[before] - 1, event.role: self._wanted[event.role] + 1}))
         role_switch.begin(slot, event.role, now, now + timeout_s + DRAIN_GRACE_S)
-        self._actions.append(SwitchService(slot.member, timeout_s))
-        self._say(slot.member.name, slot.reason, printed=False)
+        switch = SwitchService(slot.member, timeout_s)
+        return [*actions, switch, FleetMessage(slot.member.name, slot.reason, printed=False)]
 
-    def _leave_machine(self, event: MachineLeaving, now: float) -> None:
+    def _leave_machine(self, event: MachineLeaving, now: float) -> list[FleetAction]:
         """Rule 7. A service that starts there starts again elsewhere."""
+        actions: list[FleetAction] = []
+        reason = f"{event.machine} leaves"
         for slot in self._slots:
             if slot.machine != event.machine or slot.machine_ends_at is not None:
                 continue
             if slot.state is SlotState.STARTING:
-                self._actions.append(KillService(slot.member))
-                self._say(slot.member.name, "starts again elsewhere", f"{event.machine} leaves", printed=False)
-                self._start(slot, now)
+                actions += [KillService(slot.member), self._start(slot, now)]
+                actions.append(FleetMessage(slot.member.name, "starts again elsewhere", reason, printed=False))
             elif slot.state is SlotState.SERVING:
                 last_s = self._rules[slot.revision].drain_limit_s(slot.member.role) + DRAIN_GRACE_S
                 in_s = self._newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
                 slot.machine_ends_at = now + in_s
-                self._replace(slot, now + max(0.0, in_s - last_s), f"{event.machine} leaves", now)
+                actions += self._replace(slot, now + max(0.0, in_s - last_s), reason, now)
             elif slot.state is SlotState.SWITCHING:
                 limit_s = math.inf if event.in_s is None else max(0.0, event.in_s - DRAIN_GRACE_S)
-                self._leave(slot, f"{event.machine} leaves", now, limit_s)
+                actions += self._leave(slot, reason, now, limit_s)
+        return actions
 
-    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> Slot:
+    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> list[FleetAction]:
         """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
         slot.leave_at, slot.reason = leave_at, reason
+        actions: list[FleetAction] = []
         replacement = self._slots.replacement_of(slot)
         if replacement is None:
             replacement = self._slots.add(slot.member.role, now)
             replacement.replaces = slot.member.slot
-            self._start(replacement, now)
-        self._say(slot.member.name, f"is replaced by {replacement.member.name}", reason)
-        return replacement
+            actions.append(self._start(replacement, now))
+        return [*actions, FleetMessage(slot.member.name, f"is replaced by {replacement.member.name}", reason)]
 
-    def _record(self, slot: Slot, event: MemberEvent, now: float) -> None:
+    def _follow(self, slot: Slot, event: MemberEvent, now: float) -> list[FleetAction]:
+        """An expected event of a service that does not drain."""
         name = slot.member.name
         match event:
-            case ServicePlaced() if slot.state is SlotState.PLACING:
+            case ServicePlaced():
                 slot.enter(SlotState.STARTING, now, now + self._rules[slot.revision].config.start_timeout_s)
                 slot.machine = event.machine
                 replaced = self._slots.replaced_by(slot)
                 if replaced is not None and replaced.machine_ends_at is None:
                     replaced.leave_at = None  # there is room for both
-                self._say(name, f"starts on {event.machine}", printed=False)
-            case ServiceStarted() if slot.state is SlotState.STARTING:
+                return [FleetMessage(name, f"starts on {event.machine}", printed=False)]
+            case ServiceStarted():
                 slot.serve(event, now)
-                self._say(name, "serves", printed=self._was_ready and not self._ending)
                 replaced, slot.replaces = self._slots.replaced_by(slot), None
-                if replaced is not None:
-                    self._leave(replaced, replaced.reason, now)
-            case ServiceConfigured() if slot.state is SlotState.SERVING and slot.configuring == event.revision:
-                slot.revision = event.revision
-            case StartFailed() if slot.state is SlotState.STARTING:
-                self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
-            case ServiceDied() if slot.state not in (SlotState.WAITING, SlotState.DRAINING):
-                self._fail(slot, "died", event.reason, now)
-            case RoleSwitched() if slot.state is SlotState.SWITCHING:
+                left = [] if replaced is None else self._leave(replaced, replaced.reason, now)
+                return [FleetMessage(name, "serves", printed=self._was_ready and not self._ending), *left]
+            case ServiceConfigured():
+                if slot.configuring == event.revision:
+                    slot.revision = event.revision
+                return []
+            case StartFailed():
+                return self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
+            case ServiceDied():
+                return self._fail(slot, "died", event.reason, now)
+            case RoleSwitched():
                 slot.enter(SlotState.SERVING, now, None)
-                self._say(name, f"serves as {slot.member.role.value} worker")
-            case SwitchFailed() if slot.state is SlotState.SWITCHING:
-                self._fail(slot, "did not switch", event.reason, now)
-            case Drained() | ServiceDied() | RoleSwitched() | SwitchFailed() if slot.state is SlotState.DRAINING:
-                if isinstance(event, RoleSwitched):  # it has drained for its switch, and leaves instead
-                    self._actions.append(KillService(slot.member))
-                self._say(name, "has drained", printed=not self._ending)
-                self._slots.remove(slot)
+                return [FleetMessage(name, f"serves as {slot.member.role.value} worker")]
+            case SwitchFailed():
+                return self._fail(slot, "did not switch", event.reason, now)
+            case Drained():
+                raise AssertionError(f"{name} has drained and was not told to")
+            case _:
+                assert_never(event)
 
-    def _expire(self, now: float) -> None:
+    def _drained(self, slot: Slot, event: MemberEvent) -> list[FleetAction]:
+        """A service that has drained for its switch leaves instead."""
+        self._slots.remove(slot)
+        killed: list[FleetAction] = [KillService(slot.member)] if isinstance(event, RoleSwitched) else []
+        return [*killed, FleetMessage(slot.member.name, "has drained", printed=not self._ending)]
+
+    def _expire(self, now: float) -> list[FleetAction]:
         """Act on every slot whose deadline has come."""
+        actions: list[FleetAction] = []
         for slot in self._slots.due(now):
             if self._slots.newest(slot.member) is None:
                 continue  # a failure before it in this loop has removed it
@@ -283,59 +304,58 @@ class FleetMachine:
                 replacement = self._slots.replacement_of(slot)
                 assert replacement is not None, "check() says so"
                 replacement.replaces = None
-                self._leave(slot, slot.reason, now)
-                continue
-            if slot.deadline is None or now < slot.deadline:
-                continue
-            if slot.state is SlotState.WAITING and not self._ending:
-                self._start(slot, now)
-            elif slot.state is SlotState.PLACING:
+                actions += self._leave(slot, slot.reason, now)
+            elif slot.deadline is not None and now >= slot.deadline:
+                actions += self._expire_state(slot, now)
+        return actions
+
+    def _expire_state(self, slot: Slot, now: float) -> list[FleetAction]:
+        name = slot.member.name
+        match slot.state:
+            case SlotState.WAITING:
+                return [] if self._ending else [self._start(slot, now)]
+            case SlotState.PLACING:
                 slot.deadline = None
-                self._say(slot.member.name, "waits for a machine", slot.reason, printed=not self._ending)
-            elif slot.state is SlotState.STARTING:
-                self._actions.append(KillService(slot.member))
+                return [FleetMessage(name, "waits for a machine", slot.reason, printed=not self._ending)]
+            case SlotState.STARTING:
                 limit_s = self._rules[slot.revision].config.start_timeout_s
                 reason = f"no answer within {limit_s:g} s (cluster.start_timeout_s)"
-                self._fail(slot, "did not start", reason, now, permanent=True)
-            elif slot.state is SlotState.SWITCHING:
-                self._actions.append(KillService(slot.member))
-                self._fail(slot, "did not switch", "its drain took too long", now)
-            elif slot.state is SlotState.DRAINING:
-                self._actions.append(KillService(slot.member))
-                self._say(slot.member.name, "did not drain in time and was killed")
+                return [KillService(slot.member), *self._fail(slot, "did not start", reason, now, permanent=True)]
+            case SlotState.SWITCHING:
+                return [KillService(slot.member), *self._fail(slot, "did not switch", "its drain took too long", now)]
+            case SlotState.DRAINING:
                 self._slots.remove(slot)
+                return [KillService(slot.member), FleetMessage(name, "did not drain in time and was killed")]
+            case SlotState.SERVING:
+                raise AssertionError(f"{name} serves until a deadline")
+            case _:
+                assert_never(slot.state)
 
-    def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+    def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> list[FleetAction]:
+        actions: list[FleetAction] = []
+        name = slot.member.name
         if self._roll is not None and self._roll.is_failed_by(slot) and not self._ending:
-            self._restore(self._roll, f"{slot.member.name} {what}: {reason}", now, failed=slot)
+            actions += self._restore(self._roll, f"{name} {what}: {reason}", now, failed=slot)
             replaced = self._slots.replaced_by(slot)
             if replaced is not None and replaced.machine_ends_at is None:
                 self._slots.remove(slot)
-                return
+                return actions
         replacement = self._slots.replacement_of(slot)
         if replacement is not None:
             replacement.replaces = None
-            self._say(slot.member.name, what, f"{reason}; {replacement.member.name} takes its place")
             self._slots.remove(slot)
-            return
-        if slot.state is SlotState.SERVING and now - slot.since >= STABLE_S:
-            slot.failures = 0
-        backoff_s = self._newest_rules.config.restart_backoff_s
-        pause_s = float(min(BACKOFF_MAX_S, backoff_s * 2 ** min(slot.failures, 16)))
-        slot.failures += 1
+            return [*actions, FleetMessage(name, what, f"{reason}; {replacement.member.name} takes its place")]
+        pause_s = slot.fail(self._newest_rules.config.restart_backoff_s, f"{what}: {reason}", now)
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
-        name, says = slot.member.name, f"{reason}; starting it again in {pause_s:g} s"
         is_first_start = not (self._was_ready or self._has_served)
         if is_first_start and hopeless and not self._has_failed and not self._ending:
             self._has_failed = True
-            self._actions.append(FleetFailed(f"{name}: {reason}"))
+            actions.append(FleetFailed(f"{name}: {reason}"))
         elif not self._ending:
-            self._say(name, what, says)
-        slot.service_id = slot.address = slot.version = ""
-        slot.machine = slot.machine_ends_at = None
-        slot.enter(SlotState.WAITING, now, now + pause_s, f"{what}: {reason}")
+            actions.append(FleetMessage(name, what, f"{reason}; starting it again in {pause_s:g} s"))
+        return actions
 
-    def _start(self, slot: Slot, now: float) -> None:
+    def _start(self, slot: Slot, now: float) -> StartService:
         self._num_starts += 1
         slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
         reason = self._newest_rules.claims.wait_reason(slot.member.role)
@@ -343,62 +363,60 @@ class FleetMachine:
         slot.machine = slot.machine_ends_at = None
         slot.revision, slot.configuring = self._revision, 0
         replaced = self._slots.replaced_by(slot)
-        self._actions.append(StartService(slot.member, slot.revision, None if replaced is None else replaced.member))
+        return StartService(slot.member, slot.revision, None if replaced is None else replaced.member)
 
-    def _balance(self, now: float) -> None:
+    def _balance(self, now: float) -> list[FleetAction]:
         """Rules 1, 3 and 4."""
         if self._ending:
-            self._end(now)
-            return
+            return self._end(now)
+        actions: list[FleetAction] = []
         added: list[Slot] = []
         num_staying = self._slots.num_staying()
         for role, wanted in self._wanted.items():
             if num_staying[role] > wanted:
                 for slot in self._slots.staying(role)[wanted:]:
-                    self._leave(slot, "not wanted any more", now)
+                    actions += self._leave(slot, "not wanted any more", now)
             added += self._slots.add_all(role, max(0, wanted - num_staying[role]), now)
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
-        for slot in sorted(added, key=lambda slot: slot.member.ordinal):
-            self._start(slot, now)
+        starts = [self._start(slot, now) for slot in sorted(added, key=lambda slot: slot.member.ordinal)]
+        return [*actions, *starts]
 
-    def _end(self, now: float) -> None:
+    def _end(self, now: float) -> list[FleetAction]:
         """Rule 4. A slot that does not serve leaves at once."""
+        actions: list[FleetAction] = []
         reason, self._roll = "the fleet stops", None
         for slot in self._slots:
             slot.replaces = slot.leave_at = None
         for slot in self._slots:
             is_router = slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING
             if is_router or slot.state in NOT_SERVING:
-                self._leave(slot, reason, now)
+                actions += self._leave(slot, reason, now)
         if all(serving.role is not ServiceRole.ROUTER for serving in self._slots.live()):
             for slot in self._slots:
                 if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
                 else:
-                    self._leave(slot, reason, now, LAST_DRAIN_S)
+                    actions += self._leave(slot, reason, now, LAST_DRAIN_S)
+        return actions
 
-    def _leave(self, slot: Slot, reason: str, now: float, limit_s: float = math.inf) -> None:
+    def _leave(self, slot: Slot, reason: str, now: float, limit_s: float = math.inf) -> list[FleetAction]:
         """Drain for at most `limit_s`, the limit of the role, and the rest of the time of its machine."""
-        replacement = self._slots.replacement_of(slot)
-        if replacement is not None:
-            self._leave(replacement, reason, now)
+        replacement, name = self._slots.replacement_of(slot), slot.member.name
+        actions = [] if replacement is None else self._leave(replacement, reason, now)
         if slot.state is SlotState.SERVING:
             left_s = math.inf if slot.machine_ends_at is None else slot.machine_ends_at - now - DRAIN_GRACE_S
             timeout_s = max(0.0, min(limit_s, left_s, self._rules[slot.revision].drain_limit_s(slot.member.role)))
             slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
-            self._actions.append(DrainService(slot.member, timeout_s))
-            self._say(slot.member.name, "drains", reason, printed=False)
-            return
+            return [*actions, DrainService(slot.member, timeout_s), FleetMessage(name, "drains", reason, printed=False)]
         if slot.state is SlotState.SWITCHING:
             role_switch.abandon(slot, now, now + limit_s + DRAIN_GRACE_S, reason)
-            self._say(slot.member.name, "drains and does not switch", reason, printed=False)
-            return
+            return [*actions, FleetMessage(name, "drains and does not switch", reason, printed=False)]
         if slot.state in (SlotState.PLACING, SlotState.STARTING):
-            self._actions.append(KillService(slot.member))
-        self._say(slot.member.name, f"leaves before it serves ({slot.state.value})", reason, printed=False)
+            actions.append(KillService(slot.member))
         self._slots.remove(slot)
+        return [*actions, FleetMessage(name, f"leaves before it serves ({slot.state.value})", reason, printed=False)]
 
-    def _take_config(self, event: NewConfig) -> None:
+    def _take_config(self, event: NewConfig) -> list[FleetAction]:
         """Rule 8 or 9."""
         if self._roll is not None or self._ending:
             raise InvalidRequest(
@@ -410,64 +428,73 @@ class FleetMachine:
         }
         if event.restarts:
             self._roll = Roll(self._revision, restores=old)
-        self._say("fleet", f"{'rolls to' if event.restarts else 'takes'} config {self._revision}", event.changes)
+        what = f"{'rolls to' if event.restarts else 'takes'} config {self._revision}"
+        return [FleetMessage("fleet", what, event.changes)]
 
-    def _configure(self) -> None:
+    def _configure(self) -> list[FleetAction]:
         """Rule 9."""
-        if self._roll is None and not self._ending:
-            for slot in self._slots.lacking(self._revision):
-                slot.configuring = self._revision
-                self._actions.append(ConfigureService(slot.member, self._revision))
+        if self._roll is not None or self._ending:
+            return []
+        lacking = self._slots.lacking(self._revision)
+        for slot in lacking:
+            slot.configuring = self._revision
+        return [ConfigureService(slot.member, self._revision) for slot in lacking]
 
-    def _stop_roll(self, now: float) -> None:
+    def _stop_roll(self, now: float) -> list[FleetAction]:
         if self._roll is None or not self.can_stop_roll or self._ending:
             raise InvalidRequest("roll", "no roll that could be stopped")
-        self._restore(self._roll, "an operator has stopped the roll", now)
+        return self._restore(self._roll, "an operator has stopped the roll", now)
 
-    def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> None:
+    def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> list[FleetAction]:
         """Roll back. Services that only the roll replaces are not replaced any more."""
         assert roll.restores is not None, "a roll that restores has no way back"
+        actions: list[FleetAction] = []
         for slot in self._slots:
             replaced = self._slots.replaced_by(slot)
             if replaced is not None and replaced.machine_ends_at is None:
                 replaced.leave_at, replaced.reason = None, ""
                 if slot is not failed:
-                    self._leave(slot, reason, now)
-        self._say("fleet", f"restores config {roll.restores}", reason)
+                    actions += self._leave(slot, reason, now)
         self._revision = roll.restores
         self._roll = Roll(self._revision, restores=None)
+        return [*actions, FleetMessage("fleet", f"restores config {self._revision}", reason)]
 
-    def _advance_roll(self, now: float) -> None:
+    def _advance_roll(self, now: float) -> list[FleetAction]:
         roll = self._roll
         if roll is None or self._ending or not roll.step_ended(self._slots):
-            return
+            return []
         if any(slot.state is SlotState.SWITCHING for slot in self._slots):
-            return
+            return []
         slot = roll.next_slot(self._slots)
         if slot is None:
             self._roll = None
-            self._say("fleet", f"has rolled: every service has config {self._revision}")
-        elif slot.state is SlotState.SERVING:
-            leave_at = slot.leave_at if slot.machine_ends_at is not None else now + ROLL_PLACE_S
-            assert leave_at is not None, "a slot on a machine that leaves has a time to leave"
-            replacement = self._replace(slot, leave_at, f"roll to config {roll.revision}", now)
-            roll.begin_step(replacement, slot)
-        else:
-            self._actions.append(KillService(slot.member))
-            self._start(slot, now)
+            return [FleetMessage("fleet", f"has rolled: every service has config {self._revision}")]
+        if slot.state is not SlotState.SERVING:
+            killed = KillService(slot.member)
+            started = self._start(slot, now)
             roll.begin_step(slot, None)
+            return [killed, started]
+        leave_at = slot.leave_at if slot.machine_ends_at is not None else now + ROLL_PLACE_S
+        assert leave_at is not None, "a slot on a machine that leaves has a time to leave"
+        actions = self._replace(slot, leave_at, f"roll to config {roll.revision}", now)
+        replacement = self._slots.replacement_of(slot)
+        assert replacement is not None, "it has just begun to start"
+        roll.begin_step(replacement, slot)
+        return actions
 
-    def _announce(self) -> None:
-        """Rule 2, and the message that the supervisor waits for."""
-        published, self._published = self._published, self._slots.publications()
-        changed = [
-            publication for router, publication in self._published.items() if published.get(router) != publication
-        ]
-        self._actions[:0] = changed
+    def _publish(self) -> list[FleetAction]:
+        """Rule 2."""
+        before, self._published = self._published, self._slots.publications()
+        return [found for router, found in self._published.items() if before.get(router) != found]
+
+    def _announce(self) -> list[FleetAction]:
+        """The news that the supervisor waits for."""
+        actions: list[FleetAction] = []
         is_starting = not self._was_ready and not self._ending
         if is_starting and all(slot.state is SlotState.SERVING for slot in self._slots if slot.replaces is None):
             self._was_ready = True
-            self._actions.append(FleetReady())
+            actions.append(FleetReady())
         if self._ending and not self._slots and not self._stopped:
             self._stopped = True
-            self._actions.append(FleetStopped())
+            actions.append(FleetStopped())
+        return actions

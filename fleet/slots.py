@@ -19,6 +19,8 @@ OTHER_ROLE = {ServiceRole.PREFILL: ServiceRole.DECODE, ServiceRole.DECODE: Servi
 KEPT_FIRST = (SlotState.SERVING, SlotState.SWITCHING, SlotState.STARTING, SlotState.PLACING, SlotState.WAITING)
 LIVE = (SlotState.SERVING, SlotState.SWITCHING, SlotState.DRAINING)
 PLACED = (SlotState.STARTING, *LIVE)
+BACKOFF_MAX_S = 30.0
+STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
 
 
 @dataclass(slots=True)
@@ -51,6 +53,17 @@ class Slot:
     def serve(self, started: ServiceStarted, now: float) -> None:
         self.enter(SlotState.SERVING, now, None)
         self.service_id, self.address, self.version = started.service_id, started.address, started.version
+
+    def fail(self, backoff_s: float, reason: str, now: float) -> float:
+        """Wait for another start. Returns the pause until then, which doubles with each failure of an unstable slot."""
+        if self.state is SlotState.SERVING and now - self.since >= STABLE_S:
+            self.failures = 0
+        pause_s = float(min(BACKOFF_MAX_S, backoff_s * 2 ** min(self.failures, 16)))
+        self.failures += 1
+        self.service_id = self.address = self.version = ""
+        self.machine = self.machine_ends_at = None
+        self.enter(SlotState.WAITING, now, now + pause_s, reason)
+        return pause_s
 
     @property
     def due_at(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from core.lifecycle import ServiceRole
 from core.machine import Tick
@@ -22,7 +22,11 @@ from fleet.events import (
     DrainService,
     FleetAction,
     FleetEvent,
+    FleetFailed,
+    FleetMessage,
+    FleetReady,
     FleetRules,
+    FleetStopped,
     KillService,
     MachineId,
     Member,
@@ -138,6 +142,10 @@ class FleetShell:
                 after(self._publish_s, partial(self._drain, member, ends_at, isinstance(action, SwitchService)))
             case KillService(member):
                 self._end(member, killed=True)
+            case FleetMessage() | FleetReady() | FleetFailed() | FleetStopped():
+                pass  # for operators
+            case _:
+                assert_never(action)
 
     def _place(self, member: Member) -> None:
         self.post(ServicePlaced(member, self.machine_for(member)))

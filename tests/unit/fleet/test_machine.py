@@ -21,7 +21,8 @@ from fleet.events import (
     StartFailed,
     StartService,
 )
-from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S, STABLE_S
+from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S
+from fleet.slots import BACKOFF_MAX_S, STABLE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 
 
