@@ -131,7 +131,7 @@ def _cuda_ipc(facts: GpuFacts) -> Iterator[Finding]:
     """Workers of one machine read each other's pools in GPU memory."""
     fault = ""
     try:
-        check_environment(facts.environment, paths_of(TransferConfig().device_path, True, facts.gpudirect))
+        check_environment(facts.environment, paths_of(TransferConfig().device_path, True))
     except ConfigError as error:
         fault = str(error)
         variable = fault.partition("=")[0].partition(" ")[0]

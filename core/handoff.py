@@ -107,8 +107,7 @@ class DevicePath(Enum):
     """How bytes move where a pool is in the memory of a device."""
 
     MAPPED = "mapped"  # the reader maps the owner's pool, and its GPU copies; on one machine
-    DIRECT = "direct"  # the transport reads device memory: RDMA, or its own cuda_ipc
-    STAGED = "staged"  # through buffers in host memory on each side that has a device
+    DIRECT = "direct"  # UCX moves the bytes: by RDMA, by its own cuda_ipc, or staged through host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,6 @@ class PoolAccess:
     map_handle: bytes = b""  # MAPPED: of the pool
     process: str = ""  # MAPPED: the agent's process, as processes of the same pid namespace name it
     direct_metadata: bytes = b""  # DIRECT: of the transport that has registered the pool
-    staging_base: int = 0  # STAGED: address of slot 0 in host memory
-    slot_bytes: int = 0
-    num_slots: int = 0
 
     def __str__(self) -> str:
         return "host memory" if self.device is None else f"the memory of CUDA device {self.device}"

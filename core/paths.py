@@ -18,7 +18,6 @@ class Lane(Enum):
     UNKNOWN = "unknown"
     SHARED_MEMORY = "shared memory"
     CUDA_IPC = "cuda_ipc"
-    STAGED = "staged"  # between devices through host memory
     RDMA = "RDMA"
     TCP = "TCP"
 
@@ -27,7 +26,7 @@ class PathState(Enum):
     CONNECTING = "connecting"  # no message from the peer yet, or the first measurement runs
     FINE = "fine"
     SLOW = "slow"  # far below the expected speed
-    FALLBACK = "fallback"  # TCP or staging, although a faster lane exists
+    FALLBACK = "fallback"  # TCP or an unknown lane, although a faster lane exists
     UNREACHABLE = "unreachable"  # no message came from the peer after connecting
     REFUSED = "refused"  # the KV layouts cannot be translated, or no path leads between the two memories; final
 
@@ -83,15 +82,12 @@ def device_path(reader: PoolAccess, owner: PoolAccess, on_one_machine: bool) -> 
     """
     if reader.device is None and owner.device is None:
         return None
-    common = reader.paths & owner.paths
-    if reader.device is not None and owner.device is not None:
-        if DevicePath.MAPPED in common and on_one_machine:
-            return DevicePath.MAPPED
-        if DevicePath.DIRECT in common:
-            return DevicePath.DIRECT
-    if DevicePath.STAGED in reader.paths and (owner.device is None or DevicePath.STAGED in owner.paths):
-        return DevicePath.STAGED
-    raise MemoryMismatch(reader, owner, 'set [transfer] device_path = "staged" for both pools')
+    on_devices = reader.device is not None and owner.device is not None
+    if on_devices and on_one_machine and DevicePath.MAPPED in reader.paths & owner.paths:
+        return DevicePath.MAPPED
+    if DevicePath.DIRECT in reader.paths and (owner.device is None or DevicePath.DIRECT in owner.paths):
+        return DevicePath.DIRECT
+    raise MemoryMismatch(reader, owner, 'set [transfer] device_path = "direct" for both pools')
 
 
 def refuse_memory(reader: AgentAddress, owner: AgentAddress) -> None:

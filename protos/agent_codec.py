@@ -31,7 +31,7 @@ def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
 
 
 _LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s", "gpu")
-_ACCESS_FIELDS = ("map_handle", "process", "direct_metadata", "staging_base", "slot_bytes", "num_slots")
+_ACCESS_FIELDS = ("map_handle", "process", "direct_metadata")
 
 DEVICE_PATH_TO_WIRE: dict[DevicePath, worker_pb2.DevicePath] = {
     path: getattr(worker_pb2, f"DEVICE_PATH_{path.name}") for path in DevicePath

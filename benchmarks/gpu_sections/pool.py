@@ -32,7 +32,6 @@ from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, T
 LLAMA_8B = KVLayout("bench", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
 TINY = KVLayout("bench", "float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=16)
 READ_TIMEOUT_S = 20.0
-STAGING_BYTES = 1 << 27
 OWNER_SEED, READER_SEED = 7, 8
 BUSY_CYCLES = 100_000_000  # about 50 ms
 
@@ -101,7 +100,7 @@ class PoolEnd:
         """Open a transport of this path alone. Returns its address, pickled."""
         from kv_transfer.transports.nixl_transport import NixlTransport
 
-        opened = DeviceTransport(name, NixlTransport, frozenset({DevicePath(path)}), STAGING_BYTES)
+        opened = DeviceTransport(name, NixlTransport, frozenset({DevicePath(path)}))
         pool = PoolMemory(self.bytes.data_ptr(), self.num_blocks, self.layout, None, device=0, memory=self.memory)
         opened.register(pool)
         self.transport = opened

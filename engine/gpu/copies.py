@@ -1,4 +1,4 @@
-"""Copies of many runs by one kernel: between the own pool, a mapped pool of a peer, and pinned host memory.
+"""Copies of many runs by one kernel: within the own pool, and from a mapped pool of a peer.
 
 The kernel works on raw addresses, because a mapped pool is no tensor. With a driver call for each run, the calls would
 cost more than the copies of 2 MiB, so one kernel copies all runs. A run is cut into pieces of one tile. A program finds

@@ -66,7 +66,6 @@ class CudaDeviceMemory:
         self._in_flight: dict[int, Mark] = {}
         self._last_handle = 0
         self._mapped: dict[int, list[int]] = {}  # bases of a mapped allocation, one a map, by the pool's address
-        self._pinned: list[torch.Tensor] = []
         with _as_transport_error("measure copies"):
             self.copy_bytes_per_s = self._measure_copies(probe_bytes)
             self._warm_up()
@@ -100,12 +99,6 @@ class CudaDeviceMemory:
         if bases:
             self._enter_driver().close(bases.pop())
 
-    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
-        with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"), self._copying.computing():
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda())
-        self._pinned.append(buffer)
-        return buffer.data_ptr(), memoryview(buffer.numpy().data)
-
     def start_copies(self, copies: Sequence[tuple[int, int, int]]) -> int:
         with _as_transport_error("start copies"), self._copying.computing():
             for access_bytes, runs in runs_by_access(copies).items():
@@ -137,9 +130,6 @@ class CudaDeviceMemory:
         return tuple(found)
 
     # ---- inside
-
-    def _is_cuda(self) -> bool:
-        return self._pool.device.type == "cuda"
 
     def _enter_driver(self) -> IpcDriver:
         if self._driver is None:

@@ -1,7 +1,7 @@
 """Checks of a process whose pool is on a GPU, before its first transfer.
 
 Some settings of the environment make transfers silently slow, or impossible. Whether network cards can read GPU memory
-decides the path between machines.
+decides how UCX moves bytes between machines.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def check_environment(environ: Mapping[str, str], paths: Collection[DevicePath]) -> None:
     """Raise `ConfigError` for a variable with which a path of `paths` does not work. It names variable and remedy."""
-    for variable in ALLOCATOR_VARIABLES if {DevicePath.MAPPED, DevicePath.DIRECT} & set(paths) else ():
+    for variable in ALLOCATOR_VARIABLES:
         options = environ.get(variable, "").replace(" ", "").lower().split(",")
         if "expandable_segments:true" in options:
             raise ConfigError(
                 f"{variable} has expandable_segments:True: no other process can map such memory, and transfers fall "
-                'back to TCP. Remove it, or set [transfer] device_path = "staged"'
+                "back to TCP. Remove it"
             )
     if DevicePath.DIRECT in paths and environ.get(GET_ZCOPY, "").lower() in ("n", "no", "off", "0"):
         raise ConfigError(
@@ -45,15 +45,12 @@ def has_gpudirect(rdma_devices: Path = RDMA_DEVICES, modules: Path = MODULES, dr
     return bool(loaded & PEER_MEMORY_MODULES) or (driver.exists() and "Open Kernel Module" in driver.read_text())
 
 
-def paths_of(device_path: str, on_device: bool, gpudirect: bool) -> frozenset[DevicePath]:
+def paths_of(device_path: str, on_device: bool) -> frozenset[DevicePath]:
     """The paths that [transfer] device_path allows for a pool. Empty: pools in host memory alone.
 
-    For a pool in host memory, only "staged" has an effect: it lets the worker read pools on devices.
+    For a pool in host memory, only "direct" has an effect: it lets the worker read pools on devices.
     """
-    if device_path != "auto":
-        chosen = DevicePath(device_path)
-        return frozenset({chosen}) if on_device or chosen is DevicePath.STAGED else frozenset()
-    if not on_device:
-        return frozenset()
-    always = frozenset({DevicePath.MAPPED, DevicePath.STAGED})
-    return always | {DevicePath.DIRECT} if gpudirect else always
+    if device_path == "auto":
+        return frozenset(DevicePath) if on_device else frozenset()
+    chosen = DevicePath(device_path)
+    return frozenset({chosen}) if on_device or chosen is DevicePath.DIRECT else frozenset()

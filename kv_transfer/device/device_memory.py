@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 
 class Copy(NamedTuple):
-    """A copy between addresses that the device can reach: its own memory, mapped pools of peers, pinned host memory."""
+    """A copy between addresses that the device can reach: its own memory and mapped pools of peers."""
 
     source: int
     target: int
@@ -33,10 +33,6 @@ class DeviceMemory(Protocol):
 
     def unmap(self, address: int) -> None:
         """No copy from the peer's pool may be in flight."""
-        ...
-
-    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
-        """Allocate page-locked host memory that lives until the process ends. Returns its address and its bytes."""
         ...
 
     def start_copies(self, copies: Sequence[Copy]) -> int:

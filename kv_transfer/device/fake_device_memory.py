@@ -79,10 +79,6 @@ class FakeDeviceMemory:
         self._mapped.remove(address)
         del self._regions[address]
 
-    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
-        array = self._region(mmap.mmap(-1, num_bytes))
-        return int(array.ctypes.data), memoryview(array.data)
-
     def start_copies(self, copies: Sequence[Copy]) -> int:
         self._fail()
         for copy in copies:

@@ -14,11 +14,12 @@ def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
     """The lane of a path. `seen` is what the transport names, or TCP or RDMA if a network device counted the bytes,
     else UNKNOWN.
 
-    Bytes between two agents of one machine that no device counted moved through memory.
+    Bytes between host memories of one machine that no device counted moved through shared memory. Bytes of a GPU
+    may have moved by cuda_ipc or through host memory: UCX does not tell.
     """
-    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
+    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine or ours.on_gpu or theirs.on_gpu:
         return seen
-    return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
+    return Lane.SHARED_MEMORY
 
 
 def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
@@ -37,8 +38,9 @@ def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: floa
     on_one_machine, between_gpus = ours.machine == theirs.machine, ours.on_gpu and theirs.on_gpu
     if status.lane is Lane.TCP and (on_one_machine or between_gpus):
         return PathState.FALLBACK
-    if status.lane is Lane.STAGED and on_one_machine and between_gpus:
-        return PathState.FALLBACK
-    if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:
+    measured, expected = status.bytes_per_s, status.expected_bytes_per_s
+    if status.lane is Lane.UNKNOWN and on_one_machine and between_gpus and measured and not expected:
+        return PathState.FALLBACK  # neither lane nor speed shows that UCX does not stage through host memory
+    if measured and measured < slow_share * expected:
         return PathState.SLOW
     return PathState.FINE

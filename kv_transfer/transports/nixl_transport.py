@@ -88,8 +88,9 @@ class _NixlRead:
 
 class NixlTransport:
     def __init__(self, name: str, on_device: bool = False) -> None:
-        """`on_device`: the pool will be in the memory of a device."""
+        """`on_device`: one of the two pools of a read is in the memory of a device."""
         self.name = name
+        self._on_device = on_device
         self.busy = False
         self._poll_time = PollTime()
         self._pool: PoolMemory | None = None
@@ -233,13 +234,13 @@ class NixlTransport:
         return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), memory.kind)
 
     def _can_read(self, peer: AgentAddress) -> bool:
-        """An agent with a host pool reads no pool on a device; the two agents exchange notifications."""
-        return peer.access.device is None or self._memory.kind == "VRAM"
+        """An agent that only carries notifications of a pool on a device reads no such pool."""
+        return peer.access.device is None or self._on_device
 
     def _readable(self, peer: str) -> _RemoteAgent:
         known = self._connected(peer)
         if not self._can_read(known.address):
-            raise TransportError(f"the pool of {peer} is in {known.address.access}, ours in host memory")
+            raise TransportError(f"the pool of {peer} is in {known.address.access}; this agent reads host memory alone")
         return known
 
     def _connected(self, peer: str) -> _RemoteAgent:

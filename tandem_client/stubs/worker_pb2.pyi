@@ -27,7 +27,6 @@ class DevicePath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DEVICE_PATH_UNSPECIFIED: _ClassVar[DevicePath]
     DEVICE_PATH_MAPPED: _ClassVar[DevicePath]
     DEVICE_PATH_DIRECT: _ClassVar[DevicePath]
-    DEVICE_PATH_STAGED: _ClassVar[DevicePath]
 
 class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,7 +35,6 @@ class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PATH_LANE_CUDA_IPC: _ClassVar[PathLane]
     PATH_LANE_RDMA: _ClassVar[PathLane]
     PATH_LANE_TCP: _ClassVar[PathLane]
-    PATH_LANE_STAGED: _ClassVar[PathLane]
 
 class PathState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -79,13 +77,11 @@ WORKER_STATE_LOST: WorkerState
 DEVICE_PATH_UNSPECIFIED: DevicePath
 DEVICE_PATH_MAPPED: DevicePath
 DEVICE_PATH_DIRECT: DevicePath
-DEVICE_PATH_STAGED: DevicePath
 PATH_LANE_UNKNOWN: PathLane
 PATH_LANE_SHARED_MEMORY: PathLane
 PATH_LANE_CUDA_IPC: PathLane
 PATH_LANE_RDMA: PathLane
 PATH_LANE_TCP: PathLane
-PATH_LANE_STAGED: PathLane
 PATH_STATE_UNSPECIFIED: PathState
 PATH_STATE_CONNECTING: PathState
 PATH_STATE_FINE: PathState
@@ -146,24 +142,18 @@ class Location(_message.Message):
     def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class PoolAccess(_message.Message):
-    __slots__ = ("device", "paths", "map_handle", "process", "direct_metadata", "staging_base", "slot_bytes", "num_slots")
+    __slots__ = ("device", "paths", "map_handle", "process", "direct_metadata")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     MAP_HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_METADATA_FIELD_NUMBER: _ClassVar[int]
-    STAGING_BASE_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     device: int
     paths: _containers.RepeatedScalarFieldContainer[DevicePath]
     map_handle: bytes
     process: str
     direct_metadata: bytes
-    staging_base: int
-    slot_bytes: int
-    num_slots: int
-    def __init__(self, device: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[DevicePath, str]]] = ..., map_handle: _Optional[bytes] = ..., process: _Optional[str] = ..., direct_metadata: _Optional[bytes] = ..., staging_base: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    def __init__(self, device: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[DevicePath, str]]] = ..., map_handle: _Optional[bytes] = ..., process: _Optional[str] = ..., direct_metadata: _Optional[bytes] = ...) -> None: ...
 
 class AgentAddress(_message.Message):
     __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "access", "protocol_version")

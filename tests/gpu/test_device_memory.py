@@ -66,16 +66,6 @@ def test_blocks_of_another_process_arrive() -> None:
         peer.join()
 
 
-def test_pinned_memory_takes_a_block_and_gives_it_back() -> None:
-    pool = _noise(3).cuda()
-    memory, block_bytes = CudaDeviceMemory(pool), pool[0].nbytes
-    address, view = memory.pinned(block_bytes)
-    _wait(memory, memory.start_copies([(pool[5].data_ptr(), address, block_bytes)]))
-    assert bytes(view) == _noise(3)[5].view(torch.uint8).numpy().tobytes()
-    _wait(memory, memory.start_copies([(address, pool[0].data_ptr(), block_bytes)]))
-    assert torch.equal(pool[0], pool[5])
-
-
 def test_digests_are_those_of_xxhash() -> None:
     pool = _noise(4).cuda()
     blocks = [7, 0, 63]

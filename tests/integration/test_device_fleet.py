@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -21,26 +20,22 @@ PROMPT = tuple(range(1, 120))
 NUM_OUTPUT = 12
 
 
-@pytest.fixture(params=["auto", "staged"])
-async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+@pytest.fixture
+async def deployment(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
     put_pools_on_devices(monkeypatch)
-    config = tiny_config(transport="nixl")
-    transfer = replace(config.transfer, device_path=request.param, staging_mb=1)
-    async with deploy(replace(config, transfer=transfer)) as deployed:
+    async with deploy(tiny_config(transport="nixl")) as deployed:
         yield deployed
 
 
 async def test_every_token_is_that_of_one_engine_and_the_lane_is_in_the_reports(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = deployment.config.transfer.device_path
     (worker,) = deployment.decode
-    expected = (Lane.CUDA_IPC, PathState.FINE) if path == "auto" else (Lane.STAGED, PathState.FALLBACK)
 
     def found() -> list[object]:
         return [(path.lane, path.state) for path in transfers(worker).paths]
 
-    await until(lambda: found() == [expected], lambda: f"{transfers(worker).paths}")
+    await until(lambda: found() == [(Lane.CUDA_IPC, PathState.FINE)], lambda: f"{transfers(worker).paths}")
     (measured,) = transfers(worker).paths
     assert measured.expected_bytes_per_s == 1e6, "both pools are on one GPU"
     monkeypatch.undo()

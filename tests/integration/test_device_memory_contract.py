@@ -114,16 +114,6 @@ def test_later_copies_see_what_earlier_ones_wrote(kind: str) -> None:
     assert [pool.memory.has_ended(handle) for handle in handles] == [True] * 5
 
 
-def test_pinned_memory_takes_a_block_and_gives_it_back(kind: str) -> None:
-    pool = make_pool(kind, 1)
-    address, view = pool.memory.pinned(2 * BLOCK_BYTES)
-    pool.copy([Copy(pool.block(3), address + BLOCK_BYTES, BLOCK_BYTES)])
-    assert bytes(view[BLOCK_BYTES:]) == bytes(pool.bytes()[3].numpy())
-    view[:5] = b"hello"
-    pool.copy([Copy(address, pool.block(0), BLOCK_BYTES)])
-    assert bytes(pool.bytes()[0, :5].numpy()) == b"hello"
-
-
 def test_digests_are_those_of_the_host(kind: str) -> None:
     pool = make_pool(kind, 1)
     blocks = [5, 0, NUM_BLOCKS - 1]

@@ -15,53 +15,39 @@ import torch
 
 from core.config import TransferConfig
 from core.errors import TransportError
-from core.handoff import AbortReason, AgentAddress, DevicePath, PoolAccess
+from core.handoff import AbortReason, DevicePath
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PeerJoined
 from engine.gpu.device_memory import CudaDeviceMemory
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
-from kv_transfer.transports.device import staged_reads
 from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
+from tests.integration.test_device_memory_contract import HostDriver
 from tests.integration.transfer_owner_process import address_of, device_pool, known_bytes
 from tests.integration.transfer_worker import LAYOUT, PATIENCE_S, HandOff, Kind, TransferWorker
+from tests.support.host_nixl import HostNixl, open_host_nixl
 
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=20.0)  # a busy machine is no broken path
-MAPPED, DIRECT, STAGED = DevicePath
-
-
-class HostNixl(NixlTransport):
-    """nixl that takes the memory of a pretended device for what it is: host memory. For DIRECT."""
-
-    def register(self, pool: PoolMemory) -> None:
-        assert isinstance(pool.memory, FakeDeviceMemory)
-        super().register(replace(pool, device=None, memory=None, view=memoryview(pool.memory.bytes.data)))
-
-    def connect(self, peer: AgentAddress) -> None:
-        super().connect(replace(peer, access=PoolAccess()))
-
-
-def host_transport(name: str, on_device: bool) -> Transport:
-    return HostNixl(name) if on_device else NixlTransport(name)
+MAPPED, DIRECT = DevicePath
 
 
 def opener(*paths: DevicePath) -> Callable[[str], Transport]:
-    return lambda name: DeviceTransport(name, host_transport, frozenset(paths), 16 * LAYOUT.block_bytes)
+    return lambda name: DeviceTransport(name, open_host_nixl, frozenset(paths))
 
 
 HOST = Kind(NixlTransport)
-STAGING_HOST = Kind(opener(STAGED))
+DIRECT_HOST = Kind(opener(DIRECT))
 
 
 def engine_pool(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
     """A pool over the memory that the engine's runner gives a worker, here with its operators for the CPU."""
     tensor = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
-    memory: Any = CudaDeviceMemory(tensor, probe_bytes=1 << 20)
+    memory: Any = CudaDeviceMemory(tensor, HostDriver(), probe_bytes=1 << 20)
     return tensor.numpy(), PoolMemory(tensor.data_ptr(), num_blocks, layout, None, 0, 0, memory)
 
 
-ENGINE = Kind(opener(STAGED), engine_pool)
+ENGINE = Kind(opener(MAPPED), engine_pool)
 
 
 def on_device(*paths: DevicePath, device: int = 0) -> Kind:
@@ -75,13 +61,12 @@ def hand_off_between(owner: Kind, puller: Kind, puller_layout: KVLayout = LAYOUT
 @pytest.mark.parametrize(
     ("owner", "puller"),
     [
-        pytest.param(on_device(MAPPED, STAGED), on_device(MAPPED, STAGED, device=1), id="mapped"),
-        pytest.param(on_device(STAGED), on_device(MAPPED, STAGED, device=1), id="staged"),
-        pytest.param(on_device(DIRECT, STAGED), on_device(DIRECT), id="direct"),
-        pytest.param(ENGINE, ENGINE, id="the engine's memory, staged"),
-        pytest.param(HOST, on_device(MAPPED, STAGED), id="host to device"),
-        pytest.param(on_device(MAPPED, STAGED), STAGING_HOST, id="device to host"),
-        pytest.param(HOST, STAGING_HOST, id="host to host that may stage"),
+        pytest.param(on_device(MAPPED, DIRECT), on_device(MAPPED, DIRECT, device=1), id="mapped"),
+        pytest.param(on_device(DIRECT), on_device(MAPPED, DIRECT, device=1), id="direct"),
+        pytest.param(ENGINE, ENGINE, id="the engine's memory, mapped"),
+        pytest.param(HOST, on_device(MAPPED, DIRECT), id="host to device"),
+        pytest.param(on_device(MAPPED, DIRECT), DIRECT_HOST, id="device to host"),
+        pytest.param(HOST, DIRECT_HOST, id="host to host that may read devices"),
     ],
 )
 def test_a_hand_off_moves_every_block_and_its_digests_fit(owner: Kind, puller: Kind) -> None:
@@ -91,7 +76,7 @@ def test_a_hand_off_moves_every_block_and_its_digests_fit(owner: Kind, puller: K
     hand_off.close()
 
 
-@pytest.mark.parametrize("path", [MAPPED, STAGED])
+@pytest.mark.parametrize("path", list(DevicePath))
 def test_a_byte_that_changes_after_its_digest_is_noticed(path: DevicePath) -> None:
     hand_off = hand_off_between(on_device(path), on_device(path))
     digests = FakeDeviceMemory.digests
@@ -109,7 +94,7 @@ def test_a_byte_that_changes_after_its_digest_is_noticed(path: DevicePath) -> No
     hand_off.close()
 
 
-@pytest.mark.parametrize("path", [MAPPED, STAGED])
+@pytest.mark.parametrize("path", list(DevicePath))
 def test_pools_of_other_block_sizes_hand_off_without_digests(path: DevicePath) -> None:
     small = replace(LAYOUT, block_size=8)
     hand_off = hand_off_between(on_device(path), on_device(path), small)
@@ -127,7 +112,7 @@ def test_pools_of_other_block_sizes_hand_off_without_digests(path: DevicePath) -
 
 @pytest.mark.parametrize(
     ("paths", "lane", "state"),
-    [((MAPPED, STAGED), Lane.CUDA_IPC, PathState.FINE), ((STAGED,), Lane.STAGED, PathState.FALLBACK)],
+    [((MAPPED, DIRECT), Lane.CUDA_IPC, PathState.FINE), ((DIRECT,), Lane.UNKNOWN, PathState.FALLBACK)],
 )
 def test_the_lane_of_a_measured_path_is_the_one_that_was_taken(
     paths: tuple[DevicePath, ...], lane: Lane, state: PathState
@@ -201,10 +186,13 @@ def sides() -> Iterator[list[Side]]:
 def test_a_pool_that_cannot_be_mapped_is_read_by_the_next_path_with_a_warning(
     sides: list[Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sides += [Side("a", on_device(MAPPED, STAGED), content=True), Side("b", on_device(MAPPED, STAGED))]
+    sides += [Side("a", on_device(MAPPED, DIRECT), content=True), Side("b", on_device(MAPPED, DIRECT))]
     sides[1].device.failures.append(TransportError("no peer access"))
     connect(sides)
-    assert [side.transport.lane(other) for side, other in zip(sides, "ba", strict=True)] == [Lane.CUDA_IPC, Lane.STAGED]
+    assert [side.transport.lane(other) for side, other in zip(sides, "ba", strict=True)] == [
+        Lane.CUDA_IPC,
+        Lane.UNKNOWN,
+    ]
     assert "no peer access" in caplog.text
     handle = sides[1].transport.start_block_read("a", (1, 2), (3, 5))
     assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
@@ -250,17 +238,15 @@ def unregistered(*paths: DevicePath) -> Kind:
     def open_transport(name: str, on_device: bool) -> Transport:
         return DirectUnregistered(name) if on_device else NixlTransport(name)
 
-    return Kind(
-        lambda name: DeviceTransport(name, open_transport, frozenset(paths), 16 * LAYOUT.block_bytes), device_pool
-    )
+    return Kind(lambda name: DeviceTransport(name, open_transport, frozenset(paths)), device_pool)
 
 
 def test_a_pool_that_cannot_be_registered_is_read_by_the_next_path_with_a_warning(
     sides: list[Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sides += [Side("a", unregistered(DIRECT, STAGED), content=True), Side("b", on_device(DIRECT, STAGED))]
+    sides += [Side("a", unregistered(MAPPED, DIRECT), content=True), Side("b", on_device(MAPPED, DIRECT))]
     assert "nvidia-peermem is not loaded" in caplog.text
-    assert sides[0].transport.access().paths == {STAGED}
+    assert sides[0].transport.access().paths == {MAPPED}
     connect(sides)
     handle = sides[1].transport.start_block_read("a", (1, 2), (3, 5))
     assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
@@ -270,78 +256,6 @@ def test_a_pool_that_cannot_be_registered_is_read_by_the_next_path_with_a_warnin
 def test_a_pool_that_cannot_be_registered_and_has_no_other_path_is_refused() -> None:
     with pytest.raises(TransportError, match="nvidia-peermem"):
         Side("a", unregistered(DIRECT))
-
-
-def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
-    """Each agent has slots for 8 blocks of its own reads and 8 for its readers: nobody may wait in a circle."""
-    sides += [Side(name, on_device(STAGED), content=True) for name in "abc"]
-    connect(sides)
-    wanted = tuple(range(16))
-    for side in sides:
-        side.bytes[16:] = 0
-    started = {
-        side.transport.name: [
-            side.transport.start_block_read(other.transport.name, wanted, tuple(range(16, 32)))
-            for other in sides
-            if other is not side
-        ]
-        for side in sides
-    }
-    events = poll_all(sides, 6)
-    assert events == {name: [ReadDone(handle) for handle in handles] for name, handles in started.items()}
-    for side in sides:
-        assert np.array_equal(side.bytes[16:], sides[0].bytes[:16])
-
-
-def test_after_every_kind_of_end_all_slots_are_free_again(sides: list[Side]) -> None:
-    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
-    connect(sides)
-    owner, reader = (side.transport for side in sides)
-    blocks = tuple(range(32))
-    cancelled = reader.start_block_read("a", blocks, blocks)
-    done = reader.start_block_read("a", (4,), (5,))
-    for _ in range(3):
-        owner.poll()
-    reader.cancel(cancelled)
-    events = poll_all(sides, 2)["b"]
-    assert {type(event): event.handle for event in events} == {ReadBroken: cancelled, ReadDone: done}  # type: ignore[union-attr]
-    lost = reader.start_block_read("a", blocks, blocks)
-    reader.disconnect("a")
-    (event,) = poll_all(sides, 1)["b"]
-    assert isinstance(event, ReadBroken)
-    assert event.handle == lost
-    reader.connect(sides[0].address)
-    again = reader.start_block_read("a", blocks, blocks)
-    assert poll_all(sides, 1)["b"] == [ReadDone(again)]
-    assert np.array_equal(sides[1].bytes, sides[0].bytes)
-    ring = reader._staged._ring  # type: ignore[attr-defined]
-    assert sorted(ring.for_reads) == list(range(8, 16))
-    owner._owner.check()  # type: ignore[attr-defined]
-
-
-def test_a_slice_that_was_read_after_the_lease_of_its_slot_is_not_trusted(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged_reads, "LEASE_S", -PATIENCE_S)
-    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
-    connect(sides)
-    handle = sides[1].transport.start_block_read("a", (1,), (1,))
-    (event,) = poll_all(sides, 1)["b"]
-    assert isinstance(event, ReadBroken)
-    assert event.handle == handle
-    assert "after the lease of its slot" in str(event.error)
-    assert not sides[1].bytes[1].any(), "the slice was not copied up"
-
-
-def test_a_notification_that_only_looks_like_staging_is_dropped_and_harms_nothing(
-    sides: list[Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
-    connect(sides)
-    sides[1].transport.notify("a", b"\xffstg1\x09nonsense")
-    handle = sides[1].transport.start_block_read("a", (1,), (1,))
-    assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
-    assert "malformed staging message" in caplog.text
 
 
 def test_a_pool_is_unmapped_only_when_no_copy_from_it_is_in_flight(sides: list[Side]) -> None:

@@ -19,12 +19,10 @@ from core.handoff import AgentAddress
 from core.paths import Lane
 from kv_transfer.transports.transport import ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import (
-    address_of,
     from_line,
     known_bytes,
     pool_for,
     real_transport,
-    to_line,
 )
 from tests.integration.transport_ends import blocks
 
@@ -92,10 +90,6 @@ def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
     transport = real_transport(owner.kind)("reader")
     transport.register(pool)
     transport.connect(owner.address)
-    if owner.kind == "staged":  # whose owner takes part in a read
-        assert owner.process.stdin is not None
-        owner.process.stdin.write(to_line(address_of(transport, pool)) + "\n")
-        owner.process.stdin.flush()
     handle = transport.start_read(owner.address.name, blocks([(3, 0), (60, 1)]))
     assert wait_for_end(transport) == ReadDone(handle)
     assert [int(block[0]) for block in array[:2]] == [known_bytes(3), known_bytes(60)]
@@ -112,7 +106,7 @@ def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: Owne
     transport.close()
 
 
-@pytest.mark.parametrize("owner", [*KINDS, "mapped", "staged"], indirect=True)
+@pytest.mark.parametrize("owner", [*KINDS, "mapped", "direct"], indirect=True)
 def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None:
     transport, _ = reader_of(owner)
     owner.process.send_signal(signal.SIGKILL)
@@ -165,26 +159,6 @@ def test_a_mapped_pool_is_read_while_its_owner_is_frozen_and_unmapped_once_the_o
         assert time.monotonic() < deadline
         assert transport.poll() == []
     transport.disconnect(owner.address.name)
-    transport.close()
-
-
-@pytest.mark.parametrize("owner", ["staged"], indirect=True)
-def test_a_staged_read_from_a_frozen_owner_waits_and_ends_for_good_when_it_is_cancelled(owner: OwnerProcess) -> None:
-    transport, array = reader_of(owner)
-    owner.process.send_signal(signal.SIGSTOP)
-    wanted = range(8, 40)
-    handle = transport.start_block_read(owner.address.name, wanted, wanted)
-    assert poll_for(transport, 0.5) == []
-    transport.cancel(handle)
-    event = wait_for_end(transport)
-    assert isinstance(event, ReadBroken)
-    assert event.handle == handle
-    owner.process.send_signal(signal.SIGCONT)
-    assert poll_for(transport, 0.5) == []
-    assert not array[8:40].any(), "nothing is written after the end"
-    handle = transport.start_block_read(owner.address.name, wanted, wanted)
-    assert wait_for_end(transport) == ReadDone(handle)
-    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in wanted]
     transport.close()
 
 

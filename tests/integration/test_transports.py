@@ -33,7 +33,7 @@ def opener(kind: str) -> Callable[[str], Transport]:
     return real_transport(kind)
 
 
-@pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx", "mapped", "staged"])
+@pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx", "mapped", "direct"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     both = Ends(opener(request.param), functools.partial(pool_for, request.param))
     yield both
@@ -159,7 +159,7 @@ class TestContract:
 @pytest.mark.timeout(240)
 def test_the_contract_holds_over_tcp() -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
-    kinds = ("nixl", "ucxx", "staged")
+    kinds = ("nixl", "ucxx", "direct")
     for kind in kinds:
         real_transport(kind)
     which = f"({' or '.join(kinds)}) and (TestContract or owner) and not shared_memory"
@@ -174,4 +174,4 @@ def test_the_contract_holds_over_tcp() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "57 passed" in result.stdout
+    assert "59 passed" in result.stdout

@@ -23,8 +23,7 @@ from tandem_client.stubs import worker_pb2
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64
-DEVICE_PATHS = {"mapped": DevicePath.MAPPED, "staged": DevicePath.STAGED}
-STAGING_BYTES = 16 * LAYOUT.block_bytes  # slots of one block: reads of many blocks wait for slots
+DEVICE_PATHS = {path.value: path for path in DevicePath}
 
 
 def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
@@ -64,9 +63,10 @@ def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> 
 def real_transport(kind: str) -> Callable[[str], Transport]:
     """nixl or ucxx, or a path between devices over nixl; skips the test where it is not installed."""
     if kind in DEVICE_PATHS:
-        open_nixl = real_transport("nixl")
-        paths = frozenset({DEVICE_PATHS[kind]})
-        return lambda name: DeviceTransport(name, lambda name, _: open_nixl(name), paths, STAGING_BYTES)
+        real_transport("nixl")
+        from tests.support.host_nixl import open_host_nixl
+
+        return lambda name: DeviceTransport(name, open_host_nixl, frozenset({DEVICE_PATHS[kind]}))
     module = pytest.importorskip(f"kv_transfer.transports.{kind}_transport", reason=f"{kind} is not installed")
     return getattr(module, f"{kind.capitalize()}Transport")
 
@@ -90,8 +90,6 @@ def serve(kind: str) -> None:
     transport = real_transport(kind)("owner-process")
     transport.register(pool)
     print(to_line(address_of(transport, pool)), flush=True)
-    if kind in DEVICE_PATHS:
-        transport.connect(from_line(sys.stdin.readline()))
     while True:  # until killed; a transport has nothing that could be waited on
         transport.poll()
         time.sleep(0.0003)

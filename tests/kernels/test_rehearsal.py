@@ -34,4 +34,3 @@ def test_a_section_rehearses_under_the_interpreter(tmp_path: Path, name: str) ->
     if name == "hand_off":
         measures = " ".join(line["measure"] for line in section["lines"])
         assert "lane cuda_ipc" in measures
-        assert "lane staged" in measures

@@ -1,52 +1,41 @@
 """A transport for a pool on a device, or for a pool in host memory whose peers have theirs on devices.
 
-`core.paths.device_path` chooses a path for each peer. An underlying transport carries the notifications, and the bytes
-between hosts:
+`core.paths.device_path` chooses a path for each peer:
 
-    MAPPED   our device copies from the peer's pool, mapped          mapped_reads.py
-    DIRECT   a second transport has registered the device's pool     plain_reads.py
-    STAGED   the owner copies into its slots, we read the slots      staged_reads.py, staging_owner.py
-    none     both pools are in host memory                           plain_reads.py
+    MAPPED   our device copies from the peer's pool, mapped                    mapped_reads.py
+    DIRECT   a second transport has registered the pool; UCX moves the bytes   plain_reads.py
+    none     both pools are in host memory                                     plain_reads.py
 
-The underlying transport registers the slots for staging, or our pool if the pool is in host memory. Where the pool of a
-peer cannot be mapped (no peer access between two GPUs, another IPC namespace), the next path carries the reads, with a
-warning; lane and metrics name that path. A fleet with all pools in host memory does not need this class.
+An underlying transport carries the notifications, and the bytes between pools in host memory. Where the pool of a peer
+cannot be mapped (no peer access between two GPUs, another IPC namespace), the direct path carries the reads, with a
+warning. UCX does not tell how it moves bytes of a device: by cuda_ipc, by RDMA, or staged through host memory. So the
+lane of a direct path is unknown, and its speed decides (kv_transfer/protocol/path_verdict.py). A fleet with all pools
+in host memory does not need this class.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from mmap import PAGESIZE, mmap
 
 from core.errors import MemoryMismatch, TransportError
 from core.handoff import AgentAddress, DevicePath, PoolAccess
+from core.kv_layout import KVLayout
 from core.paths import Lane, device_path
 from kv_transfer.device.device_memory import DeviceMemory
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.device.device_reads import DeviceReads
 from kv_transfer.transports.device.mapped_reads import MappedReads
 from kv_transfer.transports.device.plain_reads import PlainReads
-from kv_transfer.transports.device.staged_reads import StagedReads
-from kv_transfer.transports.device.staging_messages import (
-    Ask,
-    Done,
-    Keepalive,
-    Refused,
-    Staged,
-    StagingMessage,
-    decode_staging,
-    encode_staging,
-)
-from kv_transfer.transports.device.staging_owner import StagingOwner
-from kv_transfer.transports.device.staging_ring import StagingRing, slot_layout
 from kv_transfer.transports.host_address import machine_id
 from kv_transfer.transports.process_name import own_process
 from kv_transfer.transports.transport import Notification, PoolMemory, Transport, TransportEvent, check_runs
 
-LANES = {DevicePath.MAPPED: Lane.CUDA_IPC, DevicePath.STAGED: Lane.STAGED}
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 DIRECT_SUFFIX = "/direct"  # of the name of the second transport
 
@@ -56,23 +45,17 @@ OpenTransport = Callable[[str, bool], Transport]
 
 
 class DeviceTransport:
-    def __init__(
-        self, name: str, open_transport: OpenTransport, paths: frozenset[DevicePath], staging_bytes: int = 1 << 27
-    ) -> None:
-        """`open_transport(name, on_device)` makes a transport, for a pool on a device or in host memory."""
+    def __init__(self, name: str, open_transport: OpenTransport, paths: frozenset[DevicePath]) -> None:
+        """`open_transport(name, on_device)` makes a transport. `on_device`: one of the two pools of a read is."""
         self.name = name
         self.busy = False
         self._open_transport = open_transport
         self._paths = paths
-        self._staging_bytes = staging_bytes
         self._underlying = open_transport(name, False)
-        self._direct: Transport | None = None
         self._pool: PoolMemory | None = None
         self._access = PoolAccess()
         self._machine = machine_id()
         self._plain = PlainReads(self._underlying, _unchanged, shared=True)
-        self._staged: StagedReads | None = None
-        self._owner: StagingOwner | None = None
         self._reads_by: dict[DevicePath | None, DeviceReads] = {None: self._plain}
         self._peers: dict[str, tuple[AgentAddress, DevicePath | None]] = {}
         self._read_by: dict[int, DeviceReads] = {}  # by handle
@@ -85,19 +68,12 @@ class DeviceTransport:
         memory, on_device = pool.memory, pool.device is not None
         if on_device and memory is None:  # only another transport can reach the pool
             self._paths = frozenset({DevicePath.DIRECT})
-        ring = self._register_underlying(pool)
+        self._underlying.register(_notification_memory() if on_device else pool)
         fields: dict[str, object] = {}
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:
             fields |= self._offer_map(memory, pool)
-        if on_device and DevicePath.DIRECT in self._paths:
+        if DevicePath.DIRECT in self._paths:
             fields |= self._offer_direct(pool)
-        if DevicePath.STAGED in self._paths:
-            self._staged = StagedReads(self._underlying, memory, pool, ring, self._send)
-            self._reads_by[DevicePath.STAGED] = self._staged
-            if memory is not None and ring is not None:
-                self._owner = StagingOwner(memory, pool, ring, self._send)
-        if ring is not None:
-            fields |= {"staging_base": ring.base, "slot_bytes": ring.slot_bytes, "num_slots": ring.num_slots}
         self._access = replace(PoolAccess(pool.device, self._paths & self._reads_by.keys()), **fields)  # type: ignore[arg-type]
 
     def _offer_map(self, memory: DeviceMemory, pool: PoolMemory) -> dict[str, object]:
@@ -124,19 +100,8 @@ class DeviceTransport:
                 raise
             logger.warning("peers cannot read our pool directly: %s", error)
             return {}
-        self._direct = direct
         self._reads_by[DevicePath.DIRECT] = PlainReads(direct, _direct_address, shared=False)
         return {"direct_metadata": direct.metadata()}
-
-    def _register_underlying(self, pool: PoolMemory) -> StagingRing | None:
-        """Register a pool in host memory, or else the slots for staging. Without staging this is the smallest ring,
-        since a transport needs a pool."""
-        if pool.device is None:
-            self._underlying.register(pool)
-            return None
-        ring = StagingRing(pool.memory, self._staging_bytes if DevicePath.STAGED in self._paths else 0)
-        self._underlying.register(ring.as_pool())
-        return ring
 
     def metadata(self) -> bytes:
         return self._underlying.metadata()
@@ -148,12 +113,12 @@ class DeviceTransport:
 
     def lane(self, peer: str) -> Lane:
         _, path = self._peers.get(peer, (None, None))
-        return Lane.UNKNOWN if path is None else LANES.get(path, Lane.UNKNOWN)
+        return Lane.CUDA_IPC if path is DevicePath.MAPPED else Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         self.disconnect(peer.name)
         path = self._path_to(peer, self._access)
-        self._underlying.connect(_underlying_address(peer))
+        self._underlying.connect(peer)
         try:
             path = self._connect_reads(peer, path)
         except TransportError:
@@ -187,8 +152,6 @@ class DeviceTransport:
         if known is None:
             return
         self._reads_by[known[1]].disconnect(peer)
-        if self._owner is not None:
-            self._owner.forget(peer)
         self._underlying.disconnect(peer)
 
     # ---- reads
@@ -230,24 +193,15 @@ class DeviceTransport:
         self._underlying.notify(peer, payload)
 
     def poll(self) -> list[TransportEvent]:
-        events: list[TransportEvent] = []
-        for event in self._underlying.poll():
-            if isinstance(event, Notification):
-                self._receive(event, events)
-            elif self._plain.owns(event.handle):
-                events.append(self._plain.on_end(event))
-            else:
-                assert self._staged is not None
-                self._staged.on_end(event)
-        if self._owner is not None:
-            self._owner.poll(time.monotonic())
+        events: list[TransportEvent] = [
+            event if isinstance(event, Notification) else self._plain.on_end(event) for event in self._underlying.poll()
+        ]
         for reads in self._reads_by.values():
             events += reads.poll()
         for event in events:
             if not isinstance(event, Notification):
                 del self._read_by[event.handle]
-        staging = self._owner is not None and self._owner.busy
-        self.busy = self._underlying.busy or staging or any(reads.busy for reads in self._reads_by.values())
+        self.busy = self._underlying.busy or any(reads.busy for reads in self._reads_by.values())
         return events
 
     def close(self) -> None:
@@ -270,47 +224,20 @@ class DeviceTransport:
             raise TransportError(f"not connected to {peer}")
         return self._peers[peer]
 
-    def _send(self, peer: str, message: StagingMessage) -> None:
-        self._connected(peer)
-        self._underlying.notify(peer, encode_staging(message))
-
-    def _receive(self, event: Notification, events: list[TransportEvent]) -> None:
-        try:
-            message = decode_staging(event.payload)
-        except TransportError as error:
-            logger.warning("%s: %s", event.peer, error)
-            return
-        match message:
-            case None:
-                events.append(event)
-            case Ask() if self._owner is not None and event.peer in self._peers:
-                self._owner.on_ask(event.peer, message, time.monotonic())
-            case Done(slice_id) if self._owner is not None:
-                self._owner.on_done(event.peer, slice_id)
-            case Staged() | Refused() if self._staged is not None and event.peer in self._peers:
-                self._staged.on_message(event.peer, message)
-            case Ask() | Done() | Staged() | Refused() | Keepalive():
-                return  # a Keepalive; or the peer is not connected, or this agent does not stage: no answer
-
 
 def _unchanged(peer: AgentAddress) -> AgentAddress:
     return peer
 
 
-def _underlying_address(peer: AgentAddress) -> AgentAddress:
-    """The address that the underlying transport reads: the peer's slots, or the peer's pool in host memory."""
-    access = peer.access
-    if access.device is None or not access.num_slots:
-        return peer
-    return replace(
-        peer,
-        pool_base=access.staging_base,
-        num_blocks=access.num_slots,
-        layout=slot_layout(access.slot_bytes),
-        probe_bytes=0,
-        access=PoolAccess(),
-    )
-
-
 def _direct_address(peer: AgentAddress) -> AgentAddress:
-    return replace(peer, name=peer.name + DIRECT_SUFFIX, metadata=peer.access.direct_metadata)
+    """The address of the transport that has registered the pool: the second one, or that of a pool in host memory."""
+    metadata = peer.access.direct_metadata
+    return replace(peer, name=peer.name + DIRECT_SUFFIX, metadata=metadata) if metadata else peer
+
+
+def _notification_memory() -> PoolMemory:
+    """A page of host memory that nobody reads: a transport that carries notifications alone needs a pool too."""
+    layout = KVLayout("notifications", "float32", 1, 1, 16, 1)
+    view = memoryview(mmap(-1, PAGESIZE))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return PoolMemory(address, PAGESIZE // layout.block_bytes, layout, view)

@@ -61,10 +61,6 @@ class PlainReads:
         events = self._transport.poll()
         return [self.on_end(event) for event in events if not isinstance(event, Notification)]
 
-    def owns(self, theirs: int) -> bool:
-        """Whether a handle of the other transport belongs to one of these reads."""
-        return theirs in self._ours
-
     def on_end(self, event: ReadEnd) -> ReadEnd:
         handle = self._forget(event.handle)
         return read_end(handle, event.error if isinstance(event, ReadBroken) else None)

@@ -134,9 +134,9 @@ def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    nixl, staged = TransferConfig(), TransferConfig(device_path="staged")
+    nixl, direct = TransferConfig(), TransferConfig(device_path="direct")
     assert type(open_transport(nixl, "a")).__name__ == "NixlTransport"
-    for config, on_device in ((nixl, True), (staged, True), (staged, False)):
+    for config, on_device in ((nixl, True), (direct, True), (direct, False)):
         assert type(open_transport(config, "a", on_device)).__name__ == "DeviceTransport"
 
 

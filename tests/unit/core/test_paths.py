@@ -8,11 +8,10 @@ from core.errors import MemoryMismatch
 from core.handoff import DevicePath, PoolAccess
 from core.paths import Lane, PathState, PathStatus, device_path
 
-MAPPED, DIRECT, STAGED = DevicePath
-HOST, STAGING_HOST = PoolAccess(), PoolAccess(None, frozenset({STAGED}))
+MAPPED, DIRECT = DevicePath
+HOST, DIRECT_HOST = PoolAccess(), PoolAccess(None, frozenset({DIRECT}))
 ANY = PoolAccess(0, frozenset(DevicePath))
-WITHOUT_RDMA = PoolAccess(1, frozenset({MAPPED, STAGED}))
-ONLY_DIRECT = PoolAccess(0, frozenset({DIRECT}))
+ONLY_MAPPED, ONLY_DIRECT = PoolAccess(1, frozenset({MAPPED})), PoolAccess(0, frozenset({DIRECT}))
 
 
 def test_a_path_describes_itself_in_one_line() -> None:
@@ -25,14 +24,13 @@ def test_a_path_describes_itself_in_one_line() -> None:
     ("reader", "owner", "on_one_machine", "path"),
     [
         (HOST, HOST, True, None),
-        (STAGING_HOST, HOST, False, None),
+        (DIRECT_HOST, HOST, False, None),
         (ANY, ANY, True, MAPPED),
         (ANY, ANY, False, DIRECT),
-        (ANY, WITHOUT_RDMA, True, MAPPED),
-        (WITHOUT_RDMA, ANY, False, STAGED),
+        (ANY, ONLY_MAPPED, True, MAPPED),
         (ONLY_DIRECT, ANY, True, DIRECT),
-        (ANY, HOST, False, STAGED),  # the reader alone has a device: its slots are enough
-        (STAGING_HOST, ANY, True, STAGED),
+        (ANY, HOST, False, DIRECT),  # the reader alone has a device
+        (DIRECT_HOST, ANY, True, DIRECT),
     ],
 )
 def test_the_fastest_path_that_both_pools_have_is_taken(
@@ -42,7 +40,7 @@ def test_the_fastest_path_that_both_pools_have_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("reader", "owner"), [(HOST, ANY), (ONLY_DIRECT, WITHOUT_RDMA), (ONLY_DIRECT, HOST), (STAGING_HOST, ONLY_DIRECT)]
+    ("reader", "owner"), [(HOST, ANY), (ONLY_DIRECT, ONLY_MAPPED), (ONLY_MAPPED, HOST), (DIRECT_HOST, ONLY_MAPPED)]
 )
 def test_pools_without_a_common_path_are_refused_with_both_memories_and_the_option(
     reader: PoolAccess, owner: PoolAccess

@@ -10,7 +10,7 @@ from core.errors import ConfigError
 from core.handoff import DevicePath
 from kv_transfer.device.device_checks import check_environment, has_gpudirect, paths_of
 
-MAPPED, DIRECT, STAGED = DevicePath
+MAPPED, DIRECT = DevicePath
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -18,8 +18,7 @@ MAPPED, DIRECT, STAGED = DevicePath
 def test_expandable_segments_are_refused_by_the_variables_name(variable: str, value: str) -> None:
     for path in (MAPPED, DIRECT):
         with pytest.raises(ConfigError, match=f"{variable} has expandable_segments"):
-            check_environment({variable: value}, {path, STAGED})
-    check_environment({variable: value}, {STAGED})
+            check_environment({variable: value}, {path})
     check_environment({variable: "expandable_segments:False"}, set(DevicePath))
 
 
@@ -27,7 +26,7 @@ def test_reads_over_cuda_ipc_that_are_switched_off_are_refused_where_the_transpo
     for value in ("n", "No", "0", "off"):
         with pytest.raises(ConfigError, match=f"UCX_CUDA_IPC_ENABLE_GET_ZCOPY={value}"):
             check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {DIRECT})
-        check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {MAPPED, STAGED})
+        check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {MAPPED})
     check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}, {DIRECT})
 
 
@@ -56,18 +55,15 @@ def test_a_machine_without_any_of_these_files_has_no_gpudirect(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("device_path", "on_device", "gpudirect", "paths"),
+    ("device_path", "on_device", "paths"),
     [
-        ("auto", False, True, set()),
-        ("auto", True, False, {MAPPED, STAGED}),
-        ("auto", True, True, {MAPPED, DIRECT, STAGED}),
-        ("mapped", True, True, {MAPPED}),
-        ("mapped", False, True, set()),
-        ("direct", True, False, {DIRECT}),
-        ("staged", False, False, {STAGED}),  # a pool in host memory whose peers are on devices
+        ("auto", False, set()),
+        ("auto", True, {MAPPED, DIRECT}),
+        ("mapped", True, {MAPPED}),
+        ("mapped", False, set()),
+        ("direct", True, {DIRECT}),
+        ("direct", False, {DIRECT}),  # a pool in host memory whose peers are on devices
     ],
 )
-def test_the_paths_of_a_pool_follow_from_the_option_and_the_hardware(
-    device_path: str, on_device: bool, gpudirect: bool, paths: set[DevicePath]
-) -> None:
-    assert paths_of(device_path, on_device, gpudirect) == paths
+def test_the_paths_of_a_pool_follow_from_the_option(device_path: str, on_device: bool, paths: set[DevicePath]) -> None:
+    assert paths_of(device_path, on_device) == paths

@@ -90,12 +90,12 @@ def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> No
 def test_a_lane_that_the_transport_names_is_not_guessed_from_counters(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryTransport, "lane", lambda *_: Lane.STAGED)
+    monkeypatch.setattr(MemoryTransport, "lane", lambda *_: Lane.CUDA_IPC)
     pair.counted = iter([QUIET])  # asked once, at the start
     pair.start()
     (probed,) = pair.ends()
     assert isinstance(probed, PathProbed)
-    assert probed.seen is Lane.STAGED
+    assert probed.seen is Lane.CUDA_IPC
 
 
 def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:

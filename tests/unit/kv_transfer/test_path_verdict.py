@@ -34,11 +34,13 @@ def test_a_configured_speed_overrides_that_of_the_hardware() -> None:
         (Lane.TCP, HERE, BESIDE, Lane.TCP),
         (Lane.RDMA, HERE, THERE, Lane.RDMA),
         (Lane.UNKNOWN, HERE, BESIDE, Lane.SHARED_MEMORY),
-        (Lane.UNKNOWN, GPU, GPU_BESIDE, Lane.CUDA_IPC),
+        (Lane.CUDA_IPC, GPU, GPU_BESIDE, Lane.CUDA_IPC),
+        (Lane.UNKNOWN, GPU, GPU_BESIDE, Lane.UNKNOWN),  # UCX does not tell whether it stages
+        (Lane.UNKNOWN, HERE, GPU, Lane.UNKNOWN),
         (Lane.UNKNOWN, HERE, THERE, Lane.UNKNOWN),
     ],
 )
-def test_uncounted_bytes_of_one_machine_moved_through_memory(
+def test_uncounted_bytes_of_one_machine_moved_through_shared_memory_if_both_pools_are_in_host_memory(
     seen: Lane, ours: Location, theirs: Location, lane: Lane
 ) -> None:
     assert lane_of(seen, ours, theirs) is lane
@@ -55,10 +57,10 @@ def test_uncounted_bytes_of_one_machine_moved_through_memory(
         (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, on any machines
         (Lane.RDMA, 11e9, GPU, GPU_THERE, PathState.FINE),
         (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # the expected speed is not known
-        (Lane.STAGED, 1e9, GPU, GPU_BESIDE, PathState.FALLBACK),  # one GPU could map the pool of the other
-        (Lane.STAGED, 11e9, GPU, GPU_THERE, PathState.FINE),
-        (Lane.STAGED, 1e9, GPU, GPU_THERE, PathState.SLOW),
-        (Lane.STAGED, 1e9, HERE, GPU, PathState.FINE),  # one pool is in host memory
+        (Lane.UNKNOWN, 40e9, GPU, GPU_BESIDE, PathState.FALLBACK),  # UCX may stage through host memory
+        (Lane.UNKNOWN, 11e9, GPU, GPU_THERE, PathState.FINE),
+        (Lane.UNKNOWN, 1e9, GPU, GPU_THERE, PathState.SLOW),
+        (Lane.UNKNOWN, 1e9, HERE, GPU, PathState.FINE),  # one pool is in host memory
         (Lane.UNKNOWN, 0.0, HERE, BESIDE, PathState.FINE),  # nothing was measured
     ],
 )
@@ -75,3 +77,11 @@ def test_within_one_gpu_the_speed_of_its_copy_is_expected_and_between_two_gpus_n
     other = Location("a", on_gpu=True, memory_bytes_per_s=2e12, gpu="GPU-2")
     assert expected_bytes_per_s(one, beside, 0.0) == 1.9e12
     assert expected_bytes_per_s(one, other, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(("bytes_per_s", "state"), [(1.8e12, PathState.FINE), (0.2e12, PathState.SLOW)])
+def test_an_unknown_lane_between_gpus_is_judged_by_its_speed_where_one_is_expected(
+    bytes_per_s: float, state: PathState
+) -> None:
+    status = PathStatus("peer", PathState.CONNECTING, Lane.UNKNOWN, bytes_per_s, 2e12)
+    assert judge(status, GPU, GPU_BESIDE, slow_share=0.25) is state

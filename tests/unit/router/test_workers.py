@@ -25,7 +25,7 @@ CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 WORK = CallWork(prompt_s=0.005, num_blocks=3)
 
 
-ON_DEVICE = PoolAccess(0, frozenset({DevicePath.MAPPED, DevicePath.STAGED}))
+ON_DEVICE = PoolAccess(0, frozenset(DevicePath))
 
 
 def empty_table(config: RouterConfig = CONFIG) -> WorkerTable:
