@@ -8,7 +8,7 @@ and the other half at its end, so whatever is reused meanwhile shows in what was
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.handoff import Abort, AbortReason, HandoffMessage, Ready, Release
 from core.paths import Lane
@@ -30,23 +30,13 @@ from kv_transfer.protocol.events import (
     SendMessage,
     StartRead,
 )
+from simulator.faults import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import WHOLE_BLOCK, Memory
 from simulator.network import Network
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
 
-
-@dataclass(frozen=True, slots=True)
-class ReadFaults:
-    seconds_per_block: float = 0.0005
-    slow: float = 0.0  # probability that a read takes between half and six times its time limit
-    broken: float = 0.0  # ... that a read fails
-    corrupted: float = 0.0  # ... that a bit of a block flips during the read
-
-
 AgentEvents = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed
-
-PROBED_BYTES_PER_S = 5e9
 
 
 class SimulatedAgent:

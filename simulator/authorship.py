@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from core.step import StepPlan
 from router.requests.routed_request import request_id_of
-from simulator.network import Call, CallState, first_id
+from simulator.calls import Call, CallState, first_id
 from simulator.world import SimulationError, World
 
 

@@ -16,9 +16,9 @@ from core.errors import QueueFull, RequestCancelled, TandemError
 from core.request import Request
 from core.scheduling.sequence import Sequence as RunningSequence
 from router.requests.events import ClientCancelled, Deliver, Outcome
+from simulator.calls import first_id
 from simulator.checks import Oracle
 from simulator.memory import EOS_TOKEN_IDS
-from simulator.network import first_id
 from simulator.router_shell import RouterShell
 from simulator.scenario import ClientRequest
 from simulator.world import World

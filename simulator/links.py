@@ -20,8 +20,9 @@ from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
 from decode_worker.events import HandoffArrived, MoveArrived, ResumeArrived
 from router.requests import events
+from simulator.calls import Call, CallState
 from simulator.line import Line, independent_line
-from simulator.network import Call, CallState, Network
+from simulator.network import Network
 from simulator.router_shell import Arrived, Refuse, RouterShell
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
@@ -41,22 +42,22 @@ class StreamLinks:
         for key, worker in workers.items():
             worker.token_streams[self._tokens[key].call_id] = self._tokens[key]
             self._tokens[key].reply = partial(self._send_event, key)
-            worker.subscribe(name, partial(self._send_event, key, worker))
+            worker.subscribe(name, partial(self._send_event, key))
 
     def _new_call(self, call_id: str, worker_id: str) -> Call:
         return Call(call_id, worker_id, self._to_worker[worker_id], self._to_router[worker_id])
 
-    def _send_event(self, worker_id: str, _: WorkerShell, event: Any) -> None:
+    def _send_event(self, worker_id: str, event: Any) -> None:
         self._to_router[worker_id].send(partial(self._router.post, event))
 
     def _answer(self, call: Call, worker: WorkerShell, result: Any) -> None:
-        self._send_event(call.worker_id, worker, worker.returned(call, result))
+        self._send_event(call.worker_id, worker.returned(call, result))
 
     def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None:
         worker, call = self._workers[worker_id], self._new_call(dispatch_id, worker_id)
         call.role, call.number = role, number
         call.tokens = self._tokens[worker_id] if role is ServiceRole.DECODE else None
-        call.reply = partial(self._answer, call)
+        call.reply = partial(self._answer, call, worker)
         call.to_worker.send(partial(worker.accept, call, arrived))
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
@@ -163,7 +164,7 @@ class BreakableLinks:
                 raise SimulationError(f"{dispatch_id} was sent to {worker_id}, which has no token stream")
         call = self._new_call(dispatch_id, worker_id)
         call.role, call.number, call.tokens = role, number, tokens
-        call.reply = partial(self._on_answer, call)
+        call.reply = partial(self._on_answer, call, node)
         self._calls[(dispatch_id, worker_id)] = call
 
         def deliver() -> None:
@@ -263,13 +264,13 @@ class BreakableLinks:
                 self._token_streams[worker_id] = stream
                 then()
 
-        def reply(_: WorkerShell, message: events.StepTokens | TokenStreamEnded | None) -> None:
+        def reply(message: events.StepTokens | TokenStreamEnded | None) -> None:
             stream.to_router.send(partial(receive, message))
 
         def arrive() -> None:
             if node.alive and not node.stopped and not node.is_prefill and stream.caller is CallState.OPEN:
                 node.token_streams[stream.call_id] = stream
-                reply(node, None)  # the first message says that the stream is open
+                reply(None)  # the first message says that the stream is open
 
         stream.reply = reply
         stream.to_worker.send(arrive)

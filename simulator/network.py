@@ -10,27 +10,12 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from core.handoff import HandoffMessage
-from core.lifecycle import ServiceRole
+from simulator.faults import NetworkFaults
 from simulator.line import LONGEST, SHORTEST, Line
-from simulator.world import SimulationError, World
-
-if TYPE_CHECKING:
-    from simulator.worker_shell import WorkerShell
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkFaults:
-    delay_s: float = 0.0005  # typical
-    slow_pair_share: float = 0.0  # share of pairs with a delay SLOWNESS times as long
-    loss: float = 0.0  # probability for a notification
-    doubling: float = 0.0  # likewise
-
+from simulator.world import World
 
 SLOWNESS = 25.0
 
@@ -68,35 +53,3 @@ class Network:
         line.send(deliver)
         if self._base_delay[(source, target)] > self.faults.delay_s:
             self._world.trouble(source, target)
-
-
-def first_id(request_id: str) -> str:
-    """The id of the first call of a request, of which `request_id` is a call."""
-    return request_id.partition("~")[0]
-
-
-class CallState(Enum):
-    OPEN = "open"
-    ENDED = "ended"  # by its answer, an error or a cancel
-
-
-def _not_connected(worker: WorkerShell, result: Any) -> None:
-    raise SimulationError(f"{worker.spec.worker_id} answers {result}, but is not connected")
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One gRPC call, or one token stream. Messages of different calls overtake each other."""
-
-    call_id: str
-    worker_id: str
-    to_worker: Line
-    to_router: Line
-    reply: Callable[[WorkerShell, Any], None] = _not_connected  # sends an answer, or the tokens of a stream
-    caller: CallState = CallState.OPEN
-    cut: bool = False  # the last answers were lost when the worker died
-    is_broken: bool = False  # a token stream; its ends notice later
-    role: ServiceRole = ServiceRole.PREFILL  # of the worker that can answer
-    number: int = 0  # of a decode call
-    tokens: Call | None = None  # the StreamTokens call of a decode call
-    num_tokens: int = 0  # of a decode call, put on the token stream

@@ -16,9 +16,10 @@ from functools import partial
 from core.config import TransferConfig
 from core.lifecycle import ServiceRole, Stage
 from core.request import Request, SamplingParams
-from simulator.agent import ReadFaults, SimulatedAgent
+from simulator.agent import SimulatedAgent
+from simulator.faults import NetworkFaults, ReadFaults
 from simulator.links import StreamLinks
-from simulator.network import Network, NetworkFaults
+from simulator.network import Network
 from simulator.replay_config import ReplayConfig
 from simulator.replay_result import PERCENTS, GapHistogram, ReplayResult, RequestRecord, rising, worst_tenth_mean
 from simulator.router_shell import RouterShell

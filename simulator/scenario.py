@@ -18,11 +18,10 @@ from core.handoff import Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
-from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
+from simulator.faults import PROBED_BYTES_PER_S, EngineFaults, Fault, NetworkFaults, ReadFaults, RouterDeath
 from simulator.memory import VOCAB_SIZE
-from simulator.network import NetworkFaults
 from simulator.orders import FleetFaults, draw_fleet_faults
-from simulator.worker_spec import EngineFaults, WorkerSpec
+from simulator.worker_spec import WorkerSpec
 
 NUM_REQUESTS = 50
 NUM_HARSH_REQUESTS = 90
@@ -55,24 +54,6 @@ class ClientRequest:
     def may_time_out(self) -> bool:
         """Whether the deadline may pass. Other requests have enough time in spite of every fault."""
         return self.timeout_s < PATIENT_TIMEOUT_S
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`kind`: dies | vanishes (a silent death) | drains | stops (SIGSTOP) | loses its report stream | loses its token
-    stream."""
-
-    kind: str
-    worker_id: str
-    at: float
-    duration_s: float  # until the worker restarts or resumes
-
-
-@dataclass(frozen=True, slots=True)
-class RouterDeath:
-    router: int  # place in the list of routers
-    at: float
-    duration_s: float  # until the next router serves at its address
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from simulator.agent import SimulatedAgent
 from simulator.authorship import Authorship
 from simulator.checks import Oracle, check_left_clean, check_paths
 from simulator.clients import ResumingClients
+from simulator.faults import Fault, RouterDeath
 from simulator.line import Line
 from simulator.links import RECONNECT_S, BreakableLinks
 from simulator.network import Network
 from simulator.router_shell import RouterShell
-from simulator.scenario import SCENARIOS, Fault, RouterDeath, Scenario
+from simulator.scenario import SCENARIOS, Scenario
 from simulator.vllm_shell import VllmShell
 from simulator.worker_shell import WorkerShell
 from simulator.worker_spec import WorkerSpec

@@ -43,12 +43,14 @@ from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router.requests import events
-from simulator.agent import ReadFaults, SimulatedAgent
+from simulator.agent import SimulatedAgent
 from simulator.authorship import Authorship
-from simulator.checks import HandOffsAsk, TenantShares
+from simulator.calls import Call
+from simulator.fairness import HandOffsAsk, TenantShares
+from simulator.faults import ReadFaults
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, BlankMemory, Memory
-from simulator.network import Call, Network
+from simulator.network import Network
 from simulator.steps import SimulatedExecutor
 from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
@@ -228,7 +230,7 @@ class WorkerShell:
             return
         for call in [call for call in self.calls.values() if call.tokens is stream]:
             self.cancel(call.call_id)
-            call.reply(self, TokenStreamEnded("the token stream of this call has ended"))
+            call.reply(TokenStreamEnded("the token stream of this call has ended"))
 
     def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
         """Send one message on each token stream that has new tokens."""
@@ -247,14 +249,14 @@ class WorkerShell:
                 [event.token.token_id for _, event in pairs],
                 {place: event.token for place, (_, event) in enumerate(pairs) if event.token.logprob is not None},
             )
-            self.token_streams[stream_id].reply(self, message)
+            self.token_streams[stream_id].reply(message)
 
     def _notify(self, call_id: str, first_index: int | None, reason: MoveReason = MoveReason.DRAIN) -> None:
         """Send a notice of a move on the token stream of its call, if that stream has not ended."""
         call = self.calls.get(call_id)
         if call is not None and call.tokens is not None and call.tokens.call_id in self.token_streams:
             notice = events.MoveNotice(call.number, first_index, reason)
-            self.token_streams[call.tokens.call_id].reply(self, events.StepTokens((), (), (), {}, [notice]))
+            self.token_streams[call.tokens.call_id].reply(events.StepTokens((), (), (), {}, [notice]))
 
     def move(self, event: MoveArrived | ResumeArrived, refuse: Callable[[TandemError], None]) -> None:
         """`refuse` gets the error of a move that cannot begin."""
@@ -303,7 +305,7 @@ class WorkerShell:
     def _end_call(self, call_id: str, result: Any) -> None:
         call = self.calls.pop(call_id, None)
         if call is not None:
-            call.reply(self, result)
+            call.reply(result)
 
     def returned(self, call: Call, result: Any) -> events.PrefillReturned | events.DecodeReturned:
         """The event of the router's machine at the end of this call."""
@@ -427,7 +429,7 @@ class WorkerShell:
         machine, role = self.machine, ServiceRole.DECODE if self.is_prefill else ServiceRole.PREFILL
         for stream in list(self.token_streams.values()):
             self.close_tokens(stream)
-            stream.reply(self, TokenStreamEnded("this worker changes its role"))
+            stream.reply(TokenStreamEnded("this worker changes its role"))
         self._subscribers.clear()
         self.spec = replace(self.spec, role=role)
         self._timer.stop()

@@ -10,15 +10,7 @@ from core.handoff import Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from simulator.cost_model import LinkCost
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFaults:
-    """Of the engine of a vLLM worker."""
-
-    death: float = 0.0  # probability that a step ends the engine
-    hang: float = 0.0  # ... that a step never ends
-    lost_load: float = 0.0  # ... that the KV of a hand-off cannot be loaded
+from simulator.faults import EngineFaults
 
 
 @dataclass(frozen=True, slots=True)

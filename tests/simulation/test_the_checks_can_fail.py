@@ -29,17 +29,15 @@ from router.requests.machine import RouterMachine
 from router.requests.moves import OpenMoves
 from router.requests.routed_request import Dispatch, RoutedRequest
 from router.routing.worker_record import WorkerRecord
-from simulator.agent import ReadFaults
 from simulator.authorship import Authorship
+from simulator.calls import Call
 from simulator.clients import ResumingClients
+from simulator.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
 from simulator.memory import Memory
-from simulator.network import Call, NetworkFaults
 from simulator.router_shell import RouterShell
 from simulator.scenario import (
     SLOW_STEP_COST,
     ClientRequest,
-    Fault,
-    RouterDeath,
     Scenario,
     make_fleet_scenario,
     make_scenario,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.lifecycle import ServiceRole
-from simulator.agent import ReadFaults
-from simulator.network import NetworkFaults
-from simulator.scenario import STEP_COST, Fault, Scenario
+from simulator.faults import Fault, NetworkFaults, ReadFaults
+from simulator.scenario import STEP_COST, Scenario
 
 NUM_TOKENS = 480  # of a pool
 LONGEST_PROMPT = 60
