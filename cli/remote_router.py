@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from core.errors import ErrorCode, QueueFull, TandemError
-from gateway.router_calls import Metadata, Sink
+from core.service import Metadata
+from gateway.router_calls import Sink
 from runtime.rpc.api_keys import AUTHORIZATION
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2

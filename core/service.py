@@ -1,4 +1,4 @@
-"""The contract between a service (router, prefill worker, decode worker) and its host.
+"""The contracts of a service (router, prefill worker, decode worker) with its host and with callers in its process.
 
 The host builds, starts, drains and stops the service, in this order, on one asyncio loop. In a cluster the host is a
 Ray actor (fleet/ray_hosts.py); in tests and on a machine without Ray it is a plain process.
@@ -6,13 +6,17 @@ Ray actor (fleet/ray_hosts.py); in tests and on a machine without Ray it is a pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
+
+Metadata = Sequence[tuple[str, str]]  # of a gRPC call: the key of the client, its trace
+C = TypeVar("C", contravariant=True)
+F = TypeVar("F", contravariant=True)
 
 
 def join_address(host: str, port: int | str) -> str:
@@ -60,6 +64,21 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """End at once: calls in flight fail with UNAVAILABLE. A second call does nothing."""
+
+
+class Sink(Protocol[C, F]):
+    """Takes the parts of one answer as they come, each a `C`, or an `F` at the end of a choice. No method waits."""
+
+    @property
+    def is_full(self) -> bool:
+        """The reader is behind: the sink takes no part until it has called the callback of `when_room`."""
+
+    def when_room(self, callback: Callable[[], None], /) -> None:
+        """Call `callback` once, as soon as the sink is no longer full."""
+
+    def chunk(self, chunk: C, /) -> None: ...
+
+    def finished(self, finished: F, /) -> None: ...
 
 
 class HttpFront(Protocol):

@@ -18,7 +18,8 @@ from starlette.requests import Request
 
 from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import TandemError, WorkerUnavailable, quoted
-from gateway.router_calls import Metadata, RouterCalls
+from core.service import Metadata
+from gateway.router_calls import RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones

@@ -6,12 +6,12 @@ then stay in the router, and come as one longer chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from core import service
+from core.service import Metadata
 from tandem_client.stubs import cluster_pb2, inference_pb2
-
-Metadata = Sequence[tuple[str, str]]  # of a gRPC call: the key of the client, its trace
 
 
 class Chunk(Protocol):
@@ -43,20 +43,7 @@ def parts_of(chunk: Chunk) -> Iterator[str | inference_pb2.ToolCallDelta]:
         yield text[position:]
 
 
-class Sink(Protocol):
-    """Takes the parts of an answer as they come."""
-
-    @property
-    def is_full(self) -> bool:
-        """The sink wants no part until it calls the callback of `when_room`."""
-
-    def when_room(self, callback: Callable[[], None], /) -> None:
-        """Call `callback` once, as soon as the sink is no longer full."""
-
-    def chunk(self, chunk: Chunk, /) -> None: ...
-
-    def finished(self, finished: inference_pb2.Finished, /) -> None:
-        """The last part of a choice."""
+Sink = service.Sink[Chunk, inference_pb2.Finished]
 
 
 class RouterCalls(Protocol):

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from core.errors import TandemError
+from core.service import Metadata
 from router.operations.cluster_servicer import ClusterServicer
-from router.serving.call_writer import Sink, SinkWriter
+from router.serving.call_writer import LocalSink, SinkWriter
 from router.serving.inference_servicer import InferenceServicer
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import LocalContext
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
-Metadata = Sequence[tuple[str, str]]
 INFERENCE, CLUSTER = "/tandem.v1.Inference", "/tandem.v1.Cluster"
 
 
@@ -39,7 +37,7 @@ class LocalCalls:
         self._admitted(f"{INFERENCE}/Generate", metadata)
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
+        self, request: inference_pb2.GenerateRequest, sink: LocalSink, timeout_s: float, metadata: Metadata
     ) -> None:
         """The servicer checks the key, and counts a refusal."""
         await self._inference.serve(request, SinkWriter(sink, metadata, timeout_s))

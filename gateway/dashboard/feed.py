@@ -11,8 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from core.errors import DeadlineExceeded, TandemError
+from core.service import Metadata
 from gateway.dashboard.views import Json, answering_router, fleet_view, request_view, trace_view
-from gateway.router_calls import Metadata, RouterCalls
+from gateway.router_calls import RouterCalls
 
 MAX_AGE_S = 0.5  # an answer younger than this is shared
 TIMEOUT_S = 3.0  # for both calls of a refresh

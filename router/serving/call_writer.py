@@ -7,17 +7,18 @@ HTTP answer, in the same call of the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
 
+from core.service import Metadata, Sink
 from router.serving.call_messages import CallMessages, Part
 from router.serving.choice_stream import Chunk
 from router.serving.receipt import initial_metadata, trailing_metadata
 from tandem_client.stubs import inference_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+LocalSink = Sink[Chunk, inference_pb2.Finished]
 
 
 class CallWriter(Protocol):
@@ -84,28 +85,13 @@ def message_of(part: Part) -> inference_pb2.GenerateResponse:
     return response
 
 
-class Sink(Protocol):
-    """Takes the parts of one call as they come. No method waits."""
-
-    @property
-    def is_full(self) -> bool:
-        """The reader is behind: the sink takes no part until it has called the callback of `when_room`."""
-
-    def when_room(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, as soon as the sink is no longer full."""
-
-    def chunk(self, chunk: Chunk) -> None: ...
-
-    def finished(self, finished: inference_pb2.Finished) -> None: ...
-
-
 class SinkWriter:
     """Gives the parts of a call to `sink` in the loop iteration after they came: the machine has then ended its event.
 
     While the sink is full, the tokens stay in their choices and go into one chunk later.
     """
 
-    def __init__(self, sink: Sink, metadata: Sequence[tuple[str, str]], timeout_s: float) -> None:
+    def __init__(self, sink: LocalSink, metadata: Metadata, timeout_s: float) -> None:
         self._sink, self._metadata, self._timeout_s = sink, metadata, timeout_s
         self._loop = asyncio.get_running_loop()
         self._messages: CallMessages | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.lifecycle import Stage
+from core.service import Metadata
 from protos import codec
 from router.requests.events import Outcome, Promise
 from tandem_client.stubs import inference_pb2
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 def encode_promise(promise: Promise) -> inference_pb2.Promise:
