@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.routes.calls import json_bytes
+
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 class Encoded:
@@ -26,9 +28,6 @@ class Encoded:
 
     def pieces(self) -> list[bytes]:
         return [*self._pieces, b"]"] if self._pieces else [b"[]"]
-
-    def __bool__(self) -> bool:
-        return bool(self._pieces)
 
 
 def json_pieces(value: Any) -> deque[bytes]:

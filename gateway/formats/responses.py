@@ -1,4 +1,4 @@
-"""The two forms of a response: typed server-sent events, and one object. Both take the same parts.
+"""The typed server-sent events of a response. The last one has the whole object, with the items that grew meanwhile.
 
 response.created, response.in_progress
   for each item: response.output_item.added
@@ -16,7 +16,7 @@ from io import StringIO
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.chat import sse
+from gateway.formats.form import AnswerForm, Events, sse
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk, parts_of
@@ -100,30 +100,55 @@ def _call_item(item_id: str, call_id: str, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class ResponseAnswer:
-    """One response object."""
+class ResponseEvents(AnswerForm):
+    """Each event has a number."""
 
     def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], usage: UsageSum) -> None:
         self._head, self._echoed, self._usage = head, echoed, usage
         self._items = ResponseItems(head.id)
         self._status, self._cut_reason = "in_progress", ""
+        self._number = 0
 
-    def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Returns the typed events that the part causes, as the next two methods do."""
+    def of_chunk(self, chunk: Chunk) -> Events:
         return [typed for part in parts_of(chunk) for typed in self._items.take(part)]
 
-    def finished(self, finished: Finished) -> list[dict[str, Any]]:
+    def of_finished(self, finished: Finished) -> Events:
         self._usage.add(finished)
         return self._end(self._head.finish_reason(finished))
 
-    def filtered(self, _: int) -> list[dict[str, Any]]:
+    def of_filtered(self, _: int) -> Events:
         return self._end("content_filter")
 
-    def _end(self, reason: str) -> list[dict[str, Any]]:
+    def _end(self, reason: str) -> Events:
         self._cut_reason = CUT_REASONS.get(reason, "")
         self._status = "incomplete" if self._cut_reason else "completed"
         opening = [] if self._items.items else self._items.take("")  # clients read the text of the first item
         return [*opening, *self._items.close(self._status)]
+
+    def encode(self, events: Events) -> bytes:
+        opening: Events = []
+        if not self._number:
+            begun = self.result() | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+            opening = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+        return b"".join(map(self._sse, [*opening, *events]))
+
+    def _sse(self, typed: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
+
+    def end(self) -> bytes:
+        response = self.result()
+        return self._sse({"type": f"response.{response['status']}", "response": response})
+
+    def fail(self, error: Exception) -> bytes:
+        found = api_error(error)
+        failure = {"code": found.code or "server_error", "message": found.message}
+        response = self.result() | {"status": "failed", "error": failure}
+        failed = self._sse({"type": "response.failed", "response": response})
+        return self._sse({"type": "error", "param": found.param, **failure}) + failed
+
+    def fold(self, _: Events) -> None:
+        """The items have grown already."""
 
     def result(self) -> dict[str, Any]:
         head, running = self._head, self._status == "in_progress"
@@ -139,49 +164,3 @@ class ResponseAnswer:
             "usage": None if running else self._usage.responses(),
             **self._echoed,
         }
-
-
-class ResponseEvents:
-    """Typed events around a `ResponseAnswer`. Each has a number."""
-
-    def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer = answer
-        self._number = 0
-
-    def _sse(self, typed: dict[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
-
-    def _opening(self) -> bytes:
-        if self._number:
-            return b""
-        begun = self._answer.result()
-        opening = self._sse({"type": "response.created", "response": begun})
-        return opening + self._sse({"type": "response.in_progress", "response": begun})
-
-    def _events(self, opening: bytes, typed: list[dict[str, Any]]) -> bytes:
-        return opening + b"".join(map(self._sse, typed))
-
-    def chunk(self, chunk: Chunk) -> bytes:
-        return self._events(self._opening(), self._answer.chunk(chunk))
-
-    def finished(self, finished: Finished) -> bytes:
-        return self._events(self._opening(), self._answer.finished(finished))
-
-    def filtered(self, choice: int) -> bytes:
-        return self._events(self._opening(), self._answer.filtered(choice))
-
-    def end(self) -> bytes:
-        response = self._answer.result()
-        return self._sse({"type": f"response.{response['status']}", "response": response})
-
-    def fail(self, error: Exception) -> bytes:
-        found = api_error(error)
-        failure = {"code": found.code or "server_error", "message": found.message}
-        failed = self._sse(
-            {
-                "type": "response.failed",
-                "response": self._answer.result() | {"status": "failed", "error": failure},
-            }
-        )
-        return self._sse({"type": "error", "param": found.param, **failure}) + failed

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientGone, server_stops
+from gateway.formats.form import AnswerForm
 from gateway.http.http_protocol import CONNECTION, BoundedHttpProtocol
 from gateway.router_calls import Chunk
 from tandem_client.stubs.inference_pb2 import Finished
@@ -29,24 +30,6 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies such as nginx would hold events back
 )
-
-
-class EventFormat(Protocol):
-    """Turns the parts of an answer into server-sent events. A method may return b""."""
-
-    def chunk(self, chunk: Chunk) -> bytes: ...
-
-    def finished(self, finished: Finished) -> bytes:
-        """The text for the end of a choice."""
-
-    def filtered(self, choice: int) -> bytes:
-        """The text for a choice that the guardrail ends."""
-
-    def end(self) -> bytes:
-        """The text after the last choice."""
-
-    def fail(self, error: Exception) -> bytes:
-        """The text if `error` ends the stream early; nothing follows."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -81,7 +64,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 class EventWriter:
     """The sink of a streamed answer. Events are held until `attach` gives the connection."""
 
-    def __init__(self, form: EventFormat) -> None:
+    def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._connection: BoundedHttpProtocol | None = None
         self._held: list[bytes] = []

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from gateway.field_names import named
 from gateway.fleets import ServedModel
 from gateway.formats.encoded import json_pieces
+from gateway.formats.form import AnswerForm
 from gateway.formats.outputs import AnswerHead
 from gateway.guardrails import Guardrail, Message
-from gateway.http.connection import EventFormat, EventStream, EventWriter, while_connected
+from gateway.http.connection import EventStream, EventWriter, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
@@ -27,19 +28,6 @@ from runtime.rpc.api_keys import SIBLINGS
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 SEND_BYTES = 64 * 1024
-
-
-class AnswerForm(Protocol):
-    """Collects the parts of an answer into one object."""
-
-    def chunk(self, chunk: Chunk) -> object: ...
-
-    def finished(self, finished: Finished) -> object: ...
-
-    def filtered(self, choice: int) -> object: ...
-
-    def result(self) -> dict[str, Any]:
-        """The object, for `json_pieces`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +96,16 @@ class AnswerCollector:
         raise AssertionError("a collector is never full")
 
     def chunk(self, chunk: Chunk) -> None:
-        self._form.chunk(chunk)
+        self._form.fold(self._form.of_chunk(chunk))
 
     def finished(self, finished: Finished) -> None:
-        self._form.finished(finished)
+        self._form.fold(self._form.of_finished(finished))
 
     def filtered(self, choice: int) -> None:
-        self._form.filtered(choice)
+        self._form.fold(self._form.of_filtered(choice))
 
 
-async def answer_stream(request: Request, call: Call, form: EventFormat) -> Response:
+async def answer_stream(request: Request, call: Call, form: AnswerForm) -> Response:
     """The stream begins with the first token, so that a refusal before it has its own status."""
     _count_time_before(request)
     writer = EventWriter(form)

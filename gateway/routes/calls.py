@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -152,7 +151,3 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
         return {}
     text = "; ".join(warnings).encode("ascii", "replace").decode()
     return {WARNING_HEADER: re.sub(r"[^ -~]", "?", text)[:1024]}
-
-
-def json_bytes(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

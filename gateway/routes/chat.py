@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from gateway.errors import refused
 from gateway.fleets import fleets_of
-from gateway.formats.chat import ChatAnswer, ChatChunks
+from gateway.formats.chat import ChatChunks
 from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs
 from gateway.routes.answering import Call, answer_object, answer_stream
@@ -29,11 +29,9 @@ async def chat_completions(request: Request) -> Response:
     options = body.stream_options
     wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
     usage = UsageSum(body.num_choices, wants_receipt)
-    if not body.stream:
-        return await answer_object(request, call, ChatAnswer(call.head(), body.num_choices, usage))
     with_usage = wants_receipt or bool(options and options.include_usage)
     form = ChatChunks(call.head(), body.num_choices, usage, with_usage)
-    return await answer_stream(request, call, form)
+    return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
 class GivenChat(NamedTuple):

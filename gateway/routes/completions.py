@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from gateway.errors import refused
 from gateway.fleets import ServedModel, fleets_of
-from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.completion import CompletionChunks
 from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
@@ -34,10 +34,9 @@ async def completions(request: Request) -> Response:
     wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
     usage = UsageSum(body.num_choices, wants_receipt)
     opening = [echo for echo in echoes for _ in range(body.num_choices)]
-    if not body.stream:
-        return await answer_object(request, call, CompletionAnswer(call.head(), opening, usage))
     with_usage = wants_receipt or bool(options and options.include_usage)
-    return await answer_stream(request, call, CompletionChunks(call.head(), opening, usage, with_usage))
+    form = CompletionChunks(call.head(), opening, usage, with_usage)
+    return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
 class GivenPrompts(NamedTuple):

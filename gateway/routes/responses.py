@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.fleets import fleets_of
-from gateway.formats.responses import ResponseAnswer, ResponseEvents
+from gateway.formats.responses import ResponseEvents
 from gateway.formats.usage import UsageSum
 from gateway.prompt_guardrail import check_chat, guardrail_of
 from gateway.routes.answering import Call, answer_object, answer_stream
@@ -31,10 +31,8 @@ async def responses(request: Request) -> Response:
     body, given = await read_body(request, ResponsesBody, _given)
     call = await _prepare(request, body, given)
     usage = UsageSum(1, call.context.wants_receipt)
-    answer = ResponseAnswer(call.head(), echoed_fields(body), usage)
-    if not body.stream:
-        return await answer_object(request, call, answer)
-    return await answer_stream(request, call, ResponseEvents(answer))
+    form = ResponseEvents(call.head(), echoed_fields(body), usage)
+    return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
 def _given(body: ResponsesBody) -> GivenChat:

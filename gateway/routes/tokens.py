@@ -12,8 +12,9 @@ from starlette.routing import Route
 from gateway.errors import refused
 from gateway.field_names import named
 from gateway.fleets import fleets_of
+from gateway.formats.encoded import json_bytes
 from gateway.http.connection import while_connected
-from gateway.routes.calls import beside_the_loop, call_context, json_bytes, read_body, warning_headers
+from gateway.routes.calls import beside_the_loop, call_context, read_body, warning_headers
 from gateway.schemas.base import Schema, items
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schemas.fields import FieldRule, Verdict, check_extra

@@ -17,7 +17,7 @@ from core.request import MAX_STOP_STRING_CHARS
 from gateway.errors import ApiError, invalid
 from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead
-from gateway.formats.responses import ResponseAnswer
+from gateway.formats.responses import ResponseEvents
 from gateway.formats.usage import UsageSum
 from gateway.http.http_protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
 from gateway.routes import calls, chat, completions, responses, tokens
@@ -140,8 +140,8 @@ def _body(path: str, schema: Any, convert: Callable[[Any], Any]) -> Parser:
             raise invalid(error) from None
         yield None
 
-    # The parser of pydantic holds the lock for all of a body, whose values are bounded.
-    return Parser(GatewayConfig().max_body_bytes, _grown_body(path), parse, ends_s=1.5, holds_s=0.2)
+    # The parser of pydantic holds the lock for all of a body, whose weight is bounded: 60 ms for 8 MB of escapes.
+    return Parser(GatewayConfig().max_body_bytes, _grown_body(path), parse, ends_s=1.5, holds_s=0.08)
 
 
 def _echo(data: bytes) -> Turns:
@@ -156,7 +156,7 @@ def _echo(data: bytes) -> Turns:
     field_names(body)
     yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
-    json_pieces(ResponseAnswer(head, echoed_fields(body), UsageSum(1, False)).result())
+    json_pieces(ResponseEvents(head, echoed_fields(body), UsageSum(1, False)).result())
     yield None
 
 

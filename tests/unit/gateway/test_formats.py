@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.chat import DONE, ChatAnswer, ChatChunks
-from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.chat import ChatChunks
+from gateway.formats.chunks import DONE
+from gateway.formats.completion import CompletionChunks
 from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
-from gateway.formats.responses import ResponseAnswer, ResponseEvents
+from gateway.formats.responses import ResponseEvents
 from gateway.formats.usage import UsageSum
-from gateway.routes.answering import ObjectResponse
+from gateway.routes.answering import AnswerCollector, ObjectResponse
 from tandem_client.stubs.inference_pb2 import (
     Finished,
     FinishReason,
@@ -87,38 +88,40 @@ def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n")[:-2]]
 
 
-def object_of(answer: Any) -> dict[str, Any]:
+def object_of(form: Any, events: list[Event]) -> dict[str, Any]:
     """What a client parses from an answer in one piece."""
-    found: dict[str, Any] = json.loads(b"".join(json_pieces(answer.result())))
+    found: dict[str, Any] = json.loads(b"".join(json_pieces(folded(form, events))))
     return found
+
+
+def folded(form: Any, events: list[Event]) -> dict[str, Any]:
+    for event in events:
+        push(AnswerCollector(form), event)
+    whole: dict[str, Any] = form.result()
+    return whole
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
     events = [tokens(text, choice) for text in TEXTS for choice in (0, 1)] + [end(0), end(1)]
     chunks = chunks_of(ChatChunks(HEAD, 2, UsageSum(2, False), with_usage), events)
-    answer = ChatAnswer(HEAD, 2, UsageSum(2, False))
-    for event in events:
-        push(answer, event)
+    answer = object_of(ChatChunks(HEAD, 2, UsageSum(2, False)), events)
     for choice in (0, 1):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == choice]
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
         assert own[-1]["finish_reason"] == "stop"
         text = "".join(part["delta"].get("content", "") for part in own)
-        assert text == answer.result()["choices"][choice]["message"]["content"] == "".join(TEXTS)
+        assert text == answer["choices"][choice]["message"]["content"] == "".join(TEXTS)
     assert {chunk["model"] for chunk in chunks} == {HEAD.model}
     usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    assert usages == ([answer.result()["usage"]] if with_usage else [])
+    assert usages == ([answer["usage"]] if with_usage else [])
     assert all(("usage" in chunk) is with_usage for chunk in chunks)
 
 
 def test_calls_of_tools_are_the_same_in_both_forms() -> None:
     events: list[Event] = [*CALLS, end(num_calls=2)]
     chunks = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
-    answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
-    for event in events:
-        push(answer, event)
-    (choice,) = answer.result()["choices"]
+    (choice,) = object_of(ChatChunks(HEAD, 1, UsageSum(1, False)), events)["choices"]
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
         for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
@@ -138,19 +141,16 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
 
 
 def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
-    answer = ResponseAnswer(HEAD, {}, UsageSum(1, False))
-    events: list[Event] = [*CALLS, end(num_calls=2)]
-    for event in events:
-        push(answer, event)
-    items = answer.result()["output"]
+    answer = object_of(ResponseEvents(HEAD, {}, UsageSum(1, False)), [*CALLS, end(num_calls=2)])
+    items = answer["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
     assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
-    assert answer.result()["status"] == "completed"
+    assert answer["status"] == "completed"
 
 
 def test_a_response_that_ends_at_once_has_an_empty_message() -> None:
-    form = ResponseEvents(ResponseAnswer(HEAD, {}, UsageSum(1, False)))
+    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
     kinds = [event.split("\n")[0] for event in (push(form, end()) + form.end()).decode().split("\n\n") if event]
     assert [kind.removeprefix("event: response.") for kind in kinds] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.done", "content_part.done",
@@ -175,12 +175,10 @@ def test_only_a_model_that_has_called_a_tool_ends_with_tool_calls(
     head = replace(HEAD, names_tool=names_tool)
     call = TokenChunk(tool_calls=[ToolCallDelta(index=0, id="c0", name="add"), ToolCallDelta(arguments_json="{")])
     chunks = chunks_of(ChatChunks(head, 1, UsageSum(1, False), False), [call, event])
-    answer, response = ChatAnswer(head, 1, UsageSum(1, False)), ResponseAnswer(head, {}, UsageSum(1, False))
-    for each in (call, event):
-        push(answer, each)
-        push(response, each)
-    assert answer.result()["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == chat
-    assert (response.result()["status"], response.result()["output"][0]["status"]) == (status, status)
+    answer = object_of(ChatChunks(head, 1, UsageSum(1, False)), [call, event])
+    response = object_of(ResponseEvents(head, {}, UsageSum(1, False)), [call, event])
+    assert answer["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == chat
+    assert (response["status"], response["output"][0]["status"]) == (status, status)
 
 
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
@@ -194,10 +192,10 @@ def test_a_filtered_choice_ends_in_every_form() -> None:
     chat = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
     text = chunks_of(CompletionChunks(HEAD, [""], UsageSum(1, False), False), events)
     assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
-    answer = ResponseAnswer(HEAD, {}, UsageSum(1, False))
-    for event in events:
-        push(answer, event)
-    assert answer.result()["incomplete_details"] == {"reason": "content_filter"}
+    (whole,) = object_of(ChatChunks(HEAD, 1, UsageSum(1, False)), events)["choices"]
+    assert (whole["message"]["content"], whole["finish_reason"]) == ("a", "content_filter")
+    response = object_of(ResponseEvents(HEAD, {}, UsageSum(1, False)), events)
+    assert response["incomplete_details"] == {"reason": "content_filter"}
 
 
 def test_a_prompt_counts_once_however_many_choices_continue_it_and_whichever_a_guardrail_ends() -> None:
@@ -231,22 +229,17 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     ]
     events: list[Event] = [tokens("", 1, entries[at : at + num_tokens]) for at in range(0, 3, num_tokens)]
     events += [tokens("", 1), end(0), end(1)]
-    chat, completion = ChatAnswer(HEAD, 2, UsageSum(2, False)), CompletionAnswer(HEAD, ["x"] * 2, UsageSum(2, False))
-    for event in events:
-        push(chat, event)
-        push(completion, event)
-    first, second = object_of(chat)["choices"]
+    first, second = object_of(ChatChunks(HEAD, 2, UsageSum(2, False)), events)["choices"]
     assert first["logprobs"] is None
     assert second["logprobs"] == {"content": json.loads(json.dumps(chat_logprobs(entries))), "refusal": None}
-    first, second = object_of(completion)["choices"]
-    assert first["logprobs"] is None
+    first, second = object_of(CompletionChunks(HEAD, ["x"] * 2, UsageSum(2, False)), events)["choices"]
+    assert (first["text"], second["text"], first["logprobs"]) == ("x", "x", None)
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
 
 
 def test_an_object_keeps_no_log_probability_but_its_json() -> None:
-    answer = ChatAnswer(HEAD, 1, UsageSum(1, False))
-    push(answer, tokens("a", 0, [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100))
-    pieces = json_pieces(answer.result())
+    entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
+    pieces = json_pieces(folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)]))
     # pydantic keeps schemas of its own under the same name
     kept = [
         part for part in gc.get_objects() if isinstance(part, dict) and isinstance(part.get("logprob"), int | float)
@@ -257,10 +250,8 @@ def test_an_object_keeps_no_log_probability_but_its_json() -> None:
 
 async def test_a_long_object_is_sent_in_pieces() -> None:
     entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
-    answer, sent = ChatAnswer(HEAD, 1, UsageSum(1, False)), []
-    for _ in range(10):
-        push(answer, tokens("a", 0, entries))
-    response = ObjectResponse(json_pieces(answer.result()), {"x-request-id": "1"})
+    answer, sent = folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)] * 10), []
+    response = ObjectResponse(json_pieces(answer), {"x-request-id": "1"})
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
@@ -281,7 +272,7 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
 
 
 def test_a_response_fails_with_an_error_event() -> None:
-    form = ResponseEvents(ResponseAnswer(HEAD, {}, UsageSum(1, False)))
+    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
     push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]

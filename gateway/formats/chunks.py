@@ -1,0 +1,119 @@
+"""What chat completions and completions share: chunks with choices, and the object that they fold into.
+
+Most chunks are text around one escaped string. The parts before and after the string are made once for each choice.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections import defaultdict
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+from gateway.errors import api_error
+from gateway.formats.encoded import Encoded
+from gateway.formats.form import AnswerForm, Events, sse
+from gateway.formats.outputs import AnswerHead
+from gateway.formats.usage import UsageSum
+from tandem_client.stubs.inference_pb2 import Finished
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class FoldedChoice:
+    """What the chunks of one choice add up to."""
+
+    text: StringIO = field(default_factory=StringIO)
+    calls: list[tuple[dict[str, Any], StringIO]] = field(default_factory=list)  # the first delta, all arguments
+    logprobs: dict[str, Encoded | None] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, fields: dict[str, Any]) -> None:
+        delta = fields.get("delta") or {"content": fields.get("text", "")}
+        self.text.write(delta.get("content", ""))
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                self.calls.append((part, StringIO()))
+            self.calls[part["index"]][1].write(part["function"]["arguments"])
+        for name, entries in (fields["logprobs"] or {}).items():
+            column = self.logprobs.setdefault(name, None if entries is None else Encoded())
+            if column is not None:
+                column.extend(entries)
+        if fields["finish_reason"]:
+            self.end = {name: fields[name] for name in ("finish_reason", "stop_reason") if name in fields}
+
+
+class Chunks(AnswerForm):
+    """The chunks of one answer. With `with_usage`, `usage` is the last chunk of a stream."""
+
+    def __init__(
+        self, kinds: tuple[str, str], head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool
+    ) -> None:
+        """`kinds`: the `object` of a chunk, and that of the whole."""
+        self.head, self.usage = head, usage
+        self._with_usage = with_usage
+        self._common = {"id": head.id, "object": kinds[0], "created": head.created, "model": head.model}
+        self._kind, self._num_choices = kinds[1], num_choices
+        self._folded: defaultdict[int, FoldedChoice] = defaultdict(FoldedChoice)
+
+    @abstractmethod
+    def opening(self, choice: int) -> Events:
+        """The chunk that opens a choice; nothing if it is open, or needs none."""
+
+    @abstractmethod
+    def rest(self, choice: int) -> dict[str, Any]:
+        """The content of the last chunk of a choice."""
+
+    @abstractmethod
+    def whole(self, folded: FoldedChoice) -> dict[str, Any]:
+        """The content of a choice of the object."""
+
+    def of_finished(self, finished: Finished) -> Events:
+        self.usage.add(finished)
+        choice, reason = finished.choice, self.head.finish_reason(finished)
+        end = self.fields(choice, self.rest(choice), reason) | {"stop_reason": self.head.stop_reason(finished)}
+        return [*self.opening(choice), end]
+
+    def of_filtered(self, choice: int) -> Events:
+        return [*self.opening(choice), self.fields(choice, self.rest(choice), "content_filter")]
+
+    def fields(self, choice: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        """A chunk, without the fields that all have in common."""
+        return {"index": choice, **content, "logprobs": None, "finish_reason": finish_reason}
+
+    # ---- a stream
+
+    def around(self, before: str, after: str) -> tuple[list[str], str]:
+        """The text before, for each choice, and after the one escaped string of a chunk with nothing but text."""
+        opening = json.dumps(self._common)[:-1]
+        no_usage = ', "usage": null' if self._with_usage else ""
+        befores = [f'data: {opening}, "choices": [{{"index": {i}, {before}' for i in range(self._num_choices)]
+        return befores, f'{after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+
+    def encode(self, events: Events) -> bytes:
+        no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        return b"".join(sse(self._common | {"choices": [fields]} | no_usage) for fields in events)
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return sse(self._common | {"choices": [], "usage": self.usage.chat()}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return sse(api_error(error).body())
+
+    # ---- one object
+
+    def fold(self, events: Events) -> None:
+        for fields in events:
+            self._folded[fields["index"]].take(fields)
+
+    def result(self) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self.whole(folded), "logprobs": folded.logprobs or None, **folded.end}
+            for index, folded in ((index, self._folded[index]) for index in range(self._num_choices))
+        ]
+        return self._common | {"object": self._kind, "choices": choices, "usage": self.usage.chat()}
