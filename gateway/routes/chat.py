@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -19,13 +20,16 @@ from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
-from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
+from gateway.schemas.sampling import GenerationFields, check_answer_size, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import ChatPrompt, OutputFormat
 
 
 async def chat_completions(request: Request) -> Response:
     body, given = await read_body(request, ChatBody, _given)
-    call = await _prepare(request, body, given)
+    names = {"prompt": "messages", "output_format": format_field(body)}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    call = await prepare_chat(request, body, given, "chatcmpl-", names)
     options = body.stream_options
     wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
     usage = UsageSum(body.num_choices, wants_receipt)
@@ -35,12 +39,15 @@ async def chat_completions(request: Request) -> Response:
 
 
 class GivenChat(NamedTuple):
-    """The parts of a body that grow with its size, as the router takes them."""
+    """A chat as the router takes it, without the fields that every request has."""
 
     chat: ChatPrompt
-    output_format: OutputFormat | None
     num_chars: int  # of all messages
+    output_format: OutputFormat | None
     warnings: list[str]
+    max_tokens: int | None  # None: all that fits the context
+    num_logprobs: int | None = None  # None: no log-probabilities
+    num_choices: int = 1
 
 
 def _given(body: ChatBody) -> GivenChat:
@@ -53,29 +60,29 @@ def _given(body: ChatBody) -> GivenChat:
     choice = wire_choice(body.tool_choice, body.parallel_tool_calls, bool(body.tools))
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options, tool_choice=choice)
     num_chars = sum(len(message.content) for message in messages)
-    return GivenChat(chat, output_format, num_chars, warnings + format_warnings + message_warnings)
+    warnings += format_warnings + message_warnings
+    return GivenChat(chat, num_chars, output_format, warnings, _max_tokens(body), num_logprobs(body), body.num_choices)
 
 
-async def _prepare(request: Request, body: ChatBody, given: GivenChat) -> Call:
-    """Raises an error that names the field."""
+async def prepare_chat(
+    request: Request, body: GenerationFields, given: GivenChat, kind: str, names: Mapping[str, str]
+) -> Call:
+    """`kind`: of the id; `names`: of fields, for `named`. Raises an error that names the field."""
     context, guardrail, chat = call_context(request), guardrail_of(request), given.chat
-    refuse_logprobs(guardrail, body.logprobs or None)
+    refuse_logprobs(guardrail, given.num_logprobs)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
-    max_tokens, logprobs, longest = _max_tokens(body), num_logprobs(body), model.info.context_length
     if not body.stream:
-        check_answer_size("top_logprobs", body.num_choices, min(max_tokens or longest, longest), logprobs)
+        longest = min(given.max_tokens or model.info.context_length, model.info.context_length)
+        check_answer_size("top_logprobs", given.num_choices, longest, given.num_logprobs)
     prompt = await check_chat(guardrail, chat)
-    call_id = request_id_of("chatcmpl-", body.request_id, context)
-    wire = common_request(body, max_tokens, model.routed_name, call_id)
+    call_id = request_id_of(kind, body.request_id, context)
+    wire = common_request(body, given.max_tokens, model.routed_name, call_id)
     wire.chat.CopyFrom(chat)
+    wire.n = given.num_choices
     if given.output_format is not None:
         wire.output_format.CopyFrom(given.output_format)
-    if logprobs is not None:
-        wire.logprobs = logprobs
-    wire.n = body.num_choices
-    names = {"prompt": "messages", "output_format": format_field(body)}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
+    if given.num_logprobs is not None:
+        wire.logprobs = given.num_logprobs
     return Call(call_id, model, [wire], [prompt], guardrail, given.warnings, context, names)
 
 

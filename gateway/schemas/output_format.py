@@ -63,7 +63,8 @@ def output_format_of(body: FormatFields) -> tuple[OutputFormat | None, list[str]
         schema = given.json_schema
         if schema is not None:
             warnings += check_extra(schema.model_extra, {}, "response_format.json_schema.")
-        wanted = response_format(given.type, None if schema is None else schema.schema_, "response_format")
+        value = None if schema is None else schema.schema_
+        wanted = response_format(given.type, value, "response_format", "response_format.json_schema.schema")
         if wanted is not None:
             found["response_format"] = wanted
     structured = body.structured_outputs
@@ -93,8 +94,10 @@ def format_field(body: FormatFields) -> str:
     return next((name for name, is_given in given.items() if is_given), "tools")
 
 
-def response_format(kind: str, schema: dict[str, Any] | bool | None, path: str) -> OutputFormat | None:
-    """None for text."""
+def response_format(
+    kind: str, schema: dict[str, Any] | bool | None, path: str, schema_path: str
+) -> OutputFormat | None:
+    """None for text. The paths name the fields in errors."""
     match kind:
         case "text":
             return None
@@ -102,7 +105,7 @@ def response_format(kind: str, schema: dict[str, Any] | bool | None, path: str) 
             return OutputFormat(json_object=True)
         case "json_schema":
             if schema is None:
-                raise refused(f"{path}.json_schema.schema", "is required", "missing_required_parameter")
+                raise refused(schema_path, "is required", "missing_required_parameter")
             return OutputFormat(json_schema=_json(schema))
     raise refused(f"{path}.type", f"must be text, json_object or json_schema, is {quoted(kind)}")
 

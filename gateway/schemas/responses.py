@@ -179,7 +179,7 @@ def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
     if form is None:
         return None, warnings
     check_extra(form.model_extra, {}, "text.format.")
-    return response_format(form.type or "text", form.schema_, "text.format"), warnings
+    return response_format(form.type or "text", form.schema_, "text.format", "text.format.schema"), warnings
 
 
 def echoed_fields(body: ResponsesBody) -> dict[str, Any]:

@@ -197,6 +197,8 @@ def test_the_format_of_a_response() -> None:
     assert text_format(body) == (OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)), [])
     assert echoed_fields(body)["text"]["format"]["schema"] == SCHEMA
     assert text_format(ResponsesBody.model_validate({"input": "a"})) == (None, [])
+    with pytest.raises(ApiError, match=r"^text\.format\.schema: is required"):
+        text_format(ResponsesBody.model_validate({"input": "a", "text": {"format": {"type": "json_schema"}}}))
 
 
 @pytest.mark.parametrize(
