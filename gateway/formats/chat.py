@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.formats.chunks import Chunks, FoldedChoice
@@ -14,17 +13,14 @@ from tandem_client.stubs.inference_pb2 import ToolCallDelta
 
 
 class ChatChunks(Chunks):
+    before, after = '"delta": {"content": ', "}"
+
     def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool = False) -> None:
         super().__init__(("chat.completion.chunk", "chat.completion"), head, num_choices, usage, with_usage)
         self._begun = [False] * num_choices
-        self._before, self._after = self.around('"delta": {"content": ', "}")
 
-    def chunk(self, chunk: Chunk) -> bytes:
-        if chunk.logprobs or chunk.tool_calls:
-            return super().chunk(chunk)
-        choice, text = chunk.choice, chunk.text
-        begin = b"" if self._begun[choice] else self.encode(self.opening(choice))
-        return begin + f"{self._before[choice]}{quoted(text)}{self._after}".encode() if text else begin
+    def plain_text(self, chunk: Chunk) -> str | None:
+        return None if chunk.logprobs or chunk.tool_calls else chunk.text
 
     def of_chunk(self, chunk: Chunk) -> Events:
         choice, deltas = chunk.choice, [_delta(part) for part in parts_of(chunk)]

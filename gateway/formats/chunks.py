@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass, field
 from io import StringIO
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.errors import api_error
@@ -17,6 +18,7 @@ from gateway.formats.encoded import Encoded
 from gateway.formats.form import AnswerForm, Events, sse
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
+from gateway.router_calls import Chunk
 from tandem_client.stubs.inference_pb2 import Finished
 
 DONE = b"data: [DONE]\n\n"
@@ -49,6 +51,8 @@ class FoldedChoice:
 class Chunks(AnswerForm):
     """The chunks of one answer. With `with_usage`, `usage` is the last chunk of a stream."""
 
+    before, after = "", ""  # the text of a chunk with nothing but text, around the text
+
     def __init__(
         self, kinds: tuple[str, str], head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool
     ) -> None:
@@ -58,6 +62,11 @@ class Chunks(AnswerForm):
         self._common = {"id": head.id, "object": kinds[0], "created": head.created, "model": head.model}
         self._kind, self._num_choices = kinds[1], num_choices
         self._folded: defaultdict[int, FoldedChoice] = defaultdict(FoldedChoice)
+        self._before, self._after = self._around()
+
+    @abstractmethod
+    def plain_text(self, chunk: Chunk) -> str | None:
+        """The text of a chunk with nothing but text, as most of them are; None for another one."""
 
     @abstractmethod
     def opening(self, choice: int) -> Events:
@@ -86,12 +95,20 @@ class Chunks(AnswerForm):
 
     # ---- a stream
 
-    def around(self, before: str, after: str) -> tuple[list[str], str]:
-        """The text before, for each choice, and after the one escaped string of a chunk with nothing but text."""
+    def chunk(self, chunk: Chunk) -> bytes:
+        text = self.plain_text(chunk)
+        if text is None:
+            return super().chunk(chunk)
+        opening = self.opening(chunk.choice)
+        begin = self.encode(opening) if opening else b""
+        return begin + f"{self._before[chunk.choice]}{quoted(text)}{self._after}".encode() if text else begin
+
+    def _around(self) -> tuple[list[str], str]:
+        """The parts before, for each choice, and after the escaped text."""
         opening = json.dumps(self._common)[:-1]
         no_usage = ', "usage": null' if self._with_usage else ""
-        befores = [f'data: {opening}, "choices": [{{"index": {i}, {before}' for i in range(self._num_choices)]
-        return befores, f'{after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+        befores = [f'data: {opening}, "choices": [{{"index": {i}, {self.before}' for i in range(self._num_choices)]
+        return befores, f'{self.after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
 
     def encode(self, events: Events) -> bytes:
         no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
@@ -106,6 +123,13 @@ class Chunks(AnswerForm):
         return sse(api_error(error).body())
 
     # ---- one object
+
+    def collect(self, chunk: Chunk) -> None:
+        text = self.plain_text(chunk)
+        if text is None:
+            super().collect(chunk)
+        else:
+            self._folded[chunk.choice].text.write(text)
 
     def fold(self, events: Events) -> None:
         for fields in events:

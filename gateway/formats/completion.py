@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.formats.chunks import Chunks, FoldedChoice
@@ -14,17 +13,15 @@ from gateway.router_calls import Chunk
 
 
 class CompletionChunks(Chunks):
+    before = '"text": '
+
     def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum, with_usage: bool = False) -> None:
         super().__init__(("text_completion", "text_completion"), head, len(echoes), usage, with_usage)
         self._echoes = list(echoes)
         self._logprobs = [CompletionLogprobs(len(echo)) for echo in echoes]
-        self._before, self._after = self.around('"text": ', "")
 
-    def chunk(self, chunk: Chunk) -> bytes:
-        if chunk.logprobs:
-            return super().chunk(chunk)
-        text = self._take_echo(chunk.choice) + chunk.text
-        return f"{self._before[chunk.choice]}{quoted(text)}{self._after}".encode() if text else b""
+    def plain_text(self, chunk: Chunk) -> str | None:
+        return None if chunk.logprobs else self._take_echo(chunk.choice) + chunk.text
 
     def of_chunk(self, chunk: Chunk) -> Events:
         text = self._take_echo(chunk.choice) + chunk.text

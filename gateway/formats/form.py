@@ -49,6 +49,10 @@ class AnswerForm(ABC):
     def fold(self, events: Events) -> None:
         """Keep what the object has of `events`."""
 
+    def collect(self, chunk: Chunk) -> None:
+        """Fold the events of `chunk`."""
+        self.fold(self.of_chunk(chunk))
+
     @abstractmethod
     def result(self) -> dict[str, Any]:
         """The object, for `json_pieces`, once every part is folded."""

@@ -96,7 +96,7 @@ class AnswerCollector:
         raise AssertionError("a collector is never full")
 
     def chunk(self, chunk: Chunk) -> None:
-        self._form.fold(self._form.of_chunk(chunk))
+        self._form.collect(chunk)
 
     def finished(self, finished: Finished) -> None:
         self._form.fold(self._form.of_finished(finished))
