@@ -1,13 +1,15 @@
 """Transcripts: tests of a machine as texts. Each line has an event and, behind "->", all the actions it returns.
 
     a hand-off takes each block when it is announced                     the name of a test
-      arrive a 6 from=1  -> connect peer; want 1: 0 1                    two actions of one event
-      ready 1 0          -> read 1: 0
-      blocks             -> incoming 1                                   a question: it changes nothing
-                         -> ...                                          a second line of actions of the same event
+      arrive a 6 max=2 ticket=1  -> connect peer; want 1: 0 1            two actions of one event
+      ready 1 0 1 tokens=20      -> read 1: 0 1
+      blocks                     -> incoming 2                           a question, which changes nothing
+      reads                      -> first step a 6+1; release 1
+                                 -> tokens a 0: 20                       a second line of actions of the same event
 
-The first word of an event is a method of a subclass of `Replay`, the other words are its arguments. There are no
-variables and no conditions: a test that needs them is a Python function that calls `play`.
+The first word of an event is a method of a subclass of `Replay`, the other words are its arguments. A surplus action
+fails like a missing one. There are no variables and no conditions: a test that needs them is a Python function that
+calls the same methods.
 """
 
 from __future__ import annotations

@@ -28,13 +28,14 @@ def seen_transfer(action: events.TransferAction) -> str:
         case events.TargetsNeeded(transfer_id, positions, is_last):
             return " ".join([f"targets {transfer_id}: {runs(positions)}", *["last"] * is_last])
         case events.PullCompleted(transfer_id, token_ids, stats):
-            return f"completed {transfer_id} {stats.num_blocks} blocks, tokens {runs(token_ids)}"
-        case events.PullGivenUp(transfer_id, reason):
-            return f"given up {transfer_id} {reason.value}"
-        case events.PullFailed(transfer_id, state, reason):
-            return f"{state.value} {transfer_id} {reason.value}"
-        case events.OfferEnded(transfer_id, state, reason):
-            return " ".join([f"offer {transfer_id} {state.value}", *([] if reason is None else [reason.value])])
+            return f"completed {transfer_id} {stats.num_blocks} blocks, tokens {runs(token_ids) or 'none'}"
+        case events.PullGivenUp(transfer_id, reason, detail):
+            return f"given up {transfer_id} {reason.value} ({detail})".removesuffix(" ()")
+        case events.PullFailed(transfer_id, state, reason, detail):
+            return f"{state.value} {transfer_id} {reason.value} ({detail})".removesuffix(" ()")
+        case events.OfferEnded(transfer_id, state, reason, is_released):
+            words = [f"offer {transfer_id} {state.value}", "" if reason is None else reason.value]
+            return " ".join(word for word in (*words, "by RELEASE" * is_released) if word)
         case events.CaughtUp(transfer_id):
             return f"caught up {transfer_id}"
         case _:

@@ -25,7 +25,7 @@ from kv_transfer.protocol import owner
 from kv_transfer.protocol.events import ComputeDigests, Connect, MessageReceived, PeerLost
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
+from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
@@ -162,53 +162,6 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     pair.wait(CONFIG.lease_s / 2 + 0.1)
     ended = pair.offer_result()
     assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
-
-
-def test_a_ready_that_was_just_sent_is_not_repeated() -> None:
-    pair = Pair()
-    pair.offer([0, 1])
-    pair.reserve_pull()
-    pair.wait(0.9 * CONFIG.heartbeat_s)
-    pair.start_pull([0, 1])
-    (want,) = pair.lose_mail()
-    pair.deliver(want)
-    on_its_way = pair.lose_mail()
-    pair.wait(0.3 * CONFIG.heartbeat_s)  # one heartbeat, answered
-    assert pair.owner.machine.counters.num_ready_repeated == 0
-    for mail in on_its_way:
-        pair.deliver(mail)
-    pair.run()
-    assert_completed(pair)
-
-
-def test_a_ready_that_has_arrived_is_not_repeated_while_the_puller_reads() -> None:
-    pair = Pair()
-    pair.offer([0], last=False)
-    pair.pull([0, 1])
-    pair.deliver_all()
-    pair.add_ready([1], last=True)
-    pair.deliver_all()
-    pair.wait(3 * CONFIG.heartbeat_s)
-    assert pair.puller.reads, "the reads take long"
-    assert pair.owner.machine.counters.num_ready_repeated == 0
-    pair.run()
-    assert_completed(pair)
-
-
-def test_an_aborted_offer_keeps_its_blocks_and_takes_no_more_until_the_puller_has_stopped_reading() -> None:
-    pair = Pair()
-    pair.offer([0], last=False)
-    pair.pull([0, 1])
-    pair.deliver_all()
-    pair.abort_offer()
-    pair.deliver_all()
-    pair.add_ready([1], last=True)
-    assert pair.num_leases() == 1
-    assert not pair.owner.results
-    pair.end_read(pair.puller, 0)
-    assert_failed(pair, AbortReason.PREFILL_FAILED)
-    pair.deliver_all()
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.PREFILL_FAILED)
 
 
 @pytest.mark.parametrize(

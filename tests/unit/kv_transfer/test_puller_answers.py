@@ -16,7 +16,6 @@ from kv_transfer.protocol.events import (
     PeerLost,
     PullCompleted,
     PullFailed,
-    PullGivenUp,
     SendMessage,
     StartRead,
     TargetsNeeded,
@@ -56,16 +55,6 @@ def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
     assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
-
-
-def test_a_pull_without_reads_ends_at_once_when_its_owner_is_lost() -> None:
-    pair = Pair()
-    pair.reserve_pull()
-    pair.event(pair.puller, PeerLost("owner", "connection reset"))
-    assert_failed(pair, AbortReason.PEER_LOST)
-    failed = pair.pull_result()
-    assert isinstance(failed, PullFailed)
-    assert failed.detail == "connection reset"
 
 
 def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner() -> None:
@@ -240,23 +229,6 @@ def test_a_pull_that_lacks_targets_keeps_its_lease_and_tells_the_owner() -> None
     assert pair.owner.machine.starved_offers() == []
     pair.run()
     assert_completed(pair)
-
-
-def test_a_read_that_times_out_gives_the_pull_up_at_once_and_keeps_the_targets_until_its_end() -> None:
-    pair = Pair()
-    pair.offer(list(range(8)))
-    targets = pair.pull(list(range(8)))
-    pair.deliver_all()
-    pair.time_out_read(pair.puller, 0)
-    pair.time_out_read(pair.puller, 1)
-    assert pair.puller.given_up == [PullGivenUp(ID, AbortReason.READ_FAILED, "no end in time")]
-    pair.wait(3 * CONFIG.lease_s)
-    assert not pair.puller.results
-    assert {pair.puller.pool.column_of(block) for block in targets.values()} == {Column.INCOMING}
-    assert pair.num_leases() == 0, "it has renewed the lease no more, so the owner ended it"
-    pair.end_read(pair.puller, 0)
-    pair.fail_read(pair.puller, 1)
-    assert_failed(pair, AbortReason.READ_FAILED)
 
 
 def test_a_block_with_a_wrong_digest_is_read_again() -> None:
