@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from core.config import SchedulerConfig, TransferConfig
@@ -56,8 +55,10 @@ class DrivenWorker:
         config = SchedulerConfig(**({"max_batched_tokens": 8, "max_running": 4, "max_waiting": 8} | limits))
         self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool, bool(ahead))
         transfers = TransferMachine(TransferConfig(lease_s=LEASE_S, transport="memory"), self.pool, self.me)
-        build = PrefillMachine if is_prefill else partial(DecodeMachine, max_pulls_waiting=pulls)
-        self.machine = build(self.core, transfers)
+        if is_prefill:
+            self.machine = PrefillMachine(self.core, transfers)
+        else:
+            self.machine = DecodeMachine(self.core, transfers, max_pulls_waiting=pulls)
         self._by_kind: defaultdict[type, list[Any]] = defaultdict(list)  # all actions, and the messages in them
         self.plans: list[StepPlan] = []  # the steps in flight, oldest first
 

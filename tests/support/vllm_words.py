@@ -47,7 +47,7 @@ def agent(name: str, metadata: bytes = b"") -> AgentAddress:
 
 def request(name: str, num_tokens: int = 6, delivered: int = 0, **sampling: Any) -> Request:
     """`delivered`: tokens behind the prompt."""
-    params = SamplingParams(**({"max_tokens": 10} | sampling))
+    params = SamplingParams(**{"max_tokens": 10, **sampling})
     return Request(name, tuple(range(10, 10 + num_tokens + delivered)), num_tokens, params)
 
 
