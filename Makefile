@@ -24,12 +24,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 tools:  ## Install Chromium, Prometheus, Compose and others for the tests that use them (Debian, root)
-	tests/tools/install.sh
+	tools/install.sh
 
 check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES) tests benchmarks
+	$(BIN)/mypy $(PACKAGES) tests tools benchmarks
 	$(BIN)/lint-imports
 
 test: setup  ## The tests but the slow ones of `make soak`, with warnings as errors
@@ -99,30 +99,30 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 	$(BIN)/python -m benchmarks.install_peers
 
 image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
-	tests/tools/build_image.sh
+	tools/build_image.sh
 
 clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.clients
 
 phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
-	$(BIN)/python -m tests.tools.phoenix_run
+	$(BIN)/python -m tools.phoenix_run
 
 soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
-	$(BIN)/python -m tests.tools.soak
-	$(BIN)/python -m tests.tools.soak --processes
-	$(BIN)/python -m tests.tools.fuzz --messages 1000000 --seed $(or $(SEED),2)
-	$(BIN)/python -m tests.tools.fuzz --surface costs --messages 10000 --slack 2 --seed $(or $(SEED),2)
+	$(BIN)/python -m tools.soak
+	$(BIN)/python -m tools.soak --processes
+	$(BIN)/python -m tools.fuzz --messages 1000000 --seed $(or $(SEED),2)
+	$(BIN)/python -m tools.fuzz --surface costs --messages 10000 --slack 2 --seed $(or $(SEED),2)
 	$(BIN)/python -m simulator --seeds $(or $(SEEDS),100..5099)
 	$(BIN)/python -m simulator --seeds 30..129 --vllm
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m slow tests/vllm  # skipped without `make vllm`
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
-	$(BIN)/python -m tests.tools.explore --minutes $(or $(MINUTES),5)
+	$(BIN)/python -m tools.explore --minutes $(or $(MINUTES),5)
 
 screenshots: setup  ## Take the dashboard's screenshots of docs/ (2 minutes, needs Chromium)
-	$(BIN)/python -m tests.tools.make_screenshots
+	$(BIN)/python -m tools.make_screenshots
 
 protos: setup  ## Generate the checked-in stubs again: the public ones for the client, which everybody imports, the others here
 	$(BIN)/python -m grpc_tools.protoc -Itandem_client/stubs=protos --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -2,7 +2,7 @@
 
 Hypothesis draws the same examples on every machine, and never times them. Some examples are constants of the modules
 that are loaded, so a test that runs alone may see others than in a full run. With `--hypothesis-profile=explore`, a
-random seed chooses the examples, or `--hypothesis-seed`; tests/tools/explore.py runs the tests so.
+random seed chooses the examples, or `--hypothesis-seed`; tools/explore.py runs the tests so.
 
 Where the environment variable CI is set, a skipped test fails unless its reason is one of ALLOWED_SKIPS: what CI
 installs must be tested there.

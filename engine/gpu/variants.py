@@ -4,7 +4,7 @@ A launch calls the launcher of a kernel with meta tensors of real sizes. So the 
 the constants, as it does in service, and Triton sees the strides of a large pool. Nothing runs.
 
 `in_ci` marks the few that every test run compiles: the served dtype, and where a shape changes the code. The others run
-on demand: `python -m tests.tools.compile_kernels --all`.
+on demand: `python -m tools.compile_kernels --all`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import random
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet
 from tests.support.unreliable_transport import KINDS
-from tests.tools.soak import Tally, soak, soak_processes
+from tools.soak import Tally, soak, soak_processes
 
 NUM_CLIENTS = 8
 NUM_KILLS = 4

@@ -1,6 +1,6 @@
 """A real Prometheus scrapes a deployment: every query of every dashboard and rule gives data.
 
-The programs are Debian's, from tests/tools/install.sh.
+The programs are Debian's, from tools/install.sh.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The default model's sampled tokens do not tell which path a request took.
 
-`python -m tests.tools.sampled_streams` compares 300 streams, in bfloat16 too.
+`python -m tools.sampled_streams` compares 300 streams, in bfloat16 too.
 """
 
 from __future__ import annotations
 
-from tests.tools.sampled_streams import count_different, make_requests
+from tools.sampled_streams import count_different, make_requests
 
 PATHS = ("resumed", "batches of 32", "chunks of 16 tokens", "preempted", "split")
 

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation for sm_90: every kernel builds for an H100, within its shared memory, without spills.
 
-All variants, some minutes: `python -m tests.tools.compile_kernels --all`.
+All variants, some minutes: `python -m tools.compile_kernels --all`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def compiled() -> list[dict[str, Any]]:
     environment = dict(os.environ, TRITON_CACHE_DIR=str(default_cache_dir() / "triton"))
     del environment["TRITON_INTERPRET"]
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.tools.compile_kernels", "--jobs", "2"],
+        [sys.executable, "-m", "tools.compile_kernels", "--jobs", "2"],
         env=environment,
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,

@@ -17,10 +17,10 @@ import pytest
 from gateway.routes import tokens
 from router.operations.cluster_servicer import ClusterServicer
 from router.requests.moves import OpenMoves
-from tests.tools.fuzz import growing, machines
-from tests.tools.fuzz.__main__ import SHARES, Run, fuzz
-from tests.tools.fuzz.costs import BUSY_SLACK, Parser, costs
-from tests.tools.fuzz.parsers import PARSERS
+from tools.fuzz import growing, machines
+from tools.fuzz.__main__ import SHARES, Run, fuzz
+from tools.fuzz.costs import BUSY_SLACK, Parser, costs
+from tools.fuzz.parsers import PARSERS
 
 NUM_MESSAGES = 20_000
 

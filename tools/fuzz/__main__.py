@@ -1,11 +1,11 @@
-"""`python -m tests.tools.fuzz`: sends odd messages to whatever takes messages of others, 1,000,000 in `make soak`.
+"""`python -m tools.fuzz`: sends odd messages to whatever takes messages of others, 1,000,000 in `make soak`.
 
     http        bytes to the gateway                     hand-offs   notifications between agents
     grpc        every method of routers and workers      reports     what workers say to a router
     costs       long inputs of each parser               records     what an earlier supervisor has left
 
 Law: no unexpected exception, no INTERNAL or UNKNOWN, no status 500, no error without a type, and no parser that takes
-long (tests/tools/fuzz/costs.py). A batch has 100 messages drawn from its seed. A fault is shown with the command that
+long (tools/fuzz/costs.py). A batch has 100 messages drawn from its seed. A fault is shown with the command that
 sends its batch again.
 """
 
@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tests.tools.fuzz import machines, servers
-from tests.tools.fuzz.costs import BUSY_SLACK, costs
+from tools.fuzz import machines, servers
+from tools.fuzz.costs import BUSY_SLACK, costs
 
 BATCH = 100  # messages
 MAX_FAULTS = 5  # of a surface; then it is left
@@ -79,7 +79,7 @@ class Run:
 
     def _goes_on(self, surface: str, number: int) -> bool:
         command = (
-            f"python -m tests.tools.fuzz --surface {surface} --seed {self.seed} --first-batch {number} --batches 1"
+            f"python -m tools.fuzz --surface {surface} --seed {self.seed} --first-batch {number} --batches 1"
             f"{self.further}"
         )
         self.faults.append(f"{traceback.format_exc(limit=-6)}replay with `{command}`")

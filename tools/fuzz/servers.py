@@ -32,8 +32,8 @@ from runtime.rpc.security import Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
 from tests.support.gateway import serving_gateway
-from tests.tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 from tests.unit.router.driving_router import agent, request
+from tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 
 Outcomes = Counter[str]
 AT_ONCE = 16

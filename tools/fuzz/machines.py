@@ -40,9 +40,9 @@ from router.links.worker_link import WorkerLink, _decode_finished, _decode_prefi
 from router.operations.fleet_metrics import readings
 from router.requests import events
 from tandem_client.stubs import inference_pb2, worker_pb2
-from tests.tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
 from tests.unit.router.driving_router import SERVING, DrivenRouter, agent, request
+from tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 
 Outcomes = Counter[str]

@@ -1,4 +1,4 @@
-"""Every parser of client bytes, for tests/tools/fuzz/costs.py: its limit, its inputs, and what it does with them."""
+"""Every parser of client bytes, for tools/fuzz/costs.py: its limit, its inputs, and what it does with them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ from tandem_client.stubs.inference_pb2 import (
     ToolCall,
     ToolChoice,
 )
-from tests.tools.fuzz.costs import Parser, Turns
-from tests.tools.fuzz.growing import PIECES, Grown, json_inside, json_text, text
-from tests.tools.fuzz.servers import BODIES, INFER
 from tests.unit.gateway.test_http_protocol import Transport
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
@@ -50,6 +47,9 @@ from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer, load_tokenizer
 from text.tool_calls import ToolCallParser
 from text.tool_formats import FORMATS
+from tools.fuzz.costs import Parser, Turns
+from tools.fuzz.growing import PIECES, Grown, json_inside, json_text, text
+from tools.fuzz.servers import BODIES, INFER
 
 READ_BYTES = 256 * 1024  # that asyncio reads at once
 CHUNK_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""The default model's sampled tokens on every path that a request can take: `python -m tests.tools.sampled_streams`.
+"""The default model's sampled tokens on every path that a request can take: `python -m tools.sampled_streams`.
 
 In float32 every stream is that of the request alone. In bfloat16 rounding differs between paths, and a stream changes
 where two tokens lie within it: not many more streams change than of the same requests decoded greedily.
@@ -28,7 +28,7 @@ NUM_OUTPUT = 24
 MOST_BESIDE_GREEDY = 1.5  # streams that differ in bfloat16, beside greedy ones
 TIMEOUT_S = 3600.0
 FILTERS: list[dict[str, float]] = [{}, {"top_p": 0.95}, {"top_k": 50}]
-LICENSE = Path(__file__).parents[2] / "LICENSE"
+LICENSE = Path(__file__).parents[1] / "LICENSE"
 
 
 def make_requests(count: int, *, greedy: bool = False) -> list[Request]:

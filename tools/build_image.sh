@@ -2,9 +2,9 @@
 # Build the image of deploy/Dockerfile without a container engine, on a Debian base that this script makes, and let the
 # image answer the three questions of `tandem demo`. Needs root, buildah and debootstrap, and 10 GB under $1.
 #
-#   tests/tools/build_image.sh [FOLDER]     a second run takes the base from FOLDER (default: /var/tmp/tandem-image)
+#   tools/build_image.sh [FOLDER]     a second run takes the base from FOLDER (default: /var/tmp/tandem-image)
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 folder="${1:-/var/tmp/tandem-image}"
 mkdir -p "$folder"
 

@@ -21,7 +21,7 @@ from core.config import EngineConfig, SchedulerConfig, TandemConfig, TransferCon
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 
-IMAGES = Path(__file__).parents[2] / "docs/images"
+IMAGES = Path(__file__).parents[1] / "docs/images"
 CHROMIUM = "/usr/bin/chromium"
 DESKTOP, PHONE = {"width": 1440, "height": 960}, {"width": 390, "height": 844}
 NUM_CHATS = 3  # at the same time

@@ -1,7 +1,7 @@
 """Looks for faults with fresh random seeds, for a given number of minutes: `make explore`.
 
 `make test` draws the same examples every time. Here, each round runs one file of Hypothesis tests, one batch of the
-simulator's seeds, with the kinds of worlds in turn, and some odd messages (tests/tools/fuzz). Each line shows the
+simulator's seeds, with the kinds of worlds in turn, and some odd messages (tools/fuzz). Each line shows the
 command of a round, with its seed: the same command replays the round. A failed round does not end the exploration.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 Command = list[str]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("tests/property", "tests/unit")
 WORLDS: tuple[Command, ...] = ([], ["--harsh"], ["--vllm"])
 NUM_SEEDS = 20  # of the simulator, in one round
@@ -44,7 +44,7 @@ def rounds() -> Iterator[Command]:
         first = secrets.randbits(32)
         seeds = f"{first}..{first + NUM_SEEDS - 1}"
         yield ["python", "-m", "simulator", *WORLDS[number % len(WORLDS)], "--seeds", seeds]
-        yield ["python", "-m", "tests.tools.fuzz", "--messages", str(NUM_MESSAGES), f"--seed={secrets.randbits(32)}"]
+        yield ["python", "-m", "tools.fuzz", "--messages", str(NUM_MESSAGES), f"--seed={secrets.randbits(32)}"]
 
 
 def explore(commands: Iterable[Command], minutes: float) -> list[str]:

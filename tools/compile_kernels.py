@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for sm_90 without a GPU: `python -m tests.tools.compile_kernels [--all] [NAME ...]`.
+"""Compile the Triton kernels for sm_90 without a GPU: `python -m tools.compile_kernels [--all] [NAME ...]`.
 
 Prints a JSON array: for each kernel that a variant of `engine/gpu/variants.py` launches, what the code uses. NAME picks
 the variants whose name contains it. A launch compiles and stops there. Triton's cache is where TRITON_CACHE_DIR says.

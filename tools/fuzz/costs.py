@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from core.errors import InvalidRequest, ModelNotFound
 from gateway.errors import ApiError
-from tests.tools.fuzz.growing import Grown
+from tools.fuzz.growing import Grown
 
 TURN_S = 0.05
 GROWTH = 6.0  # of the time, where the size grows by 4
@@ -59,7 +59,7 @@ def costs(
 ) -> Counter[str]:
     """Parse inputs of up to `count` sizes. Raises `AssertionError` for a parser outside the law times `slack`."""
     if parsers is None:
-        from tests.tools.fuzz.parsers import PARSERS
+        from tools.fuzz.parsers import PARSERS
 
         parsers = PARSERS
     outcomes, names = Counter[str](), rng.sample(list(parsers), len(parsers))

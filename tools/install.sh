@@ -3,7 +3,7 @@
 # Compose and systemd, which check the files of deploy/, and the Node modules of examples/. Needs root and Debian; without
 # these programs the tests that need them are skipped.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 
 missing=()
 for pair in chromium:chromium prometheus:prometheus alertmanager:prometheus-alertmanager kubectl:kubernetes-client \
