@@ -142,12 +142,12 @@ class Planner:
 
     def _sized(self, sizes: Sizes, status: FleetStatus, start_s: float, now: float) -> list[PlanAction]:
         if not sizes[1] and (D in self._pinned or not self.config.min_decode):
-            return self._wake(sizes, status)
+            return self._scale_from_zero(sizes, status)
         bounded = self._bounded(sizes)
         if bounded != sizes:
             return self._resize(sizes, bounded, status, "its bounds have changed")
         if self._may_shrink and now - self.log.last_busy_at >= self.config.idle_s:
-            return self._rest(sizes, status)
+            return self._scale_to_minimum(sizes, status)
         outlook = self._outlook(sizes, status, start_s, now)
         if outlook is None:
             return self._hold("holds its sizes: too few requests have ended")
@@ -318,8 +318,8 @@ class Planner:
         worker = self._workers.get(slot.service_id)
         return 0 if worker is None else worker.held_tokens
 
-    def _rest(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
-        """Shrink to the minimum: nobody has asked for long."""
+    def _scale_to_minimum(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
+        """After `idle_s` without a request, only the minimum stays."""
         least = tuple(
             size if role in self._pinned else minimum
             for role, size, minimum in zip(POOLS, sizes, (self.config.min_prefill, self.config.min_decode), strict=True)
@@ -330,8 +330,8 @@ class Planner:
         self._forecasts.clear()
         return self._resize(sizes, (least[0], least[1]), status, f"no request for {self.config.idle_s:g} s")
 
-    def _wake(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
-        """Without a decode worker, every request waits."""
+    def _scale_from_zero(self, sizes: Sizes, status: FleetStatus) -> list[PlanAction]:
+        """Without a decode worker every request waits, so the first one brings the pools back."""
         if D in self._pinned:
             return self._hold("holds its sizes: the decode pool is pinned at 0")
         if not self._num_waiting:

@@ -48,10 +48,10 @@ def _small_world() -> Scenario:
     return replace(scenario, calm=False, requests=requests, num_routers=1)
 
 
-class Ambush:
-    """Lets things go wrong as soon as a move is in a state."""
+class BrokenMove:
+    """A small world in which faults happen as soon as a move is in a state."""
 
-    def __init__(self, state: str, *what: Callable[[Ambush, WorkerShell, Move], None]) -> None:
+    def __init__(self, state: str, *what: Callable[[BrokenMove, WorkerShell, Move], None]) -> None:
         self.simulation = Simulation(_small_world())
         self.is_in_state, self._what, self._needs_room = STATES[state], what, state == "waits for room"
         self.took_effect = False
@@ -118,34 +118,34 @@ class Ambush:
         network.notify = lossy  # type: ignore[method-assign]
 
 
-def broken(kind: str, side: str) -> Callable[[Ambush, WorkerShell, Move], None]:
-    return lambda ambush, source, move: ambush.break_side(kind, side, source, move)
+def broken(kind: str, side: str) -> Callable[[BrokenMove, WorkerShell, Move], None]:
+    return lambda broken_move, source, move: broken_move.break_side(kind, side, source, move)
 
 
-def later(delay_s: float, kind: str, side: str) -> Callable[[Ambush, WorkerShell, Move], None]:
-    def act(ambush: Ambush, source: WorkerShell, move: Move) -> None:
-        target = ambush.target_of(source, move)
+def later(delay_s: float, kind: str, side: str) -> Callable[[BrokenMove, WorkerShell, Move], None]:
+    def act(broken_move: BrokenMove, source: WorkerShell, move: Move) -> None:
+        target = broken_move.target_of(source, move)
         victim = source if side == "source" else target
         if victim is not None:
-            fault = Fault(kind, victim.spec.worker_id, ambush.simulation.world.now + delay_s, LONG_S)
-            ambush.simulation.world.after(delay_s, partial(ambush.simulation._inject, fault))
+            fault = Fault(kind, victim.spec.worker_id, broken_move.simulation.world.now + delay_s, LONG_S)
+            broken_move.simulation.world.after(delay_s, partial(broken_move.simulation._inject, fault))
 
     return act
 
 
-def router_death(ambush: Ambush, _: WorkerShell, __: Move) -> None:
-    ambush.simulation._kill_router(RouterDeath(0, ambush.simulation.world.now, 0.1))
+def router_death(broken_move: BrokenMove, _: WorkerShell, __: Move) -> None:
+    broken_move.simulation._kill_router(RouterDeath(0, broken_move.simulation.world.now, 0.1))
 
 
-def cancel(ambush: Ambush, _: WorkerShell, move: Move) -> None:
-    simulation = ambush.simulation
+def cancel(broken_move: BrokenMove, _: WorkerShell, move: Move) -> None:
+    simulation = broken_move.simulation
     expected = simulation.oracle._requests[first_id(request_id_of(move.sequence.sequence_id))]
     simulation.clients.cancel(expected.call.client)
 
 
-def deadline(ambush: Ambush, source: WorkerShell, move: Move) -> None:
+def deadline(broken_move: BrokenMove, source: WorkerShell, move: Move) -> None:
     """The deadline of the request passes at the router and at the source, in any order."""
-    simulation, dispatch_id = ambush.simulation, move.sequence.sequence_id
+    simulation, dispatch_id = broken_move.simulation, move.sequence.sequence_id
     request_id, due = request_id_of(dispatch_id), simulation.world.now + 0.001
     expected = simulation.oracle._requests[first_id(request_id)]
     expected.deadline, expected.call.client = due, replace(expected.call.client, timeout_s=1.0)
@@ -161,15 +161,15 @@ def deadline(ambush: Ambush, source: WorkerShell, move: Move) -> None:
 def test_one_side_of_a_move_fails_in_each_state(
     monkeypatch: pytest.MonkeyPatch, state: str, kind: str, side: str
 ) -> None:
-    Ambush(state, broken(kind, side)).run(monkeypatch)
+    BrokenMove(state, broken(kind, side)).run(monkeypatch)
 
 
 @pytest.mark.parametrize("what", [router_death, cancel, deadline], ids=lambda what: what.__name__)
 @pytest.mark.parametrize("state", STATES)
 def test_the_request_ends_in_each_state_of_its_move(
-    monkeypatch: pytest.MonkeyPatch, state: str, what: Callable[[Ambush, WorkerShell, Move], None]
+    monkeypatch: pytest.MonkeyPatch, state: str, what: Callable[[BrokenMove, WorkerShell, Move], None]
 ) -> None:
-    Ambush(state, what).run(monkeypatch)
+    BrokenMove(state, what).run(monkeypatch)
 
 
 @pytest.mark.parametrize("delay_s", LATER_S)
@@ -181,4 +181,4 @@ def test_the_other_side_fails_too(
 ) -> None:
     for one, other in (SIDES, SIDES[::-1]):
         with monkeypatch.context() as patch:
-            Ambush(state, broken(first, one), later(delay_s, second, other)).run(patch)
+            BrokenMove(state, broken(first, one), later(delay_s, second, other)).run(patch)

@@ -31,7 +31,7 @@ MODEL = WorkerModel(COST, step_limit_s=0.05, max_step_tokens=8192, pool_tokens=4
 START_S = 20.0
 
 
-class Town:
+class PlannedFleet:
     """A fleet that does at once what the planner wants, under a traffic that the test sets."""
 
     def __init__(self, num_prefill: int, num_decode: int, can_switch: bool = True, **options: object) -> None:
@@ -130,32 +130,32 @@ def scales(actions: list[PlanAction]) -> list[ScaleTo]:
 
 
 def test_a_step_of_the_traffic_brings_workers_within_seconds_with_the_reason() -> None:
-    town = Town(1, 1)
-    town.rate = 2.0
-    assert not town.run(70)
-    before, town.rate = town.now, 12.0
-    actions = town.run(30, until_action=True)
-    assert town.now - before <= 15
-    assert sum(town.shape) > 2
+    planned = PlannedFleet(1, 1)
+    planned.rate = 2.0
+    assert not planned.run(70)
+    before, planned.rate = planned.now, 12.0
+    actions = planned.run(30, until_action=True)
+    assert planned.now - before <= 15
+    assert sum(planned.shape) > 2
     [message] = messages(actions)
     assert message.subject == "planner"
     assert "requests/s of 8000 + 300 tokens, 8000 not cached" in message.reason
 
 
 def test_the_sizes_are_the_cheapest_that_hold_the_wanted_times() -> None:
-    town = Town(1, 1)
-    town.rate = 16.0
-    town.run(200)
-    demand = town.planner.log.demand(town.now, START_S)
+    planned = PlannedFleet(1, 1)
+    planned.rate = 16.0
+    planned.run(200)
+    demand = planned.planner.log.demand(planned.now, START_S)
     assert demand is not None
     model = FleetModel(MODEL, MODEL)
     outlook = Outlook.of(model, demand, slo_ttft_s=1.0, slo_tpot_s=0.05, largest=(8, 8))
-    assert outlook.holds(town.shape)
+    assert outlook.holds(planned.shape)
     cheaper = [
         (prefill, decode)
         for prefill in range(9)
         for decode in range(1, 9)
-        if prefill + decode < sum(town.shape) - 1 and outlook.holds((prefill, decode))
+        if prefill + decode < sum(planned.shape) - 1 and outlook.holds((prefill, decode))
     ]
     assert not cheaper
 
@@ -163,192 +163,192 @@ def test_the_sizes_are_the_cheapest_that_hold_the_wanted_times() -> None:
 def test_a_decode_worker_costs_more_where_its_price_is_higher() -> None:
     shapes = []
     for price in (0.2, 5.0):
-        town = Town(1, 1, decode_price=price)
-        town.rate = 10.0
-        town.run(30)
-        shapes.append(town.shape)
+        planned = PlannedFleet(1, 1, decode_price=price)
+        planned.rate = 10.0
+        planned.run(30)
+        shapes.append(planned.shape)
     assert shapes[0][1] > shapes[1][1]
 
 
 def test_pools_shrink_by_one_and_only_after_a_quiet_time() -> None:
-    town = Town(6, 6)
-    town.rate = 2.0
+    planned = PlannedFleet(6, 6)
+    planned.rate = 2.0
     quiet_s = max(LEAST_S, 2 * START_S)
-    assert not town.run(quiet_s)
-    town.run(20, until_action=True)
-    assert sum(town.shape) == 11
-    begun = town.now
-    while sum(town.shape) > 4 and town.now < begun + 3000:
-        town.run(1)
-    changes = [at for at, action in town.actions if isinstance(action, ScaleTo)]
+    assert not planned.run(quiet_s)
+    planned.run(20, until_action=True)
+    assert sum(planned.shape) == 11
+    begun = planned.now
+    while sum(planned.shape) > 4 and planned.now < begun + 3000:
+        planned.run(1)
+    changes = [at for at, action in planned.actions if isinstance(action, ScaleTo)]
     assert all(later - earlier >= quiet_s for earlier, later in itertools.pairwise(changes))
-    assert town.shape[1] >= 1
+    assert planned.shape[1] >= 1
 
 
 def test_traffic_that_swings_about_a_mean_does_not_move_the_pools_back_and_forth() -> None:
-    town = Town(1, 1)
+    planned = PlannedFleet(1, 1)
     for turn in range(30):
-        town.rate = 8.0 + (1.0 if turn % 2 else -1.0)
-        town.run(60)
-    directions = [sum(action.sizes.values()) for _, action in town.actions if isinstance(action, ScaleTo)]
+        planned.rate = 8.0 + (1.0 if turn % 2 else -1.0)
+        planned.run(60)
+    directions = [sum(action.sizes.values()) for _, action in planned.actions if isinstance(action, ScaleTo)]
     assert len(directions) <= 4
 
 
 def test_a_worker_switches_its_role_before_another_one_starts() -> None:
-    town = Town(1, 4, max_workers=5)
-    town.held = dict.fromkeys(range(8), 500) | {3: 7}
-    town.prompt, town.output, town.rate = 20_000, 40, 6.0
-    town.measured, town.limit_s = COST, 0.009  # steps that leave little time for prompts
-    actions = town.run(60, until_action=True)
+    planned = PlannedFleet(1, 4, max_workers=5)
+    planned.held = dict.fromkeys(range(8), 500) | {3: 7}
+    planned.prompt, planned.output, planned.rate = 20_000, 40, 6.0
+    planned.measured, planned.limit_s = COST, 0.009  # steps that leave little time for prompts
+    actions = planned.run(60, until_action=True)
     switches = [action for action in actions if isinstance(action, SwitchRole)]
     assert switches[0] == SwitchRole("decode-3", P)  # it has the fewest bytes to move
 
 
 def test_without_role_switches_it_starts_workers() -> None:
-    town = Town(1, 6, can_switch=False)
-    town.prompt, town.output, town.rate = 30_000, 10, 1.0
-    town.run(40)
-    town.rate = 8.0
-    actions = town.run(60, until_action=True)
+    planned = PlannedFleet(1, 6, can_switch=False)
+    planned.prompt, planned.output, planned.rate = 30_000, 10, 1.0
+    planned.run(40)
+    planned.rate = 8.0
+    actions = planned.run(60, until_action=True)
     assert not [action for action in actions if isinstance(action, SwitchRole)]
     assert scales(actions)[0].sizes[P] > 1
 
 
 def test_no_data_is_not_zero() -> None:
-    town = Town(3, 3, idle_s=30.0, min_decode=0)
-    town.is_silent = True
-    assert not town.run(300)
-    assert town.plan == "holds its sizes: no router has reported"
-    town.is_silent, town.measured = False, None
-    town.rate = 1.0
-    assert not town.run(100)
-    assert town.plan == "holds its sizes: too few requests have ended"
+    planned = PlannedFleet(3, 3, idle_s=30.0, min_decode=0)
+    planned.is_silent = True
+    assert not planned.run(300)
+    assert planned.plan == "holds its sizes: no router has reported"
+    planned.is_silent, planned.measured = False, None
+    planned.rate = 1.0
+    assert not planned.run(100)
+    assert planned.plan == "holds its sizes: too few requests have ended"
 
 
 def test_a_silent_router_is_forgotten_and_the_sizes_stay() -> None:
-    town = Town(2, 2)
-    town.rate = 3.0
-    town.run(100)
-    shape, town.is_silent = town.shape, True
-    town.run(400)
-    assert town.shape == shape
-    assert "no router has reported" in town.plan
+    planned = PlannedFleet(2, 2)
+    planned.rate = 3.0
+    planned.run(100)
+    shape, planned.is_silent = planned.shape, True
+    planned.run(400)
+    assert planned.shape == shape
+    assert "no router has reported" in planned.plan
 
 
 def test_pinned_pools_stay_until_they_are_released() -> None:
-    town = Town(1, 1)
-    town.planner.pin([P, R])
-    town.rate = 12.0
-    town.run(120)
-    assert town.sizes[P] == 1
-    assert town.planner.status(town.now).pinned == (P,)
-    town.planner.pin([], only=True)
-    town.run(30)
-    assert not town.planner.status(town.now).pinned
-    assert town.planner.log.demand(town.now, START_S) is not None
+    planned = PlannedFleet(1, 1)
+    planned.planner.pin([P, R])
+    planned.rate = 12.0
+    planned.run(120)
+    assert planned.sizes[P] == 1
+    assert planned.planner.status(planned.now).pinned == (P,)
+    planned.planner.pin([], only=True)
+    planned.run(30)
+    assert not planned.planner.status(planned.now).pinned
+    assert planned.planner.log.demand(planned.now, START_S) is not None
 
 
 def test_the_bounds_hold_and_a_fleet_at_its_bound_says_so() -> None:
-    town = Town(1, 1, max_workers=4)
-    town.rate = 60.0
-    town.run(120)
-    assert sum(town.shape) <= 4
-    assert "no larger size is allowed" in town.plan
-    town.planner.config = replace(town.planner.config, max_workers=0, max_prefill=1, max_decode=2)
-    town.run(2)
-    assert town.shape <= (1, 2)
+    planned = PlannedFleet(1, 1, max_workers=4)
+    planned.rate = 60.0
+    planned.run(120)
+    assert sum(planned.shape) <= 4
+    assert "no larger size is allowed" in planned.plan
+    planned.planner.config = replace(planned.planner.config, max_workers=0, max_prefill=1, max_decode=2)
+    planned.run(2)
+    assert planned.shape <= (1, 2)
 
 
 def test_an_idle_fleet_goes_to_zero_and_a_waiting_request_brings_it_back() -> None:
-    town = Town(2, 2, idle_s=100.0, min_decode=0)
-    town.rate = 3.0
-    town.run(30)
-    town.rate = 0.0
-    shape = town.shape
-    town.num_open = 1
-    town.run(250)
-    assert town.sizes[D] >= 1, "a request is still open"
-    town.num_open = 0
-    town.run(101)
-    assert town.shape == (0, 0)
-    town.run(500)
-    assert town.shape == (0, 0)
-    assert town.plan == "rests until a request comes"
-    town.num_waiting = 1
-    actions = town.run(1)
-    assert town.sizes[D] >= 1
-    assert sum(town.shape) <= sum(shape)
+    planned = PlannedFleet(2, 2, idle_s=100.0, min_decode=0)
+    planned.rate = 3.0
+    planned.run(30)
+    planned.rate = 0.0
+    shape = planned.shape
+    planned.num_open = 1
+    planned.run(250)
+    assert planned.sizes[D] >= 1, "a request is still open"
+    planned.num_open = 0
+    planned.run(101)
+    assert planned.shape == (0, 0)
+    planned.run(500)
+    assert planned.shape == (0, 0)
+    assert planned.plan == "rests until a request comes"
+    planned.num_waiting = 1
+    actions = planned.run(1)
+    assert planned.sizes[D] >= 1
+    assert sum(planned.shape) <= sum(shape)
     assert messages(actions)[0].reason == "1 requests wait"
 
 
 def test_a_start_that_hangs_does_not_keep_the_pools_from_shrinking() -> None:
-    town = Town(5, 5)
-    town.rate = 1.0
-    town.run(5)
-    town.states = {"prefill-4": SlotState.STARTING}
-    town.run(300)
-    assert sum(town.shape) < 10
+    planned = PlannedFleet(5, 5)
+    planned.rate = 1.0
+    planned.run(5)
+    planned.states = {"prefill-4": SlotState.STARTING}
+    planned.run(300)
+    assert sum(planned.shape) < 10
 
 
 def test_the_measured_start_time_decides_how_far_ahead_it_looks() -> None:
-    town = Town(2, 2)
-    town.planner.pin([P, D])
-    town.rate = 4.0
-    start_one(town, 150)
-    assert town.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
+    planned = PlannedFleet(2, 2)
+    planned.planner.pin([P, D])
+    planned.rate = 4.0
+    start_one(planned, 150)
+    assert planned.planner.starts.longest(START_S) == pytest.approx(150.0, abs=3.0)
 
 
-def start_one(town: Town, start_s: int) -> None:
-    town.states, town.states_since = {"prefill-1": SlotState.PLACING}, town.now
-    town.run(start_s)
-    town.states, town.states_since = {}, town.now
-    town.run(1)
+def start_one(planned: PlannedFleet, start_s: int) -> None:
+    planned.states, planned.states_since = {"prefill-1": SlotState.PLACING}, planned.now
+    planned.run(start_s)
+    planned.states, planned.states_since = {}, planned.now
+    planned.run(1)
 
 
 def test_requests_that_wait_for_a_worker_allow_the_expected_start_after_a_quick_one_and_more_after_a_slow_one() -> None:
-    town = Town(2, 2, min_decode=0)
-    assert town.planner.start_s == START_S
-    start_one(town, 2)
-    assert (town.planner.starts.longest(START_S), town.planner.start_s) == (pytest.approx(2.0, abs=1.0), START_S)
-    start_one(town, 50)
-    assert town.planner.start_s == pytest.approx(50.0, abs=1.0)
-    town.planner.pin([D])
-    assert town.planner.start_s == 0.0, "the pool of an operator stays empty"
+    planned = PlannedFleet(2, 2, min_decode=0)
+    assert planned.planner.start_s == START_S
+    start_one(planned, 2)
+    assert (planned.planner.starts.longest(START_S), planned.planner.start_s) == (pytest.approx(2.0, abs=1.0), START_S)
+    start_one(planned, 50)
+    assert planned.planner.start_s == pytest.approx(50.0, abs=1.0)
+    planned.planner.pin([D])
+    assert planned.planner.start_s == 0.0, "the pool of an operator stays empty"
 
 
 def test_those_leave_first_that_empty_a_machine_then_those_with_little_to_move() -> None:
-    town = Town(0, 5)
-    town.machines = {"decode-0": "a", "decode-1": "a", "decode-2": "b", "decode-3": "c", "decode-4": "c"}
-    town.held = {0: 1, 1: 9, 2: 9, 3: 2, 4: 5, 5: 0, 6: 0, 7: 0}
-    town.rate = 0.5
-    actions = town.run(200, until_action=True)
+    planned = PlannedFleet(0, 5)
+    planned.machines = {"decode-0": "a", "decode-1": "a", "decode-2": "b", "decode-3": "c", "decode-4": "c"}
+    planned.held = {0: 1, 1: 9, 2: 9, 3: 2, 4: 5, 5: 0, 6: 0, 7: 0}
+    planned.rate = 0.5
+    actions = planned.run(200, until_action=True)
     [scale] = scales(actions)
     assert scale.sizes == {D: 4}
     assert scale.first_to_leave == ("decode-2", "decode-0", "decode-3", "decode-4", "decode-1")
 
 
 def test_a_decision_is_judged_later() -> None:
-    town = Town(1, 1)
-    town.rate = 2.0
-    town.run(70)
-    town.rate = 12.0
-    town.run(30, until_action=True)
-    town.run(400)
-    judged = [message for message in messages([action for _, action in town.actions]) if "predicted" in message.what]
+    planned = PlannedFleet(1, 1)
+    planned.rate = 2.0
+    planned.run(70)
+    planned.rate = 12.0
+    planned.run(30, until_action=True)
+    planned.run(400)
+    judged = [message for message in messages([action for _, action in planned.actions]) if "predicted" in message.what]
     assert judged
     assert "mean TTFT" in judged[0].reason
     assert ", was 0.3 s; " in judged[0].reason
 
 
 def test_it_does_nothing_during_a_roll_or_when_it_is_off() -> None:
-    town = Town(1, 1)
-    town.rate, town.rolling = 12.0, True
-    assert not town.run(200)
-    assert town.plan == "holds its sizes during a roll"
-    town.rolling, town.planner.config = False, replace(town.planner.config, enabled=False)
-    assert not town.run(200)
-    assert town.plan == ""
-    assert town.planner.status(town.now).attainment == 1.0
+    planned = PlannedFleet(1, 1)
+    planned.rate, planned.rolling = 12.0, True
+    assert not planned.run(200)
+    assert planned.plan == "holds its sizes during a roll"
+    planned.rolling, planned.planner.config = False, replace(planned.planner.config, enabled=False)
+    assert not planned.run(200)
+    assert planned.plan == ""
+    assert planned.planner.status(planned.now).attainment == 1.0
 
 
 @given(
@@ -373,48 +373,48 @@ def test_one_more_worker_is_never_slower(
 
 
 def test_a_fleet_that_cannot_follow_keeps_the_best_shape_of_its_budget() -> None:
-    town = Town(1, 1, max_workers=4)
-    town.rate = 80.0
-    town.run(300)
-    assert sum(town.shape) == 4
-    changes = [action for _, action in town.actions if isinstance(action, ScaleTo | SwitchRole)]
+    planned = PlannedFleet(1, 1, max_workers=4)
+    planned.rate = 80.0
+    planned.run(300)
+    assert sum(planned.shape) == 4
+    changes = [action for _, action in planned.actions if isinstance(action, ScaleTo | SwitchRole)]
     assert len(changes) <= 3
 
 
 def test_a_budget_below_the_present_sizes_is_kept_at_once() -> None:
-    town = Town(3, 3)
-    town.rate = 3.0
-    town.run(30)
-    town.planner.config = replace(town.planner.config, max_workers=3)
-    town.run(2)
-    assert sum(town.shape) <= 3
+    planned = PlannedFleet(3, 3)
+    planned.rate = 3.0
+    planned.run(30)
+    planned.planner.config = replace(planned.planner.config, max_workers=3)
+    planned.run(2)
+    assert sum(planned.shape) <= 3
 
 
 def test_traffic_that_is_rare_is_still_traffic() -> None:
-    town = Town(4, 4)
-    town.rate = 3.0
-    town.run(30)
-    town.rate = 0.02  # six requests in five minutes
-    town.run(3000)
-    assert sum(town.shape) <= 2
+    planned = PlannedFleet(4, 4)
+    planned.rate = 3.0
+    planned.run(30)
+    planned.rate = 0.02  # six requests in five minutes
+    planned.run(3000)
+    assert sum(planned.shape) <= 2
 
 
 def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
-    town = Town(2, 2, idle_s=100.0, min_decode=0)
-    town.planner.pin([P])
-    town.rate = 3.0
-    town.run(30)
-    town.rate = 0.0
-    town.run(150)
-    assert town.shape == (2, 0)
-    town.planner.pin([D])
-    town.num_waiting = 1
-    assert not town.run(5)
-    assert town.plan == "holds its sizes: the decode pool is pinned at 0"
-    town.planner.pin([P], only=True)
-    town.run(1)
-    assert town.sizes[P] == 2
-    assert town.sizes[D] >= 1
+    planned = PlannedFleet(2, 2, idle_s=100.0, min_decode=0)
+    planned.planner.pin([P])
+    planned.rate = 3.0
+    planned.run(30)
+    planned.rate = 0.0
+    planned.run(150)
+    assert planned.shape == (2, 0)
+    planned.planner.pin([D])
+    planned.num_waiting = 1
+    assert not planned.run(5)
+    assert planned.plan == "holds its sizes: the decode pool is pinned at 0"
+    planned.planner.pin([P], only=True)
+    planned.run(1)
+    assert planned.sizes[P] == 2
+    assert planned.sizes[D] >= 1
 
 
 async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
@@ -423,11 +423,12 @@ async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
             raise ZeroDivisionError(f"of a plan at {now:g} s for {len(status.slots)} slots")
 
     said: list[PlanAction] = []
-    town = Town(1, 1)
+    planned = PlannedFleet(1, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shell, "INTERVAL_S", 0.0)
         await asyncio.wait_for(
-            shell.run_planner(Broken(town.planner.config), dict, town.status, lambda: town.now, said.append), 5.0
+            shell.run_planner(Broken(planned.planner.config), dict, planned.status, lambda: planned.now, said.append),
+            5.0,
         )
     [message] = messages(said)
     assert (message.what, message.reason) == (
@@ -436,66 +437,66 @@ async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
 
 
 def test_a_late_report_is_no_surge() -> None:
-    town = Town(1, 1)
-    town.rate = 5.0
-    town.run(100)
-    shape = town.shape
-    town.is_silent = True
-    town.run(400)
-    town.is_silent = False
-    town.run(100)
-    assert sum(town.shape) <= sum(shape)
-    assert town.planner.log.level(town.now) == pytest.approx(5.0, rel=0.1)
+    planned = PlannedFleet(1, 1)
+    planned.rate = 5.0
+    planned.run(100)
+    shape = planned.shape
+    planned.is_silent = True
+    planned.run(400)
+    planned.is_silent = False
+    planned.run(100)
+    assert sum(planned.shape) <= sum(shape)
+    assert planned.planner.log.level(planned.now) == pytest.approx(5.0, rel=0.1)
 
 
 def test_a_router_that_does_not_report_keeps_the_pools_from_shrinking() -> None:
-    town = Town(4, 4)
-    town.rate = 2.0
-    town.run(30)
-    town.other_routers = ("router-1",)
-    assert not town.run(400)
-    town.other_routers = ()
-    town.run(200)
-    assert sum(town.shape) < 8
+    planned = PlannedFleet(4, 4)
+    planned.rate = 2.0
+    planned.run(30)
+    planned.other_routers = ("router-1",)
+    assert not planned.run(400)
+    planned.other_routers = ()
+    planned.run(200)
+    assert sum(planned.shape) < 8
 
 
 def test_the_last_serving_decode_worker_keeps_its_role() -> None:
-    town = Town(1, 4, max_workers=5)
-    town.states = {f"decode-{number}": SlotState.PLACING for number in (1, 2, 3)}
-    town.prompt, town.output, town.rate = 20_000, 40, 6.0
-    town.limit_s = 0.009
-    actions = town.run(60, until_action=True)
+    planned = PlannedFleet(1, 4, max_workers=5)
+    planned.states = {f"decode-{number}": SlotState.PLACING for number in (1, 2, 3)}
+    planned.prompt, planned.output, planned.rate = 20_000, 40, 6.0
+    planned.limit_s = 0.009
+    actions = planned.run(60, until_action=True)
     assert actions
     assert not [action for action in actions if isinstance(action, SwitchRole)]
 
 
 def test_a_worker_that_is_being_replaced_does_not_switch() -> None:
-    town = Town(1, 4, max_workers=5)
-    town.reasons = {"decode-0": "its machine leaves"}
-    town.prompt, town.output, town.rate = 20_000, 40, 6.0
-    town.limit_s = 0.009
-    actions = town.run(60, until_action=True)
+    planned = PlannedFleet(1, 4, max_workers=5)
+    planned.reasons = {"decode-0": "its machine leaves"}
+    planned.prompt, planned.output, planned.rate = 20_000, 40, 6.0
+    planned.limit_s = 0.009
+    actions = planned.run(60, until_action=True)
     switched = {action.slot for action in actions if isinstance(action, SwitchRole)}
     assert switched
     assert "decode-0" not in switched
 
 
 def test_a_minimum_above_zero_fills_an_empty_pool() -> None:
-    town = Town(1, 1, idle_s=20.0, min_decode=0)
-    town.run(40)
-    assert town.shape == (0, 0)
-    town.planner.config = replace(town.planner.config, min_decode=1)
-    town.run(1)
-    assert town.shape == (0, 1)
+    planned = PlannedFleet(1, 1, idle_s=20.0, min_decode=0)
+    planned.run(40)
+    assert planned.shape == (0, 0)
+    planned.planner.config = replace(planned.planner.config, min_decode=1)
+    planned.run(1)
+    assert planned.shape == (0, 1)
 
 
 def test_a_fleet_that_starts_is_not_idle() -> None:
-    town = Town(1, 1, idle_s=20.0, min_decode=0)
-    town.states = {"decode-0": SlotState.STARTING}
-    assert not town.run(100)
-    town.states = {}
-    town.run(2)
-    assert town.shape == (0, 0)
+    planned = PlannedFleet(1, 1, idle_s=20.0, min_decode=0)
+    planned.states = {"decode-0": SlotState.STARTING}
+    assert not planned.run(100)
+    planned.states = {}
+    planned.run(2)
+    assert planned.shape == (0, 0)
 
 
 DEMAND = Demand(rate=6.0, prompt_tokens=8000, uncached_tokens=8000, variation=0.0, output_tokens=300)
@@ -518,49 +519,49 @@ def test_a_worker_that_starts_counts_from_when_it_serves() -> None:
 
 
 def test_the_queue_that_grows_while_workers_start_orders_no_more_of_them() -> None:
-    town = Town(3, 3, start_s=60.0, max_prefill=16, max_decode=16)
-    town.held = dict.fromkeys(range(10), 0)
-    town.rate = 12.0
-    town.planner.pin([P, D])
-    town.run(200)
-    town.planner.pin([], only=True)
+    planned = PlannedFleet(3, 3, start_s=60.0, max_prefill=16, max_decode=16)
+    planned.held = dict.fromkeys(range(10), 0)
+    planned.rate = 12.0
+    planned.planner.pin([P, D])
+    planned.run(200)
+    planned.planner.pin([], only=True)
     new = {f"{role.value}-{number}" for role in (P, D) for number in range(3, 16)}
-    town.states, town.states_since = dict.fromkeys(new, SlotState.STARTING), town.now
-    town.rate = 36.0
+    planned.states, planned.states_since = dict.fromkeys(new, SlotState.STARTING), planned.now
+    planned.rate = 36.0
     shapes = []
     for second in range(60):
-        town.num_waiting += 12
-        town.run(1)
+        planned.num_waiting += 12
+        planned.run(1)
         if second >= 10:
-            shapes.append(town.shape)
+            shapes.append(planned.shape)
     assert sum(shapes[0]) > 12
     assert set(shapes) == {shapes[0]}
 
 
 def test_a_fleet_that_can_work_off_no_backlog_still_takes_the_best_shape_for_the_rate() -> None:
-    town = Town(1, 1, max_prefill=2)
-    town.planner.pin([D])
-    town.rate, town.num_waiting = 30.0, 1000
-    town.run(60)
-    assert town.shape == (2, 1)
+    planned = PlannedFleet(1, 1, max_prefill=2)
+    planned.planner.pin([D])
+    planned.rate, planned.num_waiting = 30.0, 1000
+    planned.run(60)
+    assert planned.shape == (2, 1)
 
 
 def test_no_worker_switches_its_role_while_requests_wait() -> None:
     shapes = []
     for num_waiting in (0, 1):
-        town = Town(1, 6)
-        town.num_waiting = num_waiting
-        town.prompt, town.output, town.limit_s, town.rate = 20_000, 40, 0.009, 4.0
-        town.run(60, until_action=True)
-        shapes.append(town.shape)
+        planned = PlannedFleet(1, 6)
+        planned.num_waiting = num_waiting
+        planned.prompt, planned.output, planned.limit_s, planned.rate = 20_000, 40, 0.009, 4.0
+        planned.run(60, until_action=True)
+        shapes.append(planned.shape)
     assert shapes == [(3, 4), (2, 6)]
 
 
 def test_a_fleet_that_is_much_too_large_shrinks_by_one_each_minute_after_two_starts() -> None:
-    town = Town(6, 6, start_s=200.0)
-    town.rate = 2.0
-    town.run(700)
-    changes = [at for at, action in town.actions if isinstance(action, ScaleTo)]
+    planned = PlannedFleet(6, 6, start_s=200.0)
+    planned.rate = 2.0
+    planned.run(700)
+    changes = [at for at, action in planned.actions if isinstance(action, ScaleTo)]
     assert changes[0] - 1000.0 >= 400.0
     assert {later - earlier for earlier, later in itertools.pairwise(changes)} == {SHRINK_INTERVAL_S}
     assert len(changes) >= 4
@@ -597,15 +598,15 @@ def test_a_worker_that_came_back_within_the_hour_doubles_the_quiet_time_for_half
 
 
 def test_traffic_that_falls_and_rises_again_and_again_keeps_its_workers_longer_each_time() -> None:
-    town = Town(1, 1)
+    planned = PlannedFleet(1, 1)
     kept_s = []
     for _ in range(4):
-        town.rate = 20.0
-        town.run(200)
-        begun, largest, town.rate = town.now, sum(town.shape), 2.0
-        while sum(town.shape) == largest:
-            town.run(1)
-        kept_s.append(town.now - begun)
+        planned.rate = 20.0
+        planned.run(200)
+        begun, largest, planned.rate = planned.now, sum(planned.shape), 2.0
+        while sum(planned.shape) == largest:
+            planned.run(1)
+        kept_s.append(planned.now - begun)
     assert kept_s[2] == kept_s[1] + LEAST_S  # the first time, no worker had to come back
     assert kept_s[3] == kept_s[1] + 3 * LEAST_S
 
