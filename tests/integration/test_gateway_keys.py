@@ -17,7 +17,6 @@ from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-PROMPT = "a prompt that is longer than two blocks of sixteen tokens each"
 
 
 def key_of(name: str) -> str:
@@ -30,12 +29,7 @@ def config_of(name: str, **options: object) -> ApiKeyConfig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
-    keys = (
-        config_of("alice"),
-        config_of("bob", requests_per_minute=1),
-        config_of("carol", max_streams=2),
-        config_of("olga", operator=True),
-    )
+    keys = (config_of("alice"), config_of("carol", max_streams=2))
     async with deploy(replace(tiny_config(), api_keys=keys)) as deployed:
         yield deployed
 
@@ -49,25 +43,13 @@ async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def complete(http: httpx.AsyncClient, authorization: str = "", **fields: object) -> httpx.Response:
-    body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0} | fields
-    headers = {"authorization": authorization} if authorization else {}
-    return await http.post("/v1/completions", json=body, headers=headers)
-
-
-@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Basic YTpi", key_of("alice"), "Bearer kéy"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_without_a_valid_key_a_request_gets_401(
-    http: httpx.AsyncClient, authorization: str, stream: bool
-) -> None:
-    response = await http.post(
-        "/v1/completions",
-        json={"prompt": PROMPT, "stream": stream},
-        headers=[(b"authorization", authorization.encode())] if authorization else [],
-    )
-    assert response.status_code == 401, response.text
-    assert response.json()["error"]["code"] == "invalid_api_key"
-    assert "key" in response.json()["error"]["message"]
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/api/fleet", "/dashboard/api/requests", "/v1/completions"])
+async def test_without_a_valid_key_a_request_gets_401(http: httpx.AsyncClient, path: str) -> None:
+    body = {"prompt": "a"} if path.startswith("/v1") else None
+    for headers in ([], [(b"authorization", "Bearer kéy".encode())]):
+        response = await http.request("POST" if body else "GET", path, json=body, headers=headers)
+        assert response.status_code == 401, response.text
+        assert body is None or response.json()["error"]["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize("is_over_the_wire", [False, True])
@@ -85,18 +67,10 @@ async def test_an_unknown_key_is_refused_before_the_body_comes(deployment: Deplo
         writer.close()
 
 
-async def test_a_key_beyond_its_limit_gets_429_with_the_seconds_to_wait(http: httpx.AsyncClient) -> None:
-    assert (await complete(http, f"Bearer {key_of('bob')}")).status_code == 200
-    response = await complete(http, f"Bearer {key_of('bob')}")
-    assert response.status_code == 429
-    assert 30 <= int(response.headers["retry-after"]) <= 60
-    assert "'bob' has made 1 requests in the last minute, its limit" in response.json()["error"]["message"]
-
-
 async def test_more_prompts_than_a_key_may_have_open_are_no_reason_to_try_again(http: httpx.AsyncClient) -> None:
-    carol = f"Bearer {key_of('carol')}"
-    assert (await complete(http, carol, prompt=["a", "b"])).status_code == 200
-    refused = await complete(http, carol, prompt=["a", "b", "c"])
+    headers, body = {"authorization": f"Bearer {key_of('carol')}"}, {"max_tokens": 2, "temperature": 0}
+    assert (await http.post("/v1/completions", json=body | {"prompt": ["a", "b"]}, headers=headers)).status_code == 200
+    refused = await http.post("/v1/completions", json=body | {"prompt": ["a", "b", "c"]}, headers=headers)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == "prompt"
     assert "retry-after" not in refused.headers
@@ -105,13 +79,3 @@ async def test_more_prompts_than_a_key_may_have_open_are_no_reason_to_try_again(
 async def test_what_needs_no_key_over_grpc_needs_none_over_http(http: httpx.AsyncClient) -> None:
     for path in ("/health", "/ready", "/version", "/v1/models"):
         assert (await http.get(path)).status_code == 200, path
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/dashboard/api/fleet", "/dashboard/api/requests"])
-@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Bearer kéy"])
-async def test_pages_of_operators_refuse_every_other_key(
-    http: httpx.AsyncClient, path: str, authorization: str
-) -> None:
-    headers = [(b"authorization", authorization.encode())] if authorization else []
-    response = await http.get(path, headers=headers)
-    assert response.status_code == 401, response.text

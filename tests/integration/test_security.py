@@ -18,9 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import SecurityConfig, TandemConfig
-from core.errors import Unauthenticated
 from router.links import worker_link
-from runtime.rpc.grpc_server import error_from, open_channel
+from runtime.rpc.grpc_server import open_channel
 from runtime.rpc.security import OPEN, TOKEN_KEY, Credentials, load_credentials
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -91,29 +90,13 @@ async def statuses_of_worker_calls(deployment: Deployment, metadata: list[tuple[
 # ---- the token
 
 
-WRONG_TOKENS: dict[str, list[tuple[str, str]]] = {
-    "none": [],
-    "empty": [(TOKEN_KEY, "")],
-    "another": [(TOKEN_KEY, "another-token-altogether")],
-    "shorter": [(TOKEN_KEY, TOKEN[:-1])],
-    "longer": [(TOKEN_KEY, TOKEN + "x")],
-    "two": [(TOKEN_KEY, TOKEN), (TOKEN_KEY, "two-tokens-are-none")],
-}
-
-
-async def test_without_the_token_every_call_of_a_worker_is_refused() -> None:
+async def test_a_worker_answers_no_call_without_the_token_and_the_router_has_it() -> None:
     async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
-        for name, metadata in WRONG_TOKENS.items():
-            assert await statuses_of_worker_calls(deployment, metadata) == {REFUSED}, name
-        answer = await deployment.generate(text="the router has the token", max_tokens=3)
-        assert len(answer.token_ids) == 3
-        await deployment.settle()
-
-
-async def test_with_the_token_a_worker_answers() -> None:
-    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
+        assert await statuses_of_worker_calls(deployment, []) == {REFUSED}
         statuses = await statuses_of_worker_calls(deployment, Credentials(TOKEN).metadata)
         assert statuses == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}  # the empty requests
+        assert len((await deployment.generate(text="through both pools", max_tokens=3)).token_ids) == 3
+        await deployment.settle()
 
 
 async def test_a_router_with_another_token_never_learns_a_worker_s_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,16 +136,6 @@ async def test_the_public_api_and_health_need_no_token_but_steering_does() -> No
         # With the token it is refused for another reason: nobody supervises this fleet.
         with_token = deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, TOKEN)])
         assert await status_of(with_token) is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_refusal_is_a_typed_error_that_does_not_repeat_the_token() -> None:
-    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, "a-wrong-guess")])
-    error = error_from(refused.value)
-    assert isinstance(error, Unauthenticated)
-    assert not error.retryable
-    assert str(error) == "this call needs the cluster's token"
 
 
 async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCaptureFixture) -> None:

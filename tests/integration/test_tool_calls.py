@@ -1,10 +1,10 @@
-"""Calls of tools over real gRPC are those that HTTP gives, in any number of chunks, resumed or not, for each choice."""
+"""Calls of tools over real gRPC are those that HTTP gives, resumed or not, for each choice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,27 +45,21 @@ class Received:
     text: str = ""
     calls: dict[int, Call] = field(default_factory=dict)
     num_deltas: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    chunks: list[inference_pb2.TokenChunk] = field(default_factory=list)
     reason: str = ""
     num_calls: int = 0
-    started: inference_pb2.Started | None = None
 
-    def take_chunk(self, chunk: inference_pb2.TokenChunk) -> None:
-        self.chunks.append(chunk)
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        for delta in chunk.tool_calls:
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        self.text += response.tokens.text
+        for delta in response.tokens.tool_calls:
             self.take_call(delta.index, delta.id, delta.name, delta.arguments_json)
+        if response.HasField("finished"):
+            self.reason = inference_pb2.FinishReason.Name(response.finished.finish_reason)
+            self.num_calls = response.finished.num_tool_calls
 
     def take_call(self, index: int, call_id: str, name: str, arguments: str) -> None:
         self.num_deltas += 1
         call = self.calls.setdefault(index, {"id": call_id, "name": name, "arguments": ""})
         call["arguments"] += arguments
-
-    @property
-    def told(self) -> tuple[str, dict[int, Call]]:
-        return self.text, self.calls
 
 
 def request_of(seed: int, **fields: Any) -> inference_pb2.GenerateRequest:
@@ -78,15 +72,8 @@ def request_of(seed: int, **fields: Any) -> inference_pb2.GenerateRequest:
 async def over_grpc(deployment: Deployment, request: inference_pb2.GenerateRequest) -> list[Received]:
     received = [Received() for _ in range(request.n or 1)]
     async for response in deployment.inference.Generate(request, timeout=60.0):
-        if response.HasField("started"):
-            received[0].started = response.started
-            continue
-        if response.HasField("finished"):
-            end = response.finished
-            received[end.choice].reason = inference_pb2.FinishReason.Name(end.finish_reason)
-            received[end.choice].num_calls = end.num_tool_calls
-            continue
-        received[response.tokens.choice].take_chunk(response.tokens)
+        part = response.finished if response.HasField("finished") else response.tokens
+        received[part.choice].take(response)
     return received
 
 
@@ -135,90 +122,39 @@ async def http(request: pytest.FixtureRequest, deployment: Deployment) -> AsyncI
         yield client
 
 
-@pytest.mark.parametrize("num_choices", [1, 3])
-async def test_deltas_over_grpc_are_those_of_http(
-    deployment: Deployment, http: httpx.AsyncClient, num_choices: int
-) -> None:
-    for seed in (1, 5):
-        direct = await over_grpc(deployment, request_of(seed, n=num_choices))
-        assert all(own.calls and own.text.strip() == "" for own in direct), "the output is calls"
-        for stream in (True, False):
-            answered = await over_http(http, seed, n=num_choices, stream=stream)
-            assert [own.calls for own in answered] == [own.calls for own in direct]
-            reasons = {"FINISH_REASON_STOP": "tool_calls", "FINISH_REASON_LENGTH": "length"}
-            assert [own.reason for own in answered] == [reasons[own.reason] for own in direct]
-        for own in direct:
-            assert own.num_calls >= len(own.calls) - (own.reason == "FINISH_REASON_LENGTH")
-            for call in own.calls.values():
-                assert call["name"] in ("weather", "now")
-                if own.reason == "FINISH_REASON_STOP":
-                    json.loads(call["arguments"])
-        # A client that is slow gets the tokens of several steps in one message, so a short call may come in two.
-        assert max(own.num_deltas / len(own.calls) for own in direct) > 3, "arguments stream"
+async def test_deltas_over_grpc_are_those_of_http(deployment: Deployment, http: httpx.AsyncClient) -> None:
+    direct = await over_grpc(deployment, request_of(5, n=3))
+    assert all(own.calls and own.text.strip() == "" for own in direct), "the output is calls"
+    for stream in (True, False):
+        answered = await over_http(http, 5, n=3, stream=stream)
+        assert [own.calls for own in answered] == [own.calls for own in direct]
+        reasons = {"FINISH_REASON_STOP": "tool_calls", "FINISH_REASON_LENGTH": "length"}
+        assert [own.reason for own in answered] == [reasons[own.reason] for own in direct]
+    for own in direct:
+        assert own.num_calls >= len(own.calls) - (own.reason == "FINISH_REASON_LENGTH")
+        for call in own.calls.values():
+            assert call["name"] in ("weather", "now")
+            if own.reason == "FINISH_REASON_STOP":
+                json.loads(call["arguments"])
+    # A client that is slow gets the tokens of several steps in one message, so a short call may come in two.
+    assert max(own.num_deltas / len(own.calls) for own in direct) > 3, "arguments stream"
     await deployment.settle()
 
 
-async def test_joined_messages_tell_the_same_calls(deployment: Deployment) -> None:
-    request = request_of(5)
-    (single,) = await over_grpc(deployment, request)
-    request.min_interval_ms = 50
-    (joined,) = await over_grpc(deployment, request)
-    assert (joined.told, joined.token_ids) == (single.told, single.token_ids)
-    assert joined.num_deltas < single.num_deltas
-
-
-async def test_an_output_of_max_tokens_keeps_the_arguments_so_far(
-    deployment: Deployment, http: httpx.AsyncClient
-) -> None:
-    request = request_of(5)
-    (whole,) = await over_grpc(deployment, request)
-    for max_tokens in range(1, len(whole.token_ids), 7):
-        request.stop.max_tokens = max_tokens
-        (cut,) = await over_grpc(deployment, request)
-        assert cut.reason == "FINISH_REASON_LENGTH"
-        (streamed,) = await over_http(http, 5, stream=True, max_tokens=max_tokens)
-        assert streamed.told == cut.told
-        assert streamed.reason == "length"
-        for index, call in cut.calls.items():
-            assert whole.calls[index]["arguments"].startswith(call["arguments"])
-
-
-def told_one_by_one(chunks: Iterable[inference_pb2.TokenChunk]) -> list[tuple[Any, ...]]:
-    """The characters of the text and of the arguments, and the announced calls, in order."""
-    found: list[tuple[Any, ...]] = []
-    for chunk in chunks:
-        position = 0
-        for delta in chunk.tool_calls:
-            found += [("text", character) for character in chunk.text[position : delta.text_offset]]
-            position = delta.text_offset
-            found += [("call", delta.index, delta.id, delta.name)] if delta.id else []
-            found += [(delta.index, character) for character in delta.arguments_json]
-        found += [("text", character) for character in chunk.text[position:]]
-    return found
-
-
-async def test_resumed_at_every_index_the_calls_are_the_undisturbed_ones(deployment: Deployment) -> None:
-    request = request_of(5)
-    (whole,) = await over_grpc(deployment, request)
-    assert whole.started is not None
-    assert whole.calls
-    all_told, lacking = told_one_by_one(whole.chunks), {}  # index -> what a client with so many tokens lacks
-    for number, chunk in enumerate(whole.chunks):
-        lacking[chunk.index + len(chunk.token_ids)] = told_one_by_one(whole.chunks[number + 1 :])
-
-    async def check(other: Deployment, index: int) -> None:
-        answer = Answer(request)
-        answer.take(inference_pb2.GenerateResponse(started=whole.started))
-        answer.take(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenChunk(token_ids=whole.token_ids[:index])))
-        (rest,) = await over_grpc(other, answer.next_request())
-        told = told_one_by_one(rest.chunks)
-        assert told == all_told[len(all_told) - len(told) :], index
-        assert told == lacking.get(index, told), index
-        assert rest.num_calls == whole.num_calls, "Finished counts the whole answer"
-
+async def test_another_router_resumes_inside_a_call(deployment: Deployment) -> None:
+    request, whole, head = request_of(5), Received(), Received()
+    answer = Answer(request)
+    async for response in deployment.inference.Generate(request, timeout=60.0):
+        whole.take(response)
+        if head.num_deltas < 3:
+            head.take(response)
+            answer.take(response)
     async with another_router(deployment) as other:
-        await asyncio.gather(*(check(other, index) for index in range(1, len(whole.token_ids) + 1)))
-    assert len(lacking) > 9, "the answer has come in several chunks"
+        async for response in other.inference.Generate(answer.next_request(), timeout=60.0):
+            head.take(response)
+    assert (head.text, head.calls) == (whole.text, whole.calls)
+    assert head.num_calls == whole.num_calls, "Finished counts the whole answer"
+    assert whole.num_deltas > 5, "the answer has come in several chunks"
 
 
 async def test_both_clients_give_typed_calls_that_the_next_prompt_takes(deployment: Deployment) -> None:
@@ -240,12 +176,3 @@ async def test_both_clients_give_typed_calls_that_the_next_prompt_takes(deployme
             return client.complete(MESSAGES, **options).tool_calls[0].arguments_json
 
     assert await asyncio.to_thread(blocking) == call.arguments_json
-
-
-async def test_without_tools_the_text_of_a_call_stays_text(deployment: Deployment) -> None:
-    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    request = request_of(1, output_format=inference_pb2.OutputFormat(choices=inference_pb2.Choices(texts=[text])))
-    request.chat.ClearField("tools")
-    request.chat.ClearField("tool_choice")
-    (found,) = await over_grpc(deployment, request)
-    assert (found.text, found.calls, found.num_calls) == (text, {}, 0)

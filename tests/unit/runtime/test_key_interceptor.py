@@ -1,4 +1,4 @@
-"""A server with API keys refuses calls of every kind before their handler runs, and tells who counts refusals.
+"""A server refuses calls of every kind without the key or the token that they need, before their handler runs.
 
 The client here is a blocking one: where a server ends a call whose requests are still being sent, grpc.aio may report
 INTERNAL in place of the server's status (grpc/grpc#36066).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,10 +19,11 @@ import pytest_asyncio
 from core.config import ApiKeyConfig
 from core.errors import ErrorCode, TandemError
 from runtime.rpc.api_keys import hash_of
-from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, GrpcServer
-from runtime.rpc.security import OPEN, ServerRules
+from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, ClusterTokenInterceptor, GrpcServer
+from runtime.rpc.security import OPEN, TOKEN_KEY, ServerRules
 
 KEY = "tandem-key-of-a-test"
+TOKEN = "the-token-of-this-cluster"
 SERVICE = "some.other.Protocol"
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -96,3 +98,22 @@ async def test_a_call_of_any_kind_needs_a_key(
     pairs = refused.trailing_metadata()
     assert (dict(pairs)[RETRYABLE_KEY], FIELD_KEY in dict(pairs)) == ("false", False)
     assert (echo.num_calls, [error.code for error in refusals]) == (1, [ErrorCode.UNAUTHENTICATED])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted"),
+    [
+        ([TOKEN], True), ([TOKEN.encode()], True), ([], False), ([""], False), (["another-token-altogether"], False),
+        ([TOKEN[:-1]], False), ([TOKEN + "x"], False), ([TOKEN, TOKEN], False),
+    ],
+)  # fmt: skip
+async def test_a_protected_method_needs_exactly_the_token(tokens: list[str | bytes], accepted: bool) -> None:
+    interceptor = ClusterTokenInterceptor(TOKEN, ("/protected/",))
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+
+    async def continuation(_: object) -> Any:
+        return handler
+
+    for method, passes in (("/protected/Call", accepted), ("/open/Call", True)):
+        details: Any = SimpleNamespace(method=method, invocation_metadata=[(TOKEN_KEY, token) for token in tokens])
+        assert (await interceptor.intercept_service(continuation, details) is handler) is passes
