@@ -134,23 +134,6 @@ async def test_a_call_of_a_tool_goes_there_and_back(
     )
 
 
-async def test_a_call_of_a_tool_streams(scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI) -> None:
-    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
-    names, arguments, text, reasons = [], "", "", []
-    async for chunk in await scripted_client.chat.completions.create(
-        model="scripted", messages=HELLO, tools=[WEATHER], stream=True
-    ):
-        delta = chunk.choices[0].delta
-        text += delta.content or ""
-        reasons.append(chunk.choices[0].finish_reason)
-        for call in delta.tool_calls or ():
-            assert call.function is not None
-            names.append(call.function.name)
-            arguments += call.function.arguments or ""
-    assert (names[0], json.loads(arguments), text.strip()) == ("weather", {"city": "Bonn"}, "Let me see.")
-    assert reasons[-1] == "tool_calls"
-
-
 class Person(pydantic.BaseModel):
     name: Annotated[str, pydantic.Field(pattern="^[a-z]{2,9}$")]
     age: Annotated[int, pydantic.Field(ge=0, le=150)]
