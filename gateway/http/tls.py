@@ -16,8 +16,8 @@ class TlsProtocol(SSLProtocol):
     """One connection, on any event loop."""
 
     def __init__(self, context: ssl.SSLContext, http: BoundedHttpProtocol) -> None:
-        timeouts: dict[str, Any] = {"ssl_handshake_timeout": float("inf"), "ssl_shutdown_timeout": float("inf")}
-        super().__init__(http.loop, http, context, None, server_side=True, **timeouts)
+        options: dict[str, Any] = dict.fromkeys(("ssl_handshake_timeout", "ssl_shutdown_timeout"), float("inf"))
+        super().__init__(http.loop, http, context, waiter=None, server_side=True, **options)  # type: ignore[arg-type]
         self._http = http
         http.tls = self
 
@@ -28,7 +28,7 @@ class TlsProtocol(SSLProtocol):
         else:
             super().connection_made(transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Any) -> None:
         super().connection_lost(exc)
         if not self._http.is_made:  # asyncio tells it nothing before the end of the handshake
             self._http.connection_lost(exc)
@@ -36,4 +36,5 @@ class TlsProtocol(SSLProtocol):
     @property
     def num_unsent(self) -> int:
         """Bytes that are not with the transport of the socket yet."""
-        return self._get_write_buffer_size()
+        size: int = self._get_write_buffer_size()  # type: ignore[attr-defined]  # typeshed lacks it
+        return size
