@@ -91,8 +91,8 @@ bench-operations: setup  ## Measure what streams feel of rolls, switches, moves,
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.operations $(PARTS_OF)
 
-bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour; COARSE=1: only up to 1,000 workers, 10 minutes)
-	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(if $(COARSE),--coarse)
+bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour)
+	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES))
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull

@@ -4,7 +4,7 @@
                     ^                        |
                     +-- ServiceStarted, Drained, RoleSwitched, ServiceDied, ...
 
-`Workers` are simulated exactly or coarsely. Routers may be left out: `NoRouters`.
+Routers may be left out: `NoRouters`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The planner beside fixed sizes, thresholds and an oracle, in virtual time: `make bench-planner`.
 
-Routers, workers, the fleet and the planner are the production machines (`simulator/elastic.py`), the times of steps
-those of a model three times as large as Llama-3.1-8B on an H100. The requests are those of Mooncake's conversation
-trace, by a Poisson process whose rate follows a curve. Worker-hours count from the decision to start a worker until it
-has left. A whole day takes coarse workers. `--coarse` runs only the part up to 1,000 of these
-(benchmarks/planner/coarse.py).
+Routers, workers, the fleet and the planner are the production machines (`benchmarks/planner/elastic.py`), the times of
+steps those of a model three times as large as Llama-3.1-8B on an H100. The requests are those of Mooncake's
+conversation trace, by a Poisson process whose rate follows a curve. Worker-hours count from the decision to start a
+worker until it has left.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.cases import CURVES, FIRST_SIZES, MAX_WORKERS, replay_config
-from benchmarks.planner.coarse import coarse_fleet, compare_coarse, large_fleet
-from benchmarks.planner.fleet_events import event_seconds
+from benchmarks.planner.elastic import ElasticReplay
+from benchmarks.planner.elastic_fleet import Sizing
+from benchmarks.planner.large_fleet import event_seconds, plan_seconds
 from benchmarks.planner.rivals import MARGIN, Fixed, Oracle, Thresholds, by_saturation, cheapest, one_by_one
 from benchmarks.report import Line, Report
 from core.config import PlannerConfig
@@ -27,8 +27,6 @@ from core.cost.step_cost import StepCost
 from fleet.planner.outlook import Outlook
 from fleet.planner.planner import Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
-from simulator.elastic import ElasticReplay
-from simulator.elastic_fleet import Sizing, num_reversals
 from simulator.processes import CountEnded, run_all
 from simulator.replay import START_S
 
@@ -37,6 +35,7 @@ STARTS_S = (5.0, 60.0, 120.0, 300.0)
 OURS, FIXED, ORACLE = "planner", "fixed", "oracle"
 SIZINGS = (OURS, "thresholds", "one by one", FIXED, ORACLE)
 LARGE_FLEET = 1000
+LARGE_RATE, LARGE_DURATION_S = 4500.0, 300  # requests/s at the highest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,6 @@ class SizedRun:
             ORACLE: lambda: Oracle(curve.rate_at, self.start_s, START_S),
         }
         sizing = made[self.sizing]()
-        if curve.is_coarse:
-            fleet = coarse_fleet(curve, sizes, MAX_WORKERS, sizing, self.start_s, self.traces, self.seed)
-            fleet.run()  # fails unless every request ends
-            reversals = num_reversals(fleet.fleet.changes) / (curve.duration_s / 3600.0)
-            return SizedResult(fleet.attainment, fleet.fleet.worker_s / 3600.0, reversals, 0)
         config = replay_config(*sizes, self.seed)
         workload = curve.workload(self.traces, self.seed)
         result = ElasticReplay(workload, config, sizing, self.start_s).run_elastic(on_progress)
@@ -126,10 +120,16 @@ def plan_time(report: Report) -> None:
         seconds.append(time.perf_counter() - began)
     where = f"plan for up to {LARGE_FLEET:,} + {LARGE_FLEET:,} workers (finds {found[0]} + {found[1]})"
     report.add(Line(where, sorted(seconds)[4] * 1e3, "ms", most=50.0))
-    events = sorted(event_seconds(LARGE_FLEET))
-    for name, share, most in (("p50", 0.50, None), ("p99", 0.99, 1.0)):
-        words = f"event of a fleet of {LARGE_FLEET:,} + {LARGE_FLEET:,} workers, {name}"
-        report.add(Line(words, events[int(share * len(events))] * 1e3, "ms", most=most))
+    planned_s, largest = plan_seconds(LARGE_FLEET, LARGE_RATE, LARGE_DURATION_S)
+    of_fleet = f"of a fleet of {LARGE_FLEET:,} + {LARGE_FLEET:,} workers"
+    add_times(report, f"plan {of_fleet} at most, up to {largest} prefill", planned_s, 50.0)
+    add_times(report, f"event {of_fleet}", event_seconds(LARGE_FLEET), 1.0)
+
+
+def add_times(report: Report, words: str, seconds: list[float], most_ms: float) -> None:
+    ordered = sorted(seconds)
+    for name, share, most in (("p50", 0.50, None), ("p99", 0.99, most_ms)):
+        report.add(Line(f"{words}, {name}", ordered[int(share * len(ordered))] * 1e3, "ms", most=most))
 
 
 def main() -> None:
@@ -140,17 +140,12 @@ def main() -> None:
     parser.add_argument("--sizings", nargs="+", choices=SIZINGS, default=SIZINGS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--coarse", action="store_true", help="only the part with coarse workers (10 minutes)")
     options = parser.parse_args()
     if not options.traces.is_dir():
         sys.exit(f"no traces in {options.traces}: benchmarks/traces.py names them")
     report = Report("planner")
     plan_time(report)
-    for seed in (options.seed, options.seed + 1):
-        compare_coarse(report, options.traces, seed)
-    large_fleet(report, options.traces, options.seed)
-    if not options.coarse:
-        compare(report, options)
+    compare(report, options)
     report.write()
 
 

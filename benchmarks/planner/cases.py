@@ -29,7 +29,6 @@ class Curve:
     highest: float
     duration_s: float
     fixed: tuple[int, int]  # prefill and decode workers: the fewest of those tried that reach an attainment of 0.95
-    is_coarse: bool = False  # too long for exact workers
 
     def workload(self, traces: Path, seed: int) -> Workload:
         return workloads.by_curve(conversation(traces, None), self.rate_at, self.highest, self.duration_s, seed)
@@ -50,7 +49,6 @@ def _on_and_off(seconds: float) -> float:
 CURVES = {
     curve.name: curve
     for curve in (
-        Curve("day of 0.2 to 2", day(86_400.0), 2.0, 86_400.0, (3, 3), is_coarse=True),
         Curve("day of 0.2 to 2 in one hour", day(3600.0), 2.0, 3600.0, (3, 3)),
         Curve("step of 3", _step, 3.0, 2400.0, (5, 4)),
         Curve("on and off", _on_and_off, 1.5, 2400.0, (3, 3)),

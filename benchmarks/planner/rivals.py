@@ -1,4 +1,4 @@
-"""Other ways to size the pools, as `Sizing` of simulator/elastic_fleet.py: fixed, by thresholds, or knowing the future.
+"""Other ways to size the pools, as `Sizing`: fixed, by thresholds, or knowing the future.
 
 fixed        the fewest workers that hold the highest rate in the simulation, all the time
 thresholds   of llm-d's Workload Variant Autoscaler (deploy/configmap-saturation-scaling.yaml, v0.9): a worker is full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from benchmarks.planner.elastic import ElasticReplay
 from core.config import PlannerConfig, RouterConfig
 from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
@@ -11,7 +12,6 @@ from core.traffic import RouterTraffic
 from fleet.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.planner import Planner
 from simulator.cost_model import layout_8b
-from simulator.elastic import ElasticReplay
 from simulator.replay_config import ReplayConfig
 from simulator.workloads import Synthetic, Workload, by_curve, synthetic
 

@@ -1,4 +1,4 @@
-"""A replay in which the pools change their sizes (`simulator/elastic_fleet.py`), with the machines of production.
+"""A replay in which the pools change their sizes, with the machines of production.
 
 A drained worker ends when it has moved or finished its sequences.
 """
@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.planner.elastic_fleet import ElasticFleet, SizeChange, Sizing, num_reversals
 from core.config import ClusterConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole, Stage, Timeline
@@ -18,7 +19,6 @@ from core.traffic import RouterTraffic
 from fleet.events import Member
 from router.operations.traffic_count import TrafficCount
 from router.requests import events
-from simulator.elastic_fleet import ElasticFleet, SizeChange, Sizing, num_reversals
 from simulator.links import BreakableLinks
 from simulator.processes import CountEnded
 from simulator.replay import START_S, Replay
