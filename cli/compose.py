@@ -34,7 +34,8 @@ from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.grammar_check import refuse_grammars
-from worker.service import BuildParts, Servicer, WorkerParts, WorkerService
+from worker.service import BuildParts, WorkerParts, WorkerService
+from worker.serving_worker import Servicer
 from worker.step_stats import StepStats
 from worker.view import WorkerMachine
 from worker.warm_up import warm_up

@@ -54,6 +54,12 @@ class RouterParts:
 class RouterService:
     """A `core.service.RouterControl`. It serves gRPC, and HTTP on the same loop."""
 
+    # These parts exist from `start` on.
+    _shell: RouterShell
+    _server: GrpcServer
+    _inference: InferenceServicer
+    _cluster: ClusterServicer
+
     def __init__(
         self,
         config: RouterConfig,
@@ -73,10 +79,7 @@ class RouterService:
         self._keys = ApiKeys(api_keys, self._credentials.token)
         self._tenants = TenantAdmission(ApiKeys(api_keys))
         self._front: HttpFront | None = None
-        self._server: GrpcServer | None = None
-        self._shell: RouterShell | None = None
-        self._inference: InferenceServicer | None = None
-        self._cluster: ClusterServicer | None = None
+        self._is_serving = False
         self._validation = ValidationThreads(config.max_queued)
 
     async def start(self) -> Endpoint:
@@ -100,6 +103,7 @@ class RouterService:
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
         kserve = KserveServicer(inference, tokenizer, shell)
         server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve, KserveServicer.full_name)
+        self._is_serving = True
         address = await server.start()
         cluster.routers = [FleetRouter(self._router_id, address, draining=False)]  # until the supervisor knows more
         self.calls = LocalCalls(address, inference, cluster, shell, self._keys)
@@ -112,7 +116,6 @@ class RouterService:
         return Endpoint(self._router_id, address, ServiceRole.ROUTER)
 
     async def failed(self) -> BaseException:
-        assert self._shell is not None
         if self._front is None:
             return await self._shell.failure
         of_front = asyncio.ensure_future(self._front.failed())
@@ -123,38 +126,32 @@ class RouterService:
             of_front.cancel()
 
     def set_config(self, live: LiveConfig) -> None:
-        assert self._shell is not None
         self._shell.set_config(live.router)
         self._validation.max_pending = live.router.max_queued
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
-        assert self._shell is not None
         await self._shell.set_workers(workers)
 
     async def set_routers(self, routers: list[FleetRouter]) -> None:
-        assert self._cluster is not None
         self._cluster.routers = routers
 
     def traffic(self, start_s: float) -> RouterTraffic:
-        assert self._shell is not None
         return self._shell.traffic(start_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""
-        assert self._server is not None
-        assert self._inference is not None
         self._inference.draining = True
         await self._server.set_serving(False)
         front = self._front.drain(timeout_s) if self._front is not None else asyncio.sleep(0)
         await asyncio.gather(front, self._server.stop(timeout_s))
 
     async def stop(self) -> None:
-        if self._server is None or self._shell is None:
+        if not self._is_serving:
             return
-        server, self._server = self._server, None
+        self._is_serving = False
         if self._front is not None:
             await self._front.stop()
-        await server.stop(grace_s=0.0)
+        await self._server.stop(grace_s=0.0)
         await self._shell.close_links()
         self._validation.close()
         self._shell.metrics.close()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from core.paths import PathStatus
-from core.scheduling.block_pool import BlockEvent, BlockStored
+from core.scheduling.block_pool import BlockEvent, BlockStored, Column
+from core.scheduling.ledger import BlockHolder
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from vllm_worker.engine import BlocksChanged
+from vllm_worker.machine import VllmMachine
 from worker.view import ChangeTracker
 
 
 class VllmView:
-    """`load` reads the load of the machine, which starts after its engine."""
+    """The machine starts after its engine, whose first reports may come before."""
 
     paths: tuple[PathStatus, ...] = ()  # vLLM measures none
 
-    def __init__(self, load: Callable[[], WorkerLoad]) -> None:
-        self._load = load
+    def __init__(self, machine: Callable[[], VllmMachine]) -> None:
+        self._machine = machine
         self._tracker = ChangeTracker()
         self._blocks: dict[int, None] = {}  # sequence hashes in the prefix cache
         self._events: list[BlockEvent] = []  # since the last report
@@ -36,7 +38,18 @@ class VllmView:
 
     @property
     def load(self) -> WorkerLoad:
-        return self._load()
+        return self._machine().worker_load()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._machine().idle
+
+    @property
+    def ledger(self) -> Mapping[Column, int]:
+        return self.load.ledger
+
+    def holders(self, now: float) -> list[BlockHolder]:  # noqa: ARG002
+        return []  # vLLM does not tell who holds its blocks
 
     def take_changes(self, load: WorkerLoad) -> WorkerChanges | None:
         """What has changed since the last call, with `load` as the load of now; None if nothing has."""

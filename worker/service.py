@@ -1,12 +1,12 @@
 """The shell of a prefill or decode worker: one process with an event loop, and threads for steps and transfers.
 
-    gRPC calls --> role's servicer --events--> Driver(machine) --actions--> servicer, step executor, transfer agent
-                                                  ^                              |
-                                                  +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
+    Driver(machine) --actions--> servicer of the role, step executor, transfer agent
+        ^                                  |
+        +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
 
-Each role brings its machine and its servicer. This file has the common part: start, reports, drain, stop, and the
-switch to the other role: the machine of that role gets the pool, the prefix cache, the runner and the agent of the one
-before. The services of both roles are registered from the start; that of the other role refuses its calls.
+Each role brings its machine and its servicer; worker/serving_worker.py has the common part of all workers. At a switch
+to the other role, the machine of that role gets the pool, the prefix cache, the runner and the agent of the one before.
+The services of both roles are registered from the start; that of the other role refuses its calls.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from core.config import LiveConfig, WorkerConfig, with_live
+from core.config import LiveConfig, WorkerConfig
 from core.errors import DeviceLost, TandemError, WorkerDrains, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from core.scheduling.worker_load import WorkerLoad
 from core.service import Endpoint
 from core.step import StepOutput
 from kv_transfer.agent import TransferAgent
-from protos import codec, report_codec
 from runtime.driver import Driver
-from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
-from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
-from tandem_client.stubs import worker_pb2, worker_pb2_grpc
-from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished
+from runtime.rpc.security import OPEN, Credentials
+from worker.core import ConfigChanged, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.grammar_check import GrammarCheck
-from worker.reports import ReportFeed
+from worker.serving_worker import Servicer, ServingWorker
 from worker.view import WorkerMachine, WorkerMachineView
 
 STOP_TIMEOUT_S = 5.0  # the end of a thread; beyond: logged, and the process ends
@@ -42,25 +39,6 @@ STOP_TIMEOUT_S = 5.0  # the end of a thread; beyond: logged, and the process end
 MAX_FAILED_STEPS = 3  # failed steps in a row; beyond: the worker ends
 
 logger = logging.getLogger(__name__)
-
-
-class Servicer(Protocol):
-    """The gRPC service of a role: turns calls into events, and its actions into responses."""
-
-    full_name: str
-    default_timeout_s: float  # of a call without a deadline
-
-    def attach(self, driver: Driver[Any, Any], worker_id: str, check_grammar: GrammarCheck) -> None: ...
-
-    def register(self, servicer: Any, server: Any) -> None: ...
-
-    def perform(self, action: Any) -> bool:
-        """Returns False if the action is not for this servicer."""
-        ...
-
-    def fail_all(self, error: TandemError) -> None:
-        """End every open call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +57,11 @@ class WorkerParts:
 BuildParts = Callable[[Callable[[Any], None], Callable[[BaseException], None]], WorkerParts]
 
 
-class WorkerService:
+class WorkerService(ServingWorker):
     """A `core.service.WorkerControl`. `start` calls `build` once, in a thread."""
+
+    _parts: WorkerParts  # from `start` on
+    _view: WorkerMachineView
 
     def __init__(
         self,
@@ -90,73 +71,29 @@ class WorkerService:
         servicers: Mapping[ServiceRole, Servicer],
         credentials: Credentials = OPEN,
     ) -> None:
-        self._role = role
-        self._config = config
+        super().__init__(role, config, servicers, credentials)
         self._build = build
-        self._servicers = servicers
-        self._credentials = credentials
-        self._tasks: list[asyncio.Task[None]] = []
-        self._idle = asyncio.Event()
-        self._parts: WorkerParts | None = None
-        self._view: WorkerMachineView
         self._for_agent: list[Any] = []
-        self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
-        self._stopping = False
         self._limits: ConfigChanged | None = None  # the newest, for the machine of another role
         self._num_failed_steps = 0  # in a row, without an error that is sorted; for the executor's thread
 
     async def start(self) -> Endpoint:
-        self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[BaseException] = self._loop.create_future()
-        self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
+        self._begin()
+        self._parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
         self._attach_machine()
-        self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
-        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._ask)
-        for servicer in self._servicers.values():
-            self._server.add(servicer.register, servicer, servicer.full_name)
-        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
-        reporting = asyncio.create_task(self._feed.run(), name="reports")
-        reporting.add_done_callback(self._on_reports_ended)
-        self._tasks.append(reporting)
-        address = await self._server.start()
-        logger.info("%s serves on %s", parts.worker_id, address)
-        return Endpoint(parts.worker_id, address, self._role)
-
-    async def failed(self) -> BaseException:
-        return await self._failure
+        return await self._serve(self._parts.worker_id, self._parts.agent.address)
 
     def set_config(self, live: LiveConfig) -> None:
-        assert self._driver is not None
-        assert self._parts is not None
-        self._config = with_live(self._config, live.worker)
-        self._feed.set_config(self._config)
-        for servicer in self._servicers.values():
-            servicer.default_timeout_s = self._config.default_timeout_s
+        super().set_config(live)
         if self._step_watch is not None:
             self._step_watch.cancel()
             self._watch_step()
-        self._limits = ConfigChanged(live.scheduler.on_device(self._parts.agent.address.location.on_gpu), self._config)
+        self._limits = ConfigChanged(live.scheduler.on_device(self._address.location.on_gpu), self._config)
         self._driver.post(self._limits)
-
-    async def drain(self, timeout_s: float) -> None:
-        assert self._driver is not None
-        assert self._parts is not None
-        self._driver.post(DrainRequested())
-        self._feed.mark_changed()
-        await self._server.set_serving(False)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._view.is_idle:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            logger.warning("%s still has work after draining for %g s", self._parts.worker_id, timeout_s)
 
     async def switch_role(self, role: ServiceRole, timeout_s: float) -> None:
         await self.drain(timeout_s)
-        assert self._driver is not None
-        assert self._parts is not None
         if self._driver.stopped or not self._view.is_idle:
             raise WorkerUnavailable(f"still has work after draining for {timeout_s:g} s")
         self._driver.stop()
@@ -167,22 +104,18 @@ class WorkerService:
         self._attach_machine()
         self._driver.post(Tick() if self._limits is None else self._limits)
         await self._server.set_serving(True)
-        logger.info("%s serves as %s worker", self._parts.worker_id, role.value)
+        logger.info("%s serves as %s worker", self._worker_id, role.value)
 
     async def stop(self) -> None:
-        if self._driver is None or self._stopping:
+        if not self._is_serving or self._stopping:
             return
         self._stopping = True  # and stop every part: a failure stops only the driver
-        self._driver.stop()
         if self._step_watch is not None:
             self._step_watch.cancel()
-        self._end_calls(WorkerUnavailable("this worker is stopping"))
-        await cancel_and_wait(self._tasks)
-        await self._server.stop(grace_s=0.5)
+        await self._stop_serving()
         await asyncio.to_thread(self._close_parts)
 
     def _close_parts(self) -> None:
-        assert self._parts is not None
         if not self._parts.executor.close(STOP_TIMEOUT_S):
             logger.warning("the step in flight did not end within %g s", STOP_TIMEOUT_S)
         try:
@@ -190,15 +123,9 @@ class WorkerService:
         except TandemError as error:
             logger.warning("%s", error)
 
-    def _end_calls(self, error: TandemError) -> None:
-        for servicer in self._servicers.values():
-            servicer.fail_all(error)
-        self._feed.close()
-
     def _attach_machine(self) -> None:
         """Drive the machine of the present role. The service of the other role gets a driver that refuses its calls."""
         parts = self._parts
-        assert parts is not None
         self._view = WorkerMachineView(parts.machine)
         drivers = [
             Driver[Any, Any](parts.machine, self._perform, self._on_fatal, self._after_event) for _ in self._servicers
@@ -212,7 +139,6 @@ class WorkerService:
     # ---- actions
 
     def _perform(self, action: Any) -> None:
-        assert self._parts is not None
         if isinstance(action, RunStep):
             self._parts.executor.submit(action.plan, action.planned, self._on_step_done)
             if self._step_watch is None:
@@ -221,12 +147,9 @@ class WorkerService:
             self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
 
     def _after_event(self) -> None:
-        assert self._parts is not None
         actions, self._for_agent = self._for_agent, []
         self._parts.agent.perform(actions, self._view.transfers_alive)
-        if self._view.is_idle:
-            self._idle.set()
-        self._feed.mark_changed()
+        super()._after_event()
 
     def _on_step_done(self, result: StepOutput | Exception) -> None:
         """On the executor's thread."""
@@ -262,59 +185,12 @@ class WorkerService:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._post, event)
 
-    def _post(self, event: Any) -> None:
-        if self._driver is not None:  # before `start` has created the driver, no peer has our address
-            self._driver.post(event)
-
-    def _ask(self, event: Any) -> None:
-        assert self._driver is not None
-        self._driver.ask(event)
-
     def _fail_threadsafe(self, error: BaseException) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_fatal, error)
 
-    def _on_reports_ended(self, task: asyncio.Task[None]) -> None:
-        """A worker without reports looks lost to its routers, but would go on with its calls."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_fatal(error)
-
-    def _on_fatal(self, error: BaseException) -> None:
-        """A part has failed: end every call, so that routers use other workers, and report the failure to the host."""
-        if self._driver is not None:
-            self._driver.stop()
-            lost = f": {error}" if isinstance(error, DeviceLost) else ""
-            self._end_calls(WorkerUnavailable(f"this worker failed{lost}"))
-        if not self._failure.done():
-            self._failure.set_result(error)
-
-    # ---- reports
-
-    def _snapshot(self) -> worker_pb2.WorkerReport:
-        parts = self._parts
-        assert parts is not None
-        report = report_codec.encode_changes(WorkerChanges(self._load(), paths=self._view.paths))
-        report.snapshot.worker_id = parts.worker_id
-        report.snapshot.role = codec.ROLE_TO_WIRE[self._role]
-        report.snapshot.agent.CopyFrom(codec.encode_agent(parts.agent.address))
-        report.snapshot.cached_blocks.extend(self._view.cached_blocks)
-        return report
-
-    def _changes(self) -> worker_pb2.WorkerReport | None:
-        changes = self._view.take_changes(self._load())
-        return None if changes is None else report_codec.encode_changes(changes)
-
     def _load(self) -> WorkerLoad:
-        assert self._parts is not None
-        return replace(self._view.load, num_malformed_messages=self._parts.agent.num_malformed)
-
-    def _holders(self) -> worker_pb2.DescribeLedgerResponse:
-        assert self._parts is not None
-        return worker_pb2.DescribeLedgerResponse(
-            worker_id=self._parts.worker_id,
-            ledger=codec.encode_ledger(self._view.ledger),
-            holders=map(codec.encode_holder, self._view.holders(self._loop.time())),
-        )
+        return replace(super()._load(), num_malformed_messages=self._parts.agent.num_malformed)
 
 
 def _step_error(error: Exception) -> TandemError:

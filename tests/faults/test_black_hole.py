@@ -52,7 +52,6 @@ class Scene:
     def calls_of_the_router(self) -> list[str]:
         """Sequences of the router on the worker behind the link."""
         router = self.deployment.router._shell
-        assert router is not None
         timelines = machine_of(self.behind_the_link).core.open_calls.timelines
         return [name for name in timelines if name.startswith(f"{router.router_id}.")]
 
@@ -74,7 +73,6 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 def is_known(deployment: Deployment, worker_id: str) -> bool:
-    assert deployment.router._shell is not None
     return deployment.router._shell.view.worker(worker_id) is not None
 
 
@@ -166,7 +164,6 @@ async def test_a_client_behind_a_black_hole_is_given_up_by_the_router_and_everyt
     async with deploy(fault_config()) as deployment, TcpLink.to(deployment.router_address) as link:
         slow_down(deployment.decode[0], 0.01)
         shell = deployment.router._shell
-        assert shell is not None
         bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
         # This channel sends no keepalive pings.
         async with grpc.aio.insecure_channel(link.address) as channel:

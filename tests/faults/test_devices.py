@@ -27,7 +27,6 @@ def id_of(deployment: Deployment, worker: WorkerService) -> str:
 
 
 def is_known(deployment: Deployment, worker: WorkerService) -> bool:
-    assert deployment.router._shell is not None
     return deployment.router._shell.view.worker(id_of(deployment, worker)) is not None
 
 

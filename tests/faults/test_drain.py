@@ -83,7 +83,7 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
         loading = asyncio.create_task(load(deployment.inference, over, late))
 
         draining = asyncio.gather(*(worker.drain(PATIENCE_S) for worker in leaving))
-        known = deployment.router._shell.view  # type: ignore[union-attr]
+        known = deployment.router._shell.view
         names = {id_of(deployment, worker) for worker in leaving}
 
         def drain_known() -> bool:

@@ -55,7 +55,6 @@ Hold = Callable[[Scene, float], Awaitable[Stream]]  # start the request and retu
 
 async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
     shell = scene.deployment.router._shell
-    assert shell is not None
     workers = shell.view._workers
 
     def allow(max_in_flight: int) -> None:
@@ -73,7 +72,7 @@ async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
 
 async def in_the_prefill_workers_queue(scene: Scene, timeout_s: float) -> Stream:
     scene.gate.close()
-    scheduler = scene.deployment.prefill[0]._parts.machine.core.scheduler  # type: ignore[union-attr]
+    scheduler = scene.deployment.prefill[0]._parts.machine.core.scheduler
 
     def num_in_front() -> int:
         return len(scheduler.waiting) + scheduler.num_steps_in_flight  # each of these prompts fills a step
@@ -110,7 +109,7 @@ async def offered_in_part(scene: Scene, timeout_s: float) -> Stream:
 
 
 async def reserved(scene: Scene, timeout_s: float) -> Stream:
-    pool = scene.deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+    pool = scene.deployment.decode[0]._parts.machine.core.pool
     filled = pool.allocate(pool.num_available - 6)  # enough for the other one to grow
     assert filled is not None
     scene.let_go.append(lambda: pool.release(filled))

@@ -55,11 +55,11 @@ async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) ->
         other = await bystander(deployment, num_output=30)
         gate = Gate(deployment.decode[0])
         gate.close()  # or the other one might end before it is seen that somebody waits for its blocks
-        pool = deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+        pool = deployment.decode[0]._parts.machine.core.pool
         filled = pool.allocate(pool.num_available - 3)
         assert filled is not None
         waiting = Stream(deployment.inference, FIRST)
-        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")  # type: ignore[union-attr]
+        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")
         assert not other.ended
         gate.open()
         await other.right()
@@ -74,11 +74,11 @@ async def test_a_pool_that_stays_full_ends_the_request_at_its_deadline(fabric: M
     async with deploy(fault_config()) as deployment:
         assert fabric.transports, "it must be the memory transport"
         other = await bystander(deployment, num_output=200)
-        pool = deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+        pool = deployment.decode[0]._parts.machine.core.pool
         filled = pool.allocate(pool.num_available - 14)  # enough for the other one to grow
         assert filled is not None
         waiting = Stream(deployment.inference, prompt_of(3, num_tokens=400), timeout_s=1.5)
-        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")  # type: ignore[union-attr]
+        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")
         await waiting.typed(grpc.StatusCode.DEADLINE_EXCEEDED)
         await other.right()
         pool.release(filled)

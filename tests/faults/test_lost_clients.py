@@ -29,7 +29,6 @@ async def test_a_killed_client_leaves_nothing_behind() -> None:
     async with deploy(fault_config()) as deployment:
         slow_down(deployment.decode[0], 0.01)
         shell = deployment.router._shell
-        assert shell is not None
         client = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CLIENT, deployment.router_address, cwd=ROOT, stdout=PIPE
         )

@@ -90,7 +90,6 @@ async def waiting_for_the_prefill_worker(scene: Scene) -> Stream:
 
 async def test_a_killed_router_breaks_its_own_streams_alone_and_leaves_nothing_on_the_workers(scene: Scene) -> None:
     router = scene.deployment.router._shell
-    assert router is not None
     bystander = await Stream(scene.deployment.inference, prompt_of(10), 600, timeout_s=60.0).reach(3)
     await until(lambda: not transfers(scene.deployment.prefill[0]).num_alive, "the bystander's hand-off is over")
     streams = [await hold(scene) for hold in (decoding, reading, waiting_for_the_prefill_worker)]

@@ -51,7 +51,7 @@ async def test_every_token_is_that_of_one_engine_and_the_lane_is_in_the_reports(
         await deployment.settle()
         deployment.drop_caches(deployment.decode)
     reference.close()
-    pool: PoolMemory = worker._parts.agent.pool  # type: ignore[union-attr]
+    pool: PoolMemory = worker._parts.agent.pool
     assert isinstance(pool.memory, FakeDeviceMemory)
     assert pool.memory.num_batches > 0
     assert transfers(worker).counters.num_digest_mismatches == 0

@@ -222,7 +222,6 @@ async def test_answers_that_the_drain_cuts_off_end_with_an_error(caplog: pytest.
             assert (await anext(lines)).startswith("data: {")
             whole = asyncio.create_task(client.post("/v1/completions", json=ask))
             shell = deployment.router._shell
-            assert shell is not None
             await until(lambda: shell.num_open == 2, "both requests run", 20)
             stopping = asyncio.create_task(gate.aclose())
             *_, last = [line async for line in lines if line]

@@ -75,7 +75,6 @@ async def test_a_stop_string_ends_the_output_at_the_worker_although_the_client_d
     stop, _ = await stop_string_of(deployment)
     window_bytes, options = 64 * 1024, [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     shell = deployment.router._shell
-    assert shell is not None
     async with grpc.aio.insecure_channel(deployment.router_address, options) as channel:
         request = request_of(max_tokens=4000, stop_strings=[stop], logprobs=20, n=16)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60.0)  # type: ignore[no-untyped-call]

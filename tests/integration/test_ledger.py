@@ -92,7 +92,6 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
     config = replace(config, transfer=replace(config.transfer, lease_s=2.5))
     async with deploy(config) as deployment:
         reader = deployment.decode[0]._parts
-        assert reader is not None
         monkeypatch.setattr(reader.agent, "perform", lambda *_: None)  # all that it says is lost
         call = asyncio.create_task(deployment.generate(text="an offer for nobody", max_tokens=4, timeout_s=4.0))
         async with asyncio.timeout(PATIENCE_S):

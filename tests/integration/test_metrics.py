@@ -94,7 +94,6 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metric
     config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
     async with deploy(config) as deployment:
         parts = deployment.prefill[0]._parts
-        assert parts is not None
         agent = parts.agent
         stranger = MemoryTransport("stranger", FABRIC)
         stranger.connect(agent.address)

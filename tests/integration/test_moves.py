@@ -62,7 +62,6 @@ async def drain(deployment: Deployment, worker: WorkerService) -> None:
     await worker.drain(DRAIN_TIMEOUT_S)
     assert asyncio.get_running_loop().time() - began_at < DRAIN_TIMEOUT_S - 1.0, "it had work left"
     shell = deployment.router._shell
-    assert shell is not None
     record = shell.view.worker(id_of(deployment, worker))
     assert record is not None
     await until(lambda: record.load.state is WorkerState.DRAINING, "the router has the worker's last report")

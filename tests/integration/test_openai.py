@@ -72,7 +72,6 @@ def client_of(url: str, **options: Any) -> openai.AsyncOpenAI:
 
 def no_requests(deployment: Deployment) -> bool:
     shell = deployment.router._shell
-    assert shell is not None
     return shell.num_open == 0 and shell.view.num_in_flight == 0
 
 
@@ -293,7 +292,6 @@ async def test_a_full_queue_is_a_rate_limit_with_a_hint() -> None:
         client_of(url) as client,
     ):
         shell = deployment.router._shell
-        assert shell is not None
         waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt="waits", max_tokens=2))
         await until(lambda: shell.view.num_queued, "the first request is queued")
         with pytest.raises(openai.RateLimitError) as caught:
@@ -386,7 +384,6 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_th
         client_of(url) as client,
     ):
         shell = deployment.router._shell
-        assert shell is not None
         create = client.chat.completions.create
         waiting = asyncio.create_task(create(model=MODEL, messages=HELLO, max_tokens=4, n=3, stream=True))
         await until(lambda: shell.view.num_queued, "the request is queued")

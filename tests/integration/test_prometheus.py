@@ -145,7 +145,6 @@ async def send_requests_of_all_kinds(deployment: Deployment) -> None:
         await deployment.generate(text=prompt, temperature=-1)
     many = asyncio.create_task(deployment.generate_all(make_request(text=prompt, max_tokens=8, n=MAX_CHOICES)))
     shell = deployment.router._shell
-    assert shell is not None
     await until(lambda: shell.view.num_queued, "choices wait in the router", DEADLINE_S)
     with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
         await deployment.generate(text="finds the queue full")

@@ -72,7 +72,6 @@ async def test_invalid_requests_are_refused_by_field_and_limit(deployment: Deplo
         assert details.startswith(f"{field}: "), f"{name}: {details}"
         assert says in details, f"{name}: {details}"
     for worker in deployment.workers:
-        assert worker._parts is not None
         assert worker._parts.machine.core.num_arrived == 0
     await deployment.settle()
 
@@ -103,7 +102,7 @@ async def test_who_asks_for_no_length_gets_what_a_pool_smaller_than_the_context_
     config = tiny_config("fake:wide")
     config = replace(config, engine=replace(config.engine, kv_memory_mb=1))
     async with deploy(config) as deployment:
-        machine = deployment.decode[0]._parts.machine  # type: ignore[union-attr]
+        machine = deployment.decode[0]._parts.machine
         holds = machine.core.pool.num_blocks * config.engine.block_size
         request = GenerateRequest(text="hello", stop=StopConditions(ignore_eos=True))
         (answer,) = await deployment.generate_all(request)
@@ -154,7 +153,6 @@ async def test_of_two_long_prompts_each_pool_computes_one() -> None:
         for worker in deployment.workers:
             slow_down(worker, 0.02)
         shell = deployment.router._shell
-        assert shell is not None
         first = asyncio.create_task(deployment.generate(text="a" * 1000, max_tokens=3))
         await until(lambda: shell.view.num_in_flight == 1, "the first request is dispatched", PATIENCE_S)
         answers = [await deployment.generate(text="b" * 1000, max_tokens=3), await first]
@@ -281,7 +279,6 @@ async def test_explain_names_the_candidates_with_their_terms_and_runs_nothing() 
             ready_ms = found.queue_ms + found.prefill_ms + found.transfer_ms + found.room_wait_ms
             assert found.cost_ms == pytest.approx(ready_ms + found.gap_ms * found.num_streams)
         for worker in deployment.workers:
-            assert worker._parts is not None
             assert worker._parts.machine.core.num_arrived == 0
 
 
@@ -310,7 +307,6 @@ async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(de
         sorted(fleet.workers, key=lambda w: -w.role), deployment.decode + deployment.prefill, strict=True
     ):
         ledger = worker.load.ledger
-        assert shell._parts is not None
         assert (
             ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming
             == shell._parts.machine.core.pool.num_blocks

@@ -24,7 +24,6 @@ STORMS = 4000  # reports at most until the slow reader is cut off
 
 def in_step(deployment: Deployment) -> bool:
     """The router knows exactly the blocks that its workers have cached."""
-    assert deployment.router._shell is not None
     index = deployment.router._shell.view._workers.index
     return all(
         set(machine_of(worker).core.pool.registered_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
@@ -58,7 +57,6 @@ async def test_a_router_that_was_cut_off_is_back_at_once_and_loses_no_request() 
         slow_down(deployment.decode[0], 0.01)
         feed = deployment.decode[0]._feed
         router = deployment.router._shell
-        assert router is not None
         streams = [await Stream(deployment.inference, prompt_of(seed), 250).reach(3) for seed in range(3)]
         bystander = await Stream(other.inference, prompt_of(10), 100).reach(3)
         num_cuts = 0

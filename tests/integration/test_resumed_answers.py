@@ -80,7 +80,6 @@ class TwoRouters:
         prompt = (await self.deployment.inference.Tokenize(text)).token_ids
         token_ids = (*prompt, *whole.token_ids[:-1])
         chain = hashes_of(Request("a", token_ids, len(token_ids), SamplingParams(max_tokens=1))).chain(BLOCK_SIZE)
-        assert self.second._shell is not None
         index = self.second._shell.view._workers.index
         found = len(token_ids) // BLOCK_SIZE
         await until(lambda: max(index.match(chain).values(), default=0) >= found, "the blocks are reported")

@@ -53,7 +53,6 @@ def expected(deployment: Deployment, prompt: tuple[int, ...], num_output: int) -
 async def known_as(deployment: Deployment, worker: WorkerService, role: ServiceRole) -> None:
     """The router has the worker in its new role, and the worker has met the others."""
     shell = deployment.router._shell
-    assert shell is not None
     view, worker_id = shell.view, deployment.endpoints[id(worker)].service_id
 
     def is_known() -> bool:
@@ -84,7 +83,6 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
     for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
         assert answer.token_ids == expected(deployment, prompt, NUM_OUTPUT)
 
-    assert worker._parts is not None
     assert parts is not None
     assert (worker._parts.agent, worker._parts.executor) == (parts.agent, parts.executor)
     await known_as(deployment, worker, P)

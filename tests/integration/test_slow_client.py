@@ -41,7 +41,6 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
         shell = deployment.router._shell
-        assert shell is not None
         assert caplog.text == ""
         assert shell.num_open == 0
         assert shell.view.num_in_flight == shell.view.num_queued == 0

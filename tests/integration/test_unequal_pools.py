@@ -34,7 +34,7 @@ def expected(engine: CoLocatedEngine, prompt: tuple[int, ...]) -> list[int]:
 async def test_every_token_is_that_of_one_engine_and_prefixes_are_found_on_either_side(
     deployment: Deployment, engine: CoLocatedEngine
 ) -> None:
-    sizes = [worker._parts.agent.address.layout.block_size for worker in deployment.workers]  # type: ignore[union-attr]
+    sizes = [worker._parts.agent.address.layout.block_size for worker in deployment.workers]
     assert sizes[0] != sizes[1] == BLOCK
     longer = (*PROMPT, *range(200, 240))
     for prompt, least_cached in ((PROMPT, 0), (PROMPT, 6 * BLOCK), (longer, 6 * BLOCK), (PROMPT[:BLOCK], 0)):

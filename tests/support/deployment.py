@@ -151,7 +151,6 @@ class Deployment:
         for worker in self.workers:
             machine_of(worker).check()
         shell = self.router._shell
-        assert shell is not None
         await until(lambda: shell.num_open == 0 and shell.view.num_in_flight == 0, "the router still has requests")
         view = shell.view
         await until(lambda: not any(record.load.num_calls for record in view.workers()), "a load still has open calls")
@@ -159,7 +158,6 @@ class Deployment:
 
 
 def machine_of(worker: WorkerService) -> PrefillMachine | DecodeMachine:
-    assert worker._parts is not None
     machine = worker._parts.machine
     assert isinstance(machine, PrefillMachine | DecodeMachine)
     return machine
@@ -237,7 +235,6 @@ async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
     """Send one request while another one fills the queue of the router (`max_queued` is 1, no decode worker)."""
     waiting = asyncio.create_task(deployment.generate(text="waits for a worker"))
     shell = deployment.router._shell
-    assert shell is not None
     try:
         await until(lambda: shell.view.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
         return await deployment.generate(text="finds it full")
@@ -249,7 +246,6 @@ async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
 async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     """Wait until `num_workers` workers have reported to the router."""
     shell = deployment.router._shell
-    assert shell is not None
     view, known = shell.view, f"the router knows {num_workers} workers"
     await until(lambda: len(list(view.workers())) == num_workers, known, SETTLE_TIMEOUT_S)
 

@@ -15,7 +15,6 @@ from engine.step_queue import Computed, PromisedTokens
 
 def runner_of(worker: Any) -> Any:
     """The runner of a worker service that has started."""
-    assert worker._parts is not None
     return worker._parts.executor._runner
 
 

@@ -82,7 +82,6 @@ class FakeFleet:
     async def publish(self) -> None:
         await self.router.set_workers(list(self.endpoints.values()))
         shell = self.router._shell
-        assert shell is not None
         known = [endpoint.service_id for endpoint in self.endpoints.values()]
         await until(lambda: all(shell.view.worker(name) is not None for name in known), "the router knows the workers")
 

@@ -79,7 +79,7 @@ async def test_a_pair_shakes_hands_before_its_first_hand_off(workers: Workers) -
     async with routed([owner, reader], local_prefill="never") as (client, router):
         await until(lambda: reader.num_handshakes() == 1, "they have shaken hands", 30.0)
         for worker in (owner, reader):  # which appears in no figure
-            record = router._shell.view.worker(worker.endpoint.service_id)  # type: ignore[union-attr]
+            record = router._shell.view.worker(worker.endpoint.service_id)
             assert record is not None
             assert (record.load.num_calls, record.load.num_sampled_tokens, record.load.ledger[Column.HELD]) == (0, 0, 0)
         answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
@@ -161,7 +161,7 @@ async def test_cancelled_requests_leave_no_block_behind(workers: Workers, num_re
 
     pools = [workers["prefill-0"], workers["decode-0"]]
     async with routed(pools, local_prefill="never") as (client, router):
-        view = router._shell.view  # type: ignore[union-attr]
+        view = router._shell.view
         await asyncio.gather(*(one(client, number) for number in range(num_requests)))
         await until(lambda: not view.num_in_flight, "the router has open requests", 30.0)
         await asyncio.sleep(LEASE_S + 2.0)
@@ -203,7 +203,7 @@ async def twelve_streams(
     alive = [worker for worker in workers.values() if worker.process.poll() is None]
     pool = [worker for worker in alive if worker.endpoint.role.value == role]
     async with routed(alive, local_prefill="never" if role == "prefill" else "auto") as (client, router):
-        view = router._shell.view  # type: ignore[union-attr]
+        view = router._shell.view
         undisturbed = await answers(client, prompts, 48)
         calls = asyncio.create_task(completions(client, prompts, 48, cache_salt=f"{role} {fault}"))
 

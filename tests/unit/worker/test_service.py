@@ -43,7 +43,6 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
         before, parts = worker._snapshot(), worker._parts
         await worker.switch_role(ServiceRole.PREFILL, 5.0)
         after = worker._snapshot()
-        assert worker._parts is not None
         assert parts is not None
         assert isinstance(worker._parts.machine, PrefillMachine)
         assert worker._parts.machine.core is parts.machine.core
