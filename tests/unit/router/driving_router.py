@@ -76,12 +76,8 @@ class DrivenRouter:
         return actions
 
     def join(self, name: str, role: ServiceRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
-        return self.join_at(agent(name, incarnation, layout), role)
-
-    def join_at(self, address: AgentAddress, role: ServiceRole) -> list[RouterAction]:
-        """A worker joins with the pool of this address. Its name is the part before "@"."""
-        name, load = address.name.rpartition("@")[0], replace(SERVING, ledger={Column.FREE: address.num_blocks})
-        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=load))
+        address = agent(name, incarnation, layout)
+        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
 
     def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: object) -> list[RouterAction]:
         reported = replace(SERVING, state=state, **load)  # type: ignore[arg-type]
@@ -97,10 +93,8 @@ class DrivenRouter:
         arrived = events.RequestArrived(arriving or request(), self.now, self.now + timeout_s, tuple(others))
         return self.post(arrived)
 
-    def first_token(self, token: int, dispatch: str = "r#1", index: int = 0, **rest: object) -> list[RouterAction]:
-        reason = rest.get("finish_reason")
-        assert reason is None or isinstance(reason, FinishReason)
-        result = events.PrefillResult(index, SampledToken(token), reason, 0, 0.0, 0.0)
+    def first_token(self, token: int, dispatch: str = "r#1", index: int = 0) -> list[RouterAction]:
+        result = events.PrefillResult(index, SampledToken(token), None, 0, 0.0, 0.0)
         return self.post(events.PrefillReturned(dispatch, result))
 
     def tokens(self, first: int, *token_ids: int, dispatch: str = "r#1") -> list[RouterAction]:

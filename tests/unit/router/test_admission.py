@@ -4,120 +4,124 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from core.cost.step_cost import PRIOR, StepCost
-from core.errors import QueueFull, WorkerUnavailable
-from core.lifecycle import ServiceRole
-from router.requests import events
 from router.requests.admission import QueueWait, refusal
-from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, agent, request
+from tests.unit.router.driving_router import CONFIG
+from tests.unit.router.transcript import transcripts
 
-SHED = replace(CONFIG, admission="shed", slo_ttft_ms=1000.0, max_queued=20)
-FITTED = StepCost(step_s=0.01, sequence_s=0.001, context_s=0.0, token_s=0.05, pair_s=0.0)  # 8 tokens: 0.41 s
+# A prompt of 8 tokens takes 0.41 s on workers that have measured their steps (`token_s`).
+SHEDDING = """
+  config admission=shed slo_ttft_ms=1000.0 max_queued=20
+"""
 
+test_a_request_that_would_be_late = transcripts(
+    """
+it is refused with the lateness as hint
+  # 0.9 s of prompts and 0.41 s of its own, where 1 s is wanted.
+  fleet D
+  reports D token_s=0.05 backlog=0.9
+  arrives r -> fail r QueueFull: the first token is predicted 1.312 s after the arrival of the request, and \
+               slo_ttft_ms is 1000, retry after 0.312 s
+  counts    -> queued 0; in flight 0; deadlines 0
 
-def shedding_router(prompt_backlog: tuple[float, ...] = ()) -> DrivenRouter:
-    """A router with a decode worker alone, which has measured its steps."""
-    router = DrivenRouter(SHED, prefill=())
-    router.report("D", step_cost=FITTED, prompt_backlog=prompt_backlog)
-    return router
+it is refused by its deadline
+  fleet D
+  reports D token_s=0.05
+  arrives r timeout_s=0.3 -> fail r QueueFull: the first token is predicted 0.412 s after the arrival of the \
+                             request, and its deadline is 0.300 s, retry after 0.112 s
 
+the hint is at least a tenth of a second
+  fleet D
+  reports D token_s=0.05 backlog=0.6
+  arrives r -> fail r QueueFull: the first token is predicted 1.012 s after the arrival of the request, and \
+               slo_ttft_ms is 1000, retry after 0.1 s
 
-def refused(router: DrivenRouter, name: str = "r") -> QueueFull:
-    (failed,) = [fail for fail in router.of(events.Fail) if fail.request_id == name]
-    assert isinstance(failed.error, QueueFull)
-    return failed.error
+queue admits what would be late
+  config admission=queue
+  fleet D
+  reports D token_s=0.05 backlog=30.0
+  arrives r -> decode r#1 D
 
+no request is refused by a guess
+  # A worker that has measured no step would otherwise never measure one.
+  fleet D
+  reports D backlog=30.0
+  arrives r -> decode r#1 D
 
-def test_a_request_that_would_be_late_is_refused_with_the_lateness_as_hint() -> None:
-    router = shedding_router(prompt_backlog=(0.9,))
-    router.arrive()
-    error = refused(router)
-    assert error.retry_after_s == pytest.approx(0.32, abs=0.02), "0.9 s of prompts, 0.41 s of its own, 1 s wanted"
-    assert "predicted 1.312 s" in str(error)
-    assert "slo_ttft_ms is 1000" in str(error)
-    assert not router.dispatches()
-    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (0, 0)
+time in the queue of the router counts
+  arrives r
+  time 0.8
+  arrives later
+  enter D token_s=0.05 -> fail r QueueFull: the first token is predicted 1.212 s after the arrival of the request, \
+                          and slo_ttft_ms is 1000, retry after 0.212 s
+                       -> decode later#1 D
 
+a request that has streamed tokens is never refused
+  fleet D1 D2
+  arrives r            -> decode r#1 D1
+  tokens_from r#1 0 11 -> deliver r 0: 11
+  reports D1 token_s=0.05 backlog=30.0
+  reports D2 token_s=0.05 backlog=30.0
+  decode_error r#1 WorkerUnavailable connection reset -> decode r#2 D2 behind 11
 
-def test_a_request_that_would_miss_its_deadline_is_refused() -> None:
-    router = shedding_router()
-    router.arrive(timeout_s=0.3)
-    assert "its deadline is 0.300 s" in str(refused(router))
+choices that follow the first one are not refused
+  fleet D
+  reports D token_s=0.05
+  arrives a others=b   -> decode a#1 D
+  reports D token_s=0.05 backlog=30.0
+  tokens_from a#1 0 11 -> deliver a 0: 11; decode b#1 D
 
+a call is refused with all its choices
+  fleet D
+  reports D token_s=0.05 backlog=30.0
+  arrives a others=b -> fail a QueueFull: the first token is predicted 30.422 s after the arrival of the request, \
+                        and slo_ttft_ms is 1000, retry after 29.4 s
+                     -> fail b QueueFull: the first token is predicted 30.422 s after the arrival of the request, \
+                        and slo_ttft_ms is 1000, retry after 29.4 s
 
-def test_the_hint_is_at_least_a_tenth_of_a_second() -> None:
-    router = shedding_router(prompt_backlog=(0.6,))
-    router.arrive()
-    assert refused(router).retry_after_s == 0.1
+it is refused on arrival if the wait for room alone is too long
+  config max_in_flight_per_worker=1 slo_ttft_ms=3000.0
+  fleet D
+  arrives r0 max_tokens=1 -> decode r0#1 D
+  arrives r1 max_tokens=1
+  arrives r2 max_tokens=1
+  arrives r3 max_tokens=1
+  # A dispatch each second.
+  time 1
+  tokens_from r0#1 0 11   -> deliver r0 0: 11
+  ends r0#1               -> finish r0 length, local, 1 tokens, first token 1, prefill 1; decode r1#1 D in 59 s
+  time 1
+  tokens_from r1#1 0 11   -> deliver r1 0: 11
+  ends r1#1               -> finish r1 length, local, 1 tokens, first token 2, queue 1, prefill 1
+                          -> decode r2#1 D in 58 s
+  # The second in the queue waits for 2 s, the third for 3 s.
+  arrives r4 max_tokens=1
+  arrives r5 max_tokens=1
+  arrives r6 max_tokens=1 -> refused QueueFull: the first token is predicted 4.000 s after the arrival of the \
+                             request, and slo_ttft_ms is 3000
 
-
-def test_queue_admits_what_would_be_late() -> None:
-    router = DrivenRouter(replace(SHED, admission="queue"), prefill=())
-    router.report("D", step_cost=FITTED, prompt_backlog=(30.0,))
-    router.arrive()
-    assert len(router.dispatches()) == 1
-
-
-def test_no_request_is_refused_by_a_guess() -> None:
-    """A worker that has measured no step would otherwise never measure one."""
-    router = DrivenRouter(SHED, prefill=())
-    router.report("D", step_cost=PRIOR, prompt_backlog=(30.0,))
-    router.arrive()
-    assert len(router.dispatches()) == 1
-
-
-def test_time_in_the_queue_of_the_router_counts() -> None:
-    router = DrivenRouter(SHED, prefill=(), decode=())
-    router.arrive()
-    router.now += 0.8
-    router.arrive(request("later"))
-    router.post(events.WorkerJoined("D", ServiceRole.DECODE, agent("D"), (), replace(SERVING, step_cost=FITTED)))
-    assert "r" in {failed.request_id for failed in router.of(events.Fail)}
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["later#1"]
-
-
-def test_a_request_that_has_streamed_tokens_is_never_refused() -> None:
-    router = DrivenRouter(SHED, prefill=(), decode=("D1", "D2"))
-    router.arrive()
-    router.tokens(0, 11)
-    for name in ("D1", "D2"):
-        router.report(name, step_cost=FITTED, prompt_backlog=(30.0,))
-    router.decode_fails(WorkerUnavailable("connection reset"))
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["r#1", "r#2"]
-
-
-def test_choices_that_follow_the_first_one_are_not_refused() -> None:
-    router = shedding_router()
-    router.arrive(request("a"), others=[request("b")])
-    router.report("D", step_cost=FITTED, prompt_backlog=(30.0,))
-    router.tokens(0, 11, dispatch="a#1")
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
-
-
-def test_a_call_is_refused_with_all_its_choices() -> None:
-    router = shedding_router(prompt_backlog=(30.0,))
-    router.arrive(request("a"), others=[request("b")])
-    assert {failed.request_id for failed in router.of(events.Fail)} == {"a", "b"}
-
-
-def test_a_request_is_refused_on_arrival_if_the_wait_for_room_alone_is_too_long() -> None:
-    router = DrivenRouter(replace(SHED, max_in_flight_per_worker=1, slo_ttft_ms=3000.0), prefill=())
-    names = [f"r{number}" for number in range(9)]
-    for name in names[:4]:
-        router.arrive(request(name, max_tokens=1))
-    for name in names[:2]:  # a dispatch each second
-        router.now += 1.0
-        router.tokens(0, 11, dispatch=f"{name}#1")
-        router.decoded(f"{name}#1")
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["r0#1", "r1#1", "r2#1"]
-    router.arrive(request(names[5], max_tokens=1))  # the second in the queue: 2 s
-    router.arrive(request(names[6], max_tokens=1))  # the third: 3 s
-    with pytest.raises(QueueFull, match=r"predicted 4\.000 s") as raised:
-        router.arrive(request(names[7], max_tokens=1))
-    assert raised.value.retry_after_s == pytest.approx(1.0)
-    router.machine.check()
+requests of a lower rank are not ahead
+  config max_in_flight_per_worker=1 slo_ttft_ms=3000.0
+  fleet D
+  arrives r0 max_tokens=1 priority=1 -> decode r0#1 D
+  arrives r1 max_tokens=1 priority=1
+  arrives r2 max_tokens=1 priority=1
+  arrives r3 max_tokens=1 priority=1
+  time 1
+  tokens_from r0#1 0 11              -> deliver r0 0: 11
+  ends r0#1                          -> finish r0 length, local, 1 tokens, first token 1, prefill 1
+                                     -> decode r1#1 D in 59 s
+  time 1
+  tokens_from r1#1 0 11              -> deliver r1 0: 11
+  ends r1#1                          -> finish r1 length, local, 1 tokens, first token 2, queue 1, prefill 1
+                                     -> decode r2#1 D in 58 s
+  arrives r4 max_tokens=1 priority=1
+  arrives r5 max_tokens=1 priority=1
+  arrives urgent max_tokens=1
+  arrives r6 max_tokens=1 priority=1 -> refused QueueFull: the first token is predicted 5.000 s after the arrival of \
+                                        the request, and slo_ttft_ms is 3000, retry after 2 s
+""",
+    SHEDDING,
+)
 
 
 def test_the_wait_follows_the_intervals_between_dispatches() -> None:
@@ -141,21 +145,7 @@ def test_dispatches_at_one_moment_share_an_interval() -> None:
     assert wait.seconds(0) == 0.5
 
 
-def test_requests_of_a_lower_rank_are_not_ahead() -> None:
-    router = DrivenRouter(replace(SHED, max_in_flight_per_worker=1, slo_ttft_ms=3000.0), prefill=())
-    for number in range(4):
-        router.arrive(request(f"r{number}", max_tokens=1, priority=1))
-    for number in range(2):  # a dispatch each second
-        router.now += 1.0
-        router.tokens(0, 11, dispatch=f"r{number}#1")
-        router.decoded(f"r{number}#1")
-    for number in range(4, 6):
-        router.arrive(request(f"r{number}", max_tokens=1, priority=1))
-    router.arrive(request("urgent", max_tokens=1))
-    with pytest.raises(QueueFull):
-        router.arrive(request("r7", max_tokens=1, priority=1))
-
-
 def test_a_prediction_at_the_limit_is_admitted() -> None:
-    assert refusal(SHED, 1.0, 60.0) is None
-    assert refusal(SHED, 1.001, 60.0) is not None
+    shed = replace(CONFIG, admission="shed", slo_ttft_ms=1000.0)
+    assert refusal(shed, 1.0, 60.0) is None
+    assert refusal(shed, 1.001, 60.0) is not None

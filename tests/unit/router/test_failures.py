@@ -2,173 +2,254 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from core.errors import LayoutMismatch, OutOfDeviceMemory, TandemError, TransferFailed, WorkerUnavailable
-from core.lifecycle import FinishReason, RequestPath, ServiceRole
-from core.step import SampledToken
-from router.requests import events
-from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
+from core.config import RouterConfig
+from tests.unit.router.transcript import transcripts
+
+test_failures = transcripts(
+    """
+after the loss of a prefill worker the request goes to another pair
+  fleet P1 P2 D
+  arrives r -> decode r#1 D from P1/1; prefill r#1 P1 for D/1
+  lost P1   -> peers D left P1; cancel r#1; decode r#2 D from P2/2; prefill r#2 P2 for D/2
+
+the loss of a prefill worker after the hand-off changes nothing
+  fleet P D
+  arrives r                -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 0 11     -> deliver r 0: 11
+  lost P                   -> peers D left P
+  tokens_from r#1 1 12..14 -> deliver r 1: 12..14
+  ends r#1                 -> finish r length, disaggregated, 4 tokens
+
+after the loss of a decode worker another one continues at the next index
+  fleet P D1 D2
+  arrives r               -> decode r#1 D1 from P/1; prefill r#1 P for D1/1
+  prefilled r#1 11        -> deliver r 0: 11
+  tokens_from r#1 1 12    -> deliver r 1: 12
+  lost D1                 -> peers P left D1; cancel r#1; decode r#2 D2 from P/2 behind 11 12
+                          -> prefill r#2 P for D2/2 behind 11 12
+  # tokens of the lost worker are dropped
+  tokens_from r#1 2 66
+  tokens_from r#2 2 13 14 -> deliver r 2: 13 14
+  prefilled r#2 13 index=2
+  ends r#2                -> finish r length, recomputed, 4 tokens, attempts 2, recomputed 10
+
+a request finishes if its worker dies between the last token and the result
+  fleet D
+  arrives by_length max_tokens=2  -> decode by_length#1 D
+  arrives by_eos                  -> decode by_eos#1 D
+  tokens_from by_length#1 0 11 12 -> deliver by_length 0: 11 12
+  tokens_from by_eos#1 0 11 0     -> deliver by_eos 0: 11 0
+  lost D                          -> cancel by_length#1; finish by_length length, local, 2 tokens; cancel by_eos#1
+                                  -> finish by_eos stop, local, 2 tokens
+
+a request finishes if its decode worker dies after its result and before the first token
+  fleet P D
+  arrives r num_logprobs=0 max_tokens=1 -> decode r#1 D from P/1; prefill r#1 P for D/1
+  ends r#1
+  lost D                                -> peers P left D
+  prefilled r#1 10 logprob=-1           -> deliver r 0: 10 logprobs; finish r length, disaggregated, 1 tokens
+
+after a failed hand-off the next attempt avoids both workers
+  fleet P1 P2 D1 D2
+  arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
+  decode_error r#1 TransferFailed lease expired -> cancel r#1; decode r#2 D2 from P2/2; prefill r#2 P2 for D2/2
+
+tokens that came too early in a failed attempt are not used
+  fleet D1 D2
+  arrives r                               -> decode r#1 D1
+  tokens_from r#1 2 66
+  decode_error r#1 WorkerUnavailable died -> decode r#2 D2
+  tokens_from r#2 0 11 12                 -> deliver r 0: 11 12
+
+a worker that was full is asked again before one that failed
+  fleet D1 D2 D3
+  arrives r                          -> decode r#1 D1
+  decode_error r#1 QueueFull no room -> decode r#2 D2
+  reports D1
+  decode_error r#2 TransferFailed bad
+  time 0.05                          -> decode r#3 D1 in 59.95 s
+
+a worker that drains costs no attempt
+  config max_attempts=1
+  fleet D1 D2
+  arrives r                               -> decode r#1 D1
+  decode_error r#1 WorkerDrains not begun -> decode r#2 D2
+
+a resumed request waits for room beyond max_attempts
+  config max_attempts=1
+  fleet D
+  arrives r max_tokens=8 resumed=11..13 -> decode r#1 D behind 11..13
+  decode_error r#1 QueueFull no room
+  reports D                             -> decode r#2 D behind 11..13
+
+after a failed hand-off of the only pair the decode worker computes the prompt
+  fleet P D
+  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
+  decode_error r#1 TransferFailed lease expired -> cancel r#1; decode r#2 D
+
+a request fails with its last error after max_attempts
+  fleet D
+  arrives r -> decode r#1 D
+  decode_error r#1 WorkerUnavailable fault 1
+  reports D -> decode r#2 D
+  decode_error r#2 WorkerUnavailable fault 2
+  reports D
+  time 0.05 -> decode r#3 D in 59.95 s
+  decode_error r#3 WorkerUnavailable fault 3 -> fail r WorkerUnavailable: fault 3
+
+a stream that makes progress survives more restarts than max_attempts
+  fleet D
+  arrives r max_tokens=5 -> decode r#1 D
+  tokens_from r#1 0 11   -> deliver r 0: 11
+  decode_error r#1 WorkerUnavailable restarted
+  reports D              -> decode r#2 D behind 11
+  tokens_from r#2 1 12   -> deliver r 1: 12
+  decode_error r#2 WorkerUnavailable restarted
+  reports D              -> decode r#3 D behind 11 12
+  tokens_from r#3 2 13   -> deliver r 2: 13
+  decode_error r#3 WorkerUnavailable restarted
+  reports D              -> decode r#4 D behind 11..13
+  tokens_from r#4 3 14   -> deliver r 3: 14
+  decode_error r#4 WorkerUnavailable restarted
+  reports D              -> decode r#5 D behind 11..14
+  tokens_from r#5 4 15   -> deliver r 4: 15
+  ends r#5               -> finish r length, recomputed, 5 tokens, attempts 5, recomputed 12
+
+after progress max_attempts without a token end the request
+  fleet D
+  arrives r                               -> decode r#1 D
+  tokens_from r#1 0 11                    -> deliver r 0: 11
+  decode_error r#1 TransferFailed fault 1 -> decode r#2 D behind 11
+  decode_error r#2 TransferFailed fault 2 -> decode r#3 D behind 11
+  time 0.1
+  decode_error r#3 TransferFailed fault 3
+  time 0.2                                -> decode r#4 D behind 11 in 59.85 s
+  decode_error r#4 TransferFailed fault 4 -> fail r TransferFailed: fault 4
+
+an error that is not retryable ends the request
+  fleet P D
+  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefill_error r#1 TandemError the step failed -> cancel r#1; fail r TandemError: the step failed
+
+a worker without memory gets nothing until it reports again
+  # Its failed requests make it empty. Without the pause it would attract every request.
+  config max_queued=8
+  fleet D1 D2
+  reports D2 num_calls=50 num_decoding=50 decode_context=50000
+  arrives r -> decode r#1 D1
+  decode_error r#1 OutOfDeviceMemory no memory -> decode r#2 D2
+  arrives s -> decode s#1 D2
+  arrives t -> decode t#1 D2
+  reports D1
+  arrives u -> decode u#1 D1
+
+requests of a restarted worker are dispatched again
+  fleet D
+  arrives r             -> decode r#1 D
+  enter D incarnation=2 -> cancel r#1; decode r#2 D
+
+a fresh snapshot of the same process leaves its dispatches open
+  fleet D
+  arrives r                -> decode r#1 D
+  enter D
+  tokens_from r#1 0 11..14 -> deliver r 0: 11..14
+  ends r#1                 -> finish r length, local, 4 tokens
+
+a restarted worker with another layout is refused and changes nothing
+  fleet P D
+  arrives r                           -> decode r#1 D from P/1; prefill r#1 P for D/1
+  enter D incarnation=2 model=another -> refused LayoutMismatch: KV layouts differ in model: 'm' here, 'another' there
+  counts                              -> queued 0; in flight 1; deadlines 1
+  lost D                              -> peers P left D; cancel r#1
+
+the second attempt starts at once and the third after a pause
+  config max_attempts=4
+  fleet D
+  arrives r                               -> decode r#1 D
+  decode_error r#1 TransferFailed fault 1 -> decode r#2 D
+  decode_error r#2 TransferFailed fault 2
+  # Another request does not wait for one that pauses.
+  arrives next                            -> decode next#1 D
+  time 0.049
+  time 0.002                              -> decode r#3 D in 59.95 s
+  # The next pause is twice as long.
+  decode_error r#3 TransferFailed fault 3
+  time 0.098
+  time 0.003                              -> decode r#4 D in 59.849 s
+
+a request that pauses ends when its client cancels
+  fleet D
+  arrives r                               -> decode r#1 D
+  decode_error r#1 TransferFailed fault 1 -> decode r#2 D
+  decode_error r#2 TransferFailed fault 2
+  cancelled r                             -> fail r RequestCancelled: cancelled by the client
+  time 1
+  counts                                  -> queued 0; in flight 0; deadlines 0
+
+a request that pauses ends at its deadline
+  config retry_pause_s=0.5
+  fleet D
+  arrives r timeout_s=0.2                 -> decode r#1 D in 0.2 s
+  decode_error r#1 TransferFailed fault 1 -> decode r#2 D in 0.2 s
+  decode_error r#2 TransferFailed fault 2
+  time 0.3                                -> fail r DeadlineExceeded: the deadline passed in stage queue
+
+a prompt that a worker has computed goes back to it
+  # A decode worker that drains has not begun, so the attempt does not count. No report says yet what P2 has cached.
+  fleet P1 D1 D2
+  reports P1 num_calls=99
+  enter P2                -> peers P2 reader D1 reader D2; peers D1 owner P2; peers D2 owner P2
+  arrives r               -> decode r#1 D1 from P2/1; prefill r#1 P2 for D1/1
+  reports P1
+  prefilled r#1 7         -> deliver r 0: 7
+  decode_error r#1 WorkerDrains the worker drains -> decode r#2 D2 from P2/2 behind 7
+                          -> prefill r#2 P2 for D2/2 behind 7
+  prefilled r#2 8 index=1 -> deliver r 1: 8
+  tokens_from r#2 2 9 10  -> deliver r 2: 9 10
+  ends r#2                -> finish r length, disaggregated, 4 tokens, recomputed 9
+
+a prompt whose worker may have failed goes to another one
+  fleet P1 P2 D1 D2
+  arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
+  prefill_error r#1 TransferFailed it failed -> cancel r#1; decode r#2 D2 from P2/2; prefill r#2 P2 for D2/2
+
+a prompt whose worker is gone goes to another one
+  fleet P1 P2 D1 D2
+  arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
+  prefill_error r#1 WorkerUnavailable it died -> cancel r#1; decode r#2 D1 from P2/2; prefill r#2 P2 for D1/2
+
+a retry is routed by the prompt and its delivered tokens
+  # P2 has the delivered tokens cached, too, and so has fewer tokens to compute.
+  fleet P1 P2 D1 D2
+  arrives r max_tokens=20            -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
+  prefilled r#1 9                    -> deliver r 0: 9
+  tokens_from r#1 1 10..12           -> deliver r 1: 10..12
+  caches P2 12
+  caches P1 8
+  decode_error r#1 QueueFull no room -> decode r#2 D2 from P2/2 behind 9..12; prefill r#2 P2 for D2/2 behind 9..12
+
+a retry goes to the decode worker alone that has nearly all of its blocks
+  fleet P D1 D2
+  arrives r prompt=32                     -> decode r#1 D1 from P/1; prefill r#1 P for D1/1
+  prefilled r#1 33                        -> deliver r 0: 33
+  caches D2 32
+  decode_error r#1 WorkerUnavailable died -> decode r#2 D2 behind 33
+
+tokens that are computed again are counted
+  fleet P D1 D2
+  arrives r                               -> decode r#1 D1 from P/1; prefill r#1 P for D1/1
+  prefilled r#1 11                        -> deliver r 0: 11
+  tokens_from r#1 1 12                    -> deliver r 1: 12
+  decode_error r#1 WorkerUnavailable died -> decode r#2 D2 from P/2 behind 11 12; prefill r#2 P for D2/2 behind 11 12
+  prefilled r#2 13 index=2 cached=8       -> deliver r 2: 13
+  tokens_from r#2 3 14                    -> deliver r 3: 14
+  ends r#2 num_tokens=2                   -> finish r length, recomputed, 4 tokens, attempts 2, cached 8, recomputed 2
+"""
+)
 
 
-def test_after_the_loss_of_a_prefill_worker_the_request_goes_to_another_pair() -> None:
-    router = DrivenRouter(prefill=("P1", "P2"))
-    router.arrive()
-    assert router.dispatches() == [("r#1", "P1", "D")]
-    router.post(events.WorkerLost("P1", "its process has ended"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-    assert router.dispatches()[1:] == [("r#2", "P2", "D")]
-
-
-def test_the_loss_of_a_prefill_worker_after_the_hand_off_changes_nothing() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.tokens(0, 11)
-    router.post(events.WorkerLost("P", "its process has ended"))
-    router.tokens(1, 12, 13, 14)
-    router.decoded()
-    assert router.delivered() == [11, 12, 13, 14]
-    assert router.only(events.Finish).outcome.attempts == 1
-
-
-def test_after_the_loss_of_a_decode_worker_another_one_continues_at_the_next_index() -> None:
-    router = DrivenRouter(decode=("D1", "D2"))
-    router.arrive()
-    router.first_token(11)
-    router.tokens(1, 12)
-    router.post(events.WorkerLost("D1", "its process has ended"))
-    again = router.of(events.StartDecode)[1]
-    assert again.worker_id == "D2"
-    assert again.request.token_ids == (*range(1, 9), 11, 12)
-    assert again.request.num_prompt_tokens == 8
-    router.tokens(2, 66, dispatch="r#1")
-    router.tokens(2, 13, 14, dispatch="r#2")
-    router.first_token(13, dispatch="r#2", index=2)
-    router.decoded("r#2")
-    assert router.delivered() == [11, 12, 13, 14], "tokens of the lost worker are dropped"
-    outcome = router.only(events.Finish).outcome
-    assert (outcome.path, outcome.attempts) == (RequestPath.RECOMPUTED, 2)
-
-
-def test_a_request_finishes_if_its_worker_dies_between_the_last_token_and_the_result() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive(request("by_length", max_tokens=2))
-    router.arrive(request("by_eos"))
-    router.tokens(0, 11, 12, dispatch="by_length#1")
-    router.tokens(0, 11, EOS, dispatch="by_eos#1")
-    router.post(events.WorkerLost("D", "its process has ended"))
-    reasons = {action.request_id: action.outcome.finish_reason for action in router.of(events.Finish)}
-    assert reasons == {"by_length": FinishReason.LENGTH, "by_eos": FinishReason.STOP}
-
-
-def test_a_request_finishes_if_its_decode_worker_dies_after_its_result_and_before_the_first_token() -> None:
-    router = DrivenRouter()
-    router.arrive(request(num_logprobs=0, max_tokens=1))
-    router.decoded()
-    router.post(events.WorkerLost("D", "its process has ended"))
-    result = events.PrefillResult(0, SampledToken(10, logprob=-1.0), None, 0, 0.0, 0.0)
-    router.post(events.PrefillReturned("r#1", result))
-    assert router.only(events.Finish).outcome.attempts == 1
-
-
-def test_after_a_failed_hand_off_the_next_attempt_avoids_both_workers() -> None:
-    router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
-    router.arrive()
-    router.decode_fails(TransferFailed("lease expired"))
-    assert router.dispatches() == [("r#1", "P1", "D1"), ("r#2", "P2", "D2")]
-
-
-def test_after_a_failed_hand_off_of_the_only_pair_the_decode_worker_computes_the_prompt() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.decode_fails(TransferFailed("lease expired"))
-    assert router.dispatches() == [("r#1", "P", "D"), ("r#2", None, "D")]
-
-
-def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    for attempt in (1, 2, 3):
-        router.decode_fails(WorkerUnavailable(f"fault {attempt}"), f"r#{attempt}")
-        router.report("D")
-        router.pass_time(CONFIG.retry_pause_s)
-    assert str(router.only(events.Fail).error) == "fault 3"
-    assert len(router.dispatches()) == 3
-
-
-def test_a_stream_that_makes_progress_survives_more_restarts_than_max_attempts() -> None:
-    num_restarts = 3 * CONFIG.max_attempts
-    router = DrivenRouter(prefill=())
-    router.arrive(request(max_tokens=num_restarts + 1))
-    for attempt in range(1, num_restarts + 1):
-        router.tokens(attempt - 1, 10 + attempt, dispatch=f"r#{attempt}")
-        router.decode_fails(WorkerUnavailable("restarted"), f"r#{attempt}")
-        router.report("D")
-    router.tokens(num_restarts, 99, dispatch=f"r#{num_restarts + 1}")
-    router.decoded(f"r#{num_restarts + 1}")
-    assert router.delivered() == [*range(11, 11 + num_restarts), 99]
-    assert router.only(events.Finish).outcome.attempts == num_restarts + 1
-
-
-def test_after_progress_max_attempts_without_a_token_end_the_request() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.tokens(0, 11)
-    for attempt in range(1, CONFIG.max_attempts + 2):
-        assert not router.of(events.Fail)
-        router.decode_fails(TransferFailed(f"fault {attempt}"), f"r#{attempt}")
-        router.report("D")
-        router.pass_time(1.0)
-    assert str(router.only(events.Fail).error) == f"fault {CONFIG.max_attempts + 1}"
-
-
-def test_an_error_that_is_not_retryable_ends_the_request() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.prefill_fails(TandemError("the step failed"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-    assert str(router.only(events.Fail).error) == "the step failed"
-
-
-def test_a_worker_without_memory_gets_nothing_until_it_reports_again() -> None:
-    """Its failed requests make it empty. Without the pause it would attract every request."""
-    router = DrivenRouter(replace(CONFIG, max_queued=8), prefill=(), decode=("D1", "D2"))
-    router.report("D2", num_calls=50, num_decoding=50, decode_context=50_000)
-    router.arrive()
-    assert router.dispatches() == [("r#1", None, "D1")]
-    router.decode_fails(OutOfDeviceMemory("no memory"))
-    for name in ("s", "t"):
-        router.arrive(request(name))
-    assert {worker for _, _, worker in router.dispatches()[1:]} == {"D2"}
-    router.report("D1")
-    router.arrive(request("u"))
-    assert router.dispatches()[-1] == ("u#1", None, "D1")
-
-
-def test_requests_of_a_restarted_worker_are_dispatched_again() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.join("D", ServiceRole.DECODE, incarnation=2)
-    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-
-
-def test_a_fresh_snapshot_of_the_same_process_leaves_its_dispatches_open() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    assert router.join("D", ServiceRole.DECODE) == []
-    router.tokens(0, 11, 12, 13, 14)
-    router.decoded()
-    assert router.delivered() == [11, 12, 13, 14]
-
-
-def test_a_restarted_worker_with_another_layout_is_refused_and_changes_nothing() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    with pytest.raises(LayoutMismatch):
-        router.join("D", ServiceRole.DECODE, incarnation=2, layout=replace(LAYOUT, model="another"))
-    assert router.machine.view.num_in_flight == 1
-    router.post(events.WorkerLost("D", "it cannot join"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+@pytest.mark.parametrize(("attempts", "pause_s"), [(1, 0.0), (2, 0.05), (3, 0.1), (6, 0.8), (7, 1.0), (10_000, 1.0)])
+def test_a_pause_is_bounded(attempts: int, pause_s: float) -> None:
+    assert RouterConfig().pause_after(attempts) == pytest.approx(pause_s)

@@ -15,7 +15,7 @@ import pytest
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
 from router.serving.output_formats import RequestGrammars
-from router.serving.validation import prepare, prompt_work_of, tokenize_prompt, work_of
+from router.serving.validation import default_limit, prepare, prompt_work_of, tokenize_prompt, work_of
 from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
@@ -189,3 +189,23 @@ def test_messages_and_tools_count_however_short_they_are(prompt: ChatPrompt, on_
 
 def test_a_text_on_the_loop_is_at_most_a_kilobyte() -> None:
     assert work_of(text(text="a" * 900), GRAMMARS) <= MAX_INLINE_BYTES < work_of(text(text="a" * 1024), GRAMMARS)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "limit"),
+    [
+        (100, 8065),  # the output has almost as much room as in the larger pool
+        (7_900, 8065),  # 165 tokens, in the larger pool 292
+        (7_950, 8192),  # 115 and 242
+        (8_100, 8192),
+    ],
+)
+def test_the_default_length_fits_the_smallest_pool_with_half_the_room_for_output(
+    num_prompt_tokens: int, limit: int
+) -> None:
+    assert default_limit(num_prompt_tokens, 8192, (8_065, 16_129)) == limit
+
+
+def test_small_workers_do_not_cut_answers_of_large_ones_to_a_tenth() -> None:
+    assert default_limit(100, 100_000, (2_001, 50_001, 50_501)) == 50_001
+    assert default_limit(100, 8192, ()) == 8192, "no decode worker serves yet"

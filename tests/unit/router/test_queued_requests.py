@@ -1,0 +1,371 @@
+"""Requests that wait in the router: choices of a call, tenants, unequal pools, and the time without a worker."""
+
+from __future__ import annotations
+
+from tests.unit.router.transcript import transcripts
+
+test_choices_of_a_call = transcripts(
+    """
+the other choices start when the decode worker has the prompt and go there
+  # The prompt moves once.
+  fleet P D1 D2
+  arrives a others=b,c -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
+  prefilled a#1 11     -> deliver a 0: 11
+  tokens_from a#1 0 11 -> decode b#1 D1; decode c#1 D1
+  tokens_from a#1 1 12 -> deliver a 1: 12
+
+the other choices go elsewhere if that worker fails them
+  fleet P D1 D2
+  arrives a others=b                   -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
+  prefilled a#1 11                     -> deliver a 0: 11
+  tokens_from a#1 0 11                 -> decode b#1 D1
+  decode_error b#1 TransferFailed once -> decode b#2 D2 from P/2; prefill b#2 P for D2/2
+
+the other choices start after a first choice of one token
+  # The prefill worker ends it, and no decode worker ever speaks.
+  fleet P D
+  arrives a max_tokens=1 others=b -> decode a#1 D from P/1; prefill a#1 P for D/1
+  prefilled a#1 11 ends=length    -> deliver a 0: 11; cancel a#1; finish a length, disaggregated, 1 tokens
+                                  -> decode b#1 D
+
+a call is admitted or refused as a whole
+  config max_in_flight_per_worker=1 max_queued=1
+  fleet D
+  arrives a max_tokens=2 others=b,c -> decode a#1 D
+  arrives late others=later         -> refused QueueFull: 2 requests are queued, and max_queued is 1
+  tokens_from a#1 0 11              -> deliver a 0: 11
+  tokens_from a#1 1 12              -> deliver a 1: 12
+  ends a#1                          -> finish a length, local, 2 tokens; decode b#1 D
+  tokens_from b#1 0 21 22           -> deliver b 0: 21 22
+  ends b#1                          -> finish b length, local, 2 tokens; decode c#1 D
+  tokens_from c#1 0 31 32           -> deliver c 0: 31 32
+  ends c#1                          -> finish c length, local, 2 tokens
+  arrives late others=later         -> decode late#1 D
+
+held choices count as queued
+  fleet D
+  arrives a others=b,c -> decode a#1 D
+  counts               -> queued 2; in flight 1; deadlines 3
+  arrives other        -> refused QueueFull: 2 requests are queued, and max_queued is 2
+
+the other choices stay held while the first one is retried
+  fleet D1 D2
+  arrives a others=b                   -> decode a#1 D1
+  decode_error a#1 TransferFailed once -> decode a#2 D2
+  tokens_from a#2 0 11                 -> deliver a 0: 11; decode b#1 D2
+
+the other choices fail with a first choice that is cancelled
+  fleet D
+  arrives a others=b,c -> decode a#1 D
+  cancelled a          -> cancel a#1; fail a RequestCancelled: cancelled by the client
+                       -> fail b RequestCancelled: cancelled by the client
+                       -> fail c RequestCancelled: cancelled by the client
+  counts               -> queued 0; in flight 0; deadlines 0
+
+the other choices fail with a first choice at its deadline
+  config report_stale_s=100.0 worker_lost_s=100.0
+  fleet D
+  arrives a others=b -> decode a#1 D
+  time 61            -> cancel a#1; fail a DeadlineExceeded: the deadline passed in stage prefill
+                     -> fail b DeadlineExceeded: the deadline passed in stage prefill
+
+the other choices fail with the last attempt of the first one
+  fleet D
+  arrives a others=b                  -> decode a#1 D
+  decode_error a#1 TransferFailed bad -> decode a#2 D
+  decode_error a#2 TransferFailed bad
+  time 1                              -> decode a#3 D in 59.95 s
+  decode_error a#3 TransferFailed bad -> fail a TransferFailed: bad; fail b TransferFailed: bad
+
+a held choice that is cancelled never starts
+  fleet D
+  arrives a others=b,c -> decode a#1 D
+  cancelled b          -> fail b RequestCancelled: cancelled by the client
+  tokens_from a#1 0 11 -> deliver a 0: 11; decode c#1 D
+
+the time of a held choice counts as time in the queue
+  fleet D
+  arrives a max_tokens=1 others=b -> decode a#1 D
+  time 2
+  tokens_from a#1 0 11            -> deliver a 0: 11; decode b#1 D in 58 s
+  reports D
+  tokens_from b#1 0 11            -> deliver b 0: 11
+  ends b#1                        -> finish b length, local, 1 tokens, first token 2, queue 2
+
+a full worker fails a call before its first token
+  fleet D
+  arrives a                          -> decode a#1 D
+  decode_error a#1 QueueFull no room
+  reports D                          -> decode a#2 D
+  decode_error a#2 QueueFull no room
+  time 1
+  reports D                          -> decode a#3 D in 59 s
+  decode_error a#3 QueueFull no room -> fail a QueueFull: no room
+
+a full worker fails no call that has tokens before its deadline
+  config max_attempts=1 report_stale_s=100.0 worker_lost_s=100.0
+  fleet D
+  arrives a others=b   -> decode a#1 D
+  # Choice b has no token, but the call has.
+  tokens_from a#1 0 11 -> deliver a 0: 11; decode b#1 D
+  decode_error a#1 QueueFull no room
+  decode_error b#1 QueueFull no room
+  reports D            -> decode a#2 D behind 11; decode b#2 D
+  decode_error a#2 QueueFull no room
+  decode_error b#2 QueueFull no room
+  time 60              -> fail a DeadlineExceeded: the deadline passed in stage queue
+                       -> fail b DeadlineExceeded: the deadline passed in stage queue
+"""
+)
+
+# One worker for one request at a time. It computes f0, and the queue is full of requests of one tenant.
+FLOODED = """
+  config max_in_flight_per_worker=1 max_queued=3
+  fleet D
+  arrives f0 tenant=flood max_tokens=2 -> decode f0#1 D
+  arrives f1 tenant=flood max_tokens=2
+  arrives f2 tenant=flood max_tokens=2
+  arrives f3 tenant=flood max_tokens=2
+"""
+
+test_tenants = transcripts(
+    """
+a full queue gives up the newest request of the tenant with most
+  arrives more tenant=flood  -> refused QueueFull: 3 requests are queued, and max_queued is 3
+  arrives other tenant=quiet -> fail f3 QueueFull: 3 requests are queued, and max_queued is 3
+  counts                     -> queued 3; in flight 1; deadlines 7
+
+a full queue gives up nothing for a request of lower priority
+  arrives other tenant=quiet priority=1 -> refused QueueFull: 3 requests are queued, and max_queued is 3
+
+tenants leave the queue in turn
+  config max_queued=9
+  arrives q1 tenant=quiet max_tokens=2
+  arrives q2 tenant=quiet max_tokens=2
+  tokens_from f0#1 0 11 12 -> deliver f0 0: 11 12
+  ends f0#1                -> finish f0 length, local, 2 tokens; decode f1#1 D
+  tokens_from f1#1 0 11 12 -> deliver f1 0: 11 12
+  ends f1#1                -> finish f1 length, local, 2 tokens; decode q1#1 D
+  tokens_from q1#1 0 11 12 -> deliver q1 0: 11 12
+  ends q1#1                -> finish q1 length, local, 2 tokens; decode f2#1 D
+  tokens_from f2#1 0 11 12 -> deliver f2 0: 11 12
+  ends f2#1                -> finish f2 length, local, 2 tokens; decode q2#1 D
+
+a stream that goes on is not behind the turns of tenants
+  tokens_from f0#1 0 11 12               -> deliver f0 0: 11 12
+  ends f0#1                              -> finish f0 length, local, 2 tokens; decode f1#1 D
+  arrives other tenant=quiet
+  tokens_from f1#1 0 11                  -> deliver f1 0: 11
+  decode_error f1#1 TransferFailed stale -> decode f1#2 D behind 11
+""",
+    FLOODED,
+)
+
+test_pools_of_unequal_size = transcripts(
+    """
+a decode worker gets a request that just fits its whole pool
+  # 33 tokens, of which the last one needs no slot.
+  enter small blocks=8
+  enter large
+  arrives r1 max_tokens=25 -> decode r1#1 large
+  arrives r2 max_tokens=25 -> decode r2#1 small
+
+a decode worker gets no request that its whole pool cannot hold
+  enter small blocks=8
+  enter large
+  arrives r1 max_tokens=26 -> decode r1#1 large
+  arrives r2 max_tokens=26 -> decode r2#1 large
+  arrives r3 max_tokens=26 -> decode r3#1 large
+
+a prefill worker gets a prompt that just fits its whole pool
+  enter P1 blocks=8
+  enter P2
+  enter D              -> peers D owner P1 owner P2; peers P1 reader D; peers P2 reader D
+  arrives r1 prompt=32 -> decode r1#1 D from P1/1; prefill r1#1 P1 for D/1
+  arrives r2 prompt=32 -> decode r2#1 D from P2/2; prefill r2#1 P2 for D/2
+
+a prefill worker gets no prompt that its whole pool cannot hold
+  enter P1 blocks=8
+  enter P2
+  enter D              -> peers D owner P1 owner P2; peers P1 reader D; peers P2 reader D
+  arrives r1 prompt=33 -> decode r1#1 D from P2/1; prefill r1#1 P2 for D/1
+  arrives r2 prompt=33 -> decode r2#1 D from P2/2; prefill r2#1 P2 for D/2
+  arrives r3 prompt=33 -> decode r3#1 D from P2/3; prefill r3#1 P2 for D/3
+
+the decode worker computes a prompt that no prefill worker can hold
+  enter P blocks=8
+  enter D             -> peers D owner P; peers P reader D
+  arrives r prompt=33 -> decode r#1 D
+
+a retry returns to the failed worker if no other can hold the request
+  enter small blocks=8
+  enter large
+  arrives r max_tokens=32 -> decode r#1 large
+  decode_error r#1 TransferFailed the peer is gone -> decode r#2 large
+
+a request that waits for a large pool lets shorter ones pass and goes first when it has room
+  enter small blocks=8
+  enter large
+  stream_lost large
+  arrives long max_tokens=32
+  arrives short -> decode short#1 small
+  arrives longer max_tokens=33
+  reports large -> decode long#1 large; decode longer#1 large
+
+a request fails once no worker that can hold it has served for long enough
+  config worker_lost_s=100.0 report_stale_s=100.0
+  enter small blocks=8
+  enter large
+  reports large draining
+  arrives long max_tokens=32
+  time 19.9
+  time 0.2 -> fail long WorkerUnavailable: no decode worker that holds 40 tokens is serving
+
+a request too large for every decode worker is refused at once
+  enter small blocks=8
+  enter large
+  arrives fits max_tokens=249 -> decode fits#1 large
+  arrives r max_tokens=250    -> refused InvalidRequest: max_tokens: prompt (8) + max_tokens (250) is 258, over the \
+                                 context of 257 tokens of the largest decode worker
+  arrives r prompt=257        -> refused InvalidRequest: prompt: prompt (257) + max_tokens (4) is 261, over the \
+                                 context of 257 tokens of the largest decode worker
+  counts                      -> queued 0; in flight 1; deadlines 1
+"""
+)
+
+# One worker for one request at a time, and a request that has waited for it longer than worker_wait_s.
+QUEUED = """
+  config max_in_flight_per_worker=1 report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet D
+  arrives runs max_tokens=99 timeout_s=1000 -> decode runs#1 D in 1000 s
+  arrives waits timeout_s=1000
+  time 39.5
+"""
+
+test_a_time_without_a_worker = transcripts(
+    """
+a short absence of the only worker fails no request in the queue
+  lost D  -> cancel runs#1
+  time 19
+  enter D -> decode runs#2 D in 941.5 s
+  time 40
+
+a short drain of the only worker fails no request in the queue
+  reports D draining
+  time 19
+  reports D
+  time 40
+
+a loss of one second fails no request in the queue
+  lost D  -> cancel runs#1
+  time 1
+  enter D -> decode runs#2 D in 959.5 s
+  time 40
+
+the wait ends worker_wait_s after the last worker was lost
+  # Between two checks of the router.
+  time 7
+  lost D   -> cancel runs#1
+  time 19.9
+  time 0.2 -> fail runs WorkerUnavailable: no decode worker is serving, the last attempt failed: worker D was lost: \
+              its process has ended
+           -> fail waits WorkerUnavailable: no decode worker is serving
+
+the wait ends worker_wait_s after the last worker drains
+  time 7
+  reports D draining
+  time 19.9
+  time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
+
+each absence of the worker starts a new wait
+  reports D draining
+  time 12
+  reports D
+  time 12
+  reports D draining
+  time 12
+  reports D
+  time 12
+""",
+    QUEUED,
+)
+
+test_a_request_without_a_worker = transcripts(
+    """
+a request that arrives while no worker serves waits from its arrival
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet D
+  reports D draining
+  time 19
+  arrives r
+  time 19.9
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
+
+the loss of another worker does not begin the wait again
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet P D
+  reports D draining
+  arrives r
+  time 10
+  lost P    -> peers D left P
+  time 10.1 -> fail r WorkerUnavailable: no decode worker is serving
+
+a dispatched request does not wait for a worker
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet P D
+  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
+  reports D draining
+  time 25
+
+requests wait as long as a start takes that the planner begins
+  config worker_wait_s=7.0
+  arrives r timeout_s=1000
+  start_expected 60
+  time 89
+  time 2 -> fail r WorkerUnavailable: no decode worker is serving
+
+a worker that starts within that time serves the request
+  config worker_wait_s=7.0
+  arrives r timeout_s=1000
+  start_expected 60
+  time 89
+  enter D -> decode r#1 D in 911 s
+
+a shorter time without workers ends requests that wait already
+  arrives r
+  time 5
+  config worker_wait_s=7.0
+  time 1.9
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
+"""
+)
+
+test_a_change_of_the_config = transcripts(
+    """
+calls beyond a lowered limit go on and a raised one is used at once
+  fleet D
+  arrives a                         -> decode a#1 D
+  arrives b                         -> decode b#1 D
+  config max_in_flight_per_worker=1
+  reports D
+  arrives c
+  counts                            -> queued 1; in flight 2; deadlines 4
+  config max_in_flight_per_worker=3 -> decode c#1 D
+
+requests beyond a lowered queue bound wait on and new ones are refused
+  arrives a
+  arrives b
+  config max_queued=1
+  arrives c -> refused QueueFull: 2 requests are queued, and max_queued is 1
+  counts    -> queued 2; in flight 0; deadlines 4
+
+a silent worker is lost by the new limit
+  fleet P D
+  time 5
+  reports P
+  config worker_lost_s=4.0
+  time 0.1 -> peers P left D
+  time 4
+  counts   -> queued 0; in flight 0; deadlines 0
+"""
+)

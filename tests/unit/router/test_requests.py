@@ -1,0 +1,240 @@
+"""A request from its arrival to its one end: its two calls, its deadlines and its cancellation."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import WorkerUnavailable
+from core.lifecycle import ServiceRole
+from router.requests import events
+from tests.unit.router.driving_router import DrivenRouter
+from tests.unit.router.transcript import transcripts
+
+test_calls = transcripts(
+    """
+both calls start at once with one transfer id, the address of the other worker and the time to the deadline
+  fleet P D
+  arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
+
+the first token comes from the prefill worker and the rest from the decode worker
+  fleet P D
+  arrives r                -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11         -> deliver r 0: 11
+  tokens_from r#1 0 11
+  tokens_from r#1 1 12..14 -> deliver r 1: 12..14
+  ends r#1                 -> finish r length, disaggregated, 4 tokens
+
+the decode worker may send the first token before the prefill worker answers
+  fleet P D
+  arrives r               -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 0 11 12 -> deliver r 0: 11 12
+  prefilled r#1 11
+
+a request finishes if the prefill worker answers after the decode worker
+  fleet P D
+  arrives r num_logprobs=0    -> decode r#1 D from P/1; prefill r#1 P for D/1
+  # The decode worker has no log-probability of the first token.
+  tokens_from r#1 0 10
+  tokens_from r#1 1 11..13 logprob=-1
+  ends r#1
+  prefilled r#1 10 logprob=-1 -> deliver r 0: 10..13 logprobs; finish r length, disaggregated, 4 tokens
+
+a request is retried if both calls end and a token is missing
+  fleet P D
+  arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 2 13
+  ends r#1
+  prefilled r#1 11 -> deliver r 0: 11; decode r#2 D behind 11
+
+a first token that is also the last one cancels the decode call and drops its hand-off
+  fleet P D
+  arrives r max_tokens=1                  -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 ends=length handoff=kv -> deliver r 0: 11; cancel r#1; finish r length, disaggregated, 1 tokens
+
+the hand-off of an engine goes to the decode worker before the first token to the client
+  fleet P D
+  arrives r                   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 handoff=kv -> hand over r#1 D/1 kv; deliver r 0: 11
+
+a stop string ends the request and its calls
+  fleet P D
+  arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 -> deliver r 0: 11
+  stopped r        -> cancel r#1; finish r stop, disaggregated, 1 tokens
+  tokens_from r#1 1 12
+  ends r#1
+
+with no prefill worker the decode worker computes the prompt, and the timeline has the time of each stage
+  arrives r
+  time 2
+  enter D              -> decode r#1 D in 58 s
+  time 3
+  tokens_from r#1 0 11 -> deliver r 0: 11
+  time 1
+  ends r#1             -> finish r length, local, 1 tokens, first token 5, queue 2, prefill 3, decode 1
+
+a failed prefill call is ignored after the decode worker has sent its token
+  fleet P D
+  arrives r                -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 0 11     -> deliver r 0: 11
+  prefill_error r#1 WorkerUnavailable connection reset
+  tokens_from r#1 1 12..14 -> deliver r 1: 12..14
+  ends r#1                 -> finish r length, disaggregated, 4 tokens
+
+the outcome has the cached tokens and the times of the prefill worker
+  fleet P D
+  arrives r max_tokens=2                 -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 cached=4 queue_s=0.25 -> deliver r 0: 11
+  tokens_from r#1 1 12                   -> deliver r 1: 12
+  ends r#1                               -> finish r length, disaggregated, 2 tokens, cached 4, queue of the worker \
+                                            0.25
+
+a prefill worker that has answered has room for the next prompt
+  config max_in_flight_per_worker=1
+  fleet P D1 D2
+  arrives a            -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
+  # Now the request needs nothing more from the prefill worker.
+  tokens_from a#1 0 11 -> deliver a 0: 11
+  arrives b
+  prefilled a#1 11     -> decode b#1 D2 from P/2; prefill b#1 P for D2/2
+
+a prefill worker whose call has failed has room for the next prompt
+  config max_in_flight_per_worker=1
+  fleet P D1 D2
+  arrives a            -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
+  tokens_from a#1 0 11 -> deliver a 0: 11
+  arrives b
+  prefill_error a#1 WorkerUnavailable connection reset -> decode b#1 D2 from P/2; prefill b#1 P for D2/2
+
+a silent worker gets no request and is then lost
+  fleet D
+  time 3.1
+  arrives r
+  reports D -> decode r#1 D
+  time 10.1 -> cancel r#1
+  counts    -> queued 1; in flight 0; deadlines 2
+
+a draining worker finishes its requests and gets no new ones
+  fleet D1 D2
+  arrives a                -> decode a#1 D1
+  reports D1 draining
+  arrives b                -> decode b#1 D2
+  tokens_from a#1 0 11..14 -> deliver a 0: 11..14
+  ends a#1                 -> finish a length, local, 4 tokens
+
+reports of a worker that never joined are ignored
+  fleet P
+  arrives r
+  reports D
+
+a resumed request goes on behind its delivered tokens, and its end counts all
+  fleet D
+  arrives r max_tokens=5 resumed=11..13 -> decode r#1 D behind 11..13
+  tokens_from r#1 3 14 15               -> deliver r 3: 14 15
+  ends r#1 cached_tokens=4              -> finish r length, local, 5 tokens, cached 4, recomputed 7, resumed 3
+
+a resumed stream leaves the queue before new requests
+  arrives new
+  arrives r resumed=11..13
+  enter D -> decode r#1 D behind 11..13; decode new#1 D
+"""
+)
+
+test_ends = transcripts(
+    """
+a request ends at its deadline in the queue
+  fleet P
+  arrives r timeout_s=5
+  time 4.9
+  time 0.2 -> fail r DeadlineExceeded: the deadline passed in stage queue
+  counts   -> queued 0; in flight 0; deadlines 0
+
+a request ends at its deadline during its prompt
+  fleet P D
+  arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
+  time 4.9
+  time 0.2              -> cancel r#1; fail r DeadlineExceeded: the deadline passed in stage prefill
+  counts                -> queued 0; in flight 0; deadlines 0
+
+a request ends at its deadline between its tokens
+  fleet P D
+  arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
+  prefilled r#1 11      -> deliver r 0: 11
+  time 4.9
+  time 0.2              -> cancel r#1; fail r DeadlineExceeded: the deadline passed in stage decode
+  counts                -> queued 0; in flight 0; deadlines 0
+
+a retry gets the time that remains to the deadline
+  fleet P D
+  arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
+  time 2
+  prefill_error r#1 WorkerUnavailable connection reset -> cancel r#1; decode r#2 D in 3 s
+
+a request that is cancelled in the queue ends at once
+  fleet P
+  arrives r
+  cancelled r -> fail r RequestCancelled: cancelled by the client
+  counts      -> queued 0; in flight 0; deadlines 0
+
+a cancelled request ends with its calls
+  fleet P D
+  arrives r   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  cancelled r -> cancel r#1; fail r RequestCancelled: cancelled by the client
+  tokens_from r#1 1 12
+  ends r#1
+  cancelled r
+  counts      -> queued 0; in flight 0; deadlines 0
+
+a cancelled request ends with the call that is still open
+  fleet P D
+  arrives r   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  ends r#1
+  cancelled r -> cancel r#1; fail r RequestCancelled: cancelled by the client
+
+a request that is cancelled between its tokens ends with its decode call
+  fleet P D
+  arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 -> deliver r 0: 11
+  cancelled r      -> cancel r#1; fail r RequestCancelled: cancelled by the client
+
+a request that is cancelled before its second attempt has no call to end
+  fleet P D
+  arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
+  prefilled r#1 11 -> deliver r 0: 11
+  decode_error r#1 WorkerUnavailable connection reset
+  counts           -> queued 1; in flight 0; deadlines 3
+  cancelled r      -> fail r RequestCancelled: cancelled by the client
+  counts           -> queued 0; in flight 0; deadlines 1
+"""
+)
+
+
+def test_the_outcome_has_the_predicted_and_the_actual_time_to_the_first_token() -> None:
+    router = DrivenRouter(prefill=(), decode=())
+    router.arrive()
+    router.pass_time(2.0)
+    router.join("D", ServiceRole.DECODE)
+    router.now += 0.5
+    router.tokens(0, 11, 12, 13, 14)
+    router.decoded()
+    outcome = router.only(events.Finish).outcome
+    assert outcome.first_token_s == 2.5
+    assert outcome.predicted_first_token_s == pytest.approx(2.0 + outcome.candidate.first_token_s)
+
+
+def test_the_prediction_is_that_of_the_dispatch_before_the_first_token() -> None:
+    lost = WorkerUnavailable("connection reset")
+    router = DrivenRouter(prefill=("P1", "P2"))
+    router.arrive()
+    router.now += 3.0
+    router.prefill_fails(lost)
+    router.first_token(11, "r#2")
+    router.now += 5.0
+    router.decode_fails(lost, "r#2")
+    router.report("P2")
+    router.report("D")
+    router.tokens(1, 12, 13, 14, dispatch="r#3")
+    router.decoded("r#3")
+    outcome = router.only(events.Finish).outcome
+    assert outcome.attempts == 3
+    assert 3.0 < outcome.predicted_first_token_s < 4.0
