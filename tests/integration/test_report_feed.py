@@ -1,4 +1,4 @@
-"""Real report streams: two routers at one worker stay in step with its cache, also after one of them was cut off."""
+"""Real report streams: two routers at one worker stay in step with its cache, also while a slow reader is cut off."""
 
 from __future__ import annotations
 
@@ -49,27 +49,6 @@ async def test_two_routers_at_once_know_what_the_workers_have_cached_for_either(
         cached = await Stream(second.inference, prompt_of(0, 100)).right()
         assert cached.answer.finished is not None
         assert cached.answer.finished.usage.cached_tokens >= 96
-
-
-async def test_a_router_that_was_cut_off_is_back_at_once_and_loses_no_request() -> None:
-    """Several times, while requests run."""
-    async with deploy(fault_config()) as deployment, another_router(deployment) as other:
-        slow_down(deployment.decode[0], 0.01)
-        feed = deployment.decode[0]._feed
-        router = deployment.router._shell
-        streams = [await Stream(deployment.inference, prompt_of(seed), 250).reach(3) for seed in range(3)]
-        bystander = await Stream(other.inference, prompt_of(10), 100).reach(3)
-        num_cuts = 0
-        while not any(stream.ended for stream in streams):
-            for queue in list(feed._subscribers):
-                feed._cut_off(queue)
-                num_cuts += 1
-            assert all(len(list(shell.view.workers())) == 2 for shell in (router, other.router._shell) if shell)
-            await asyncio.sleep(0.05)
-        assert num_cuts >= 4
-        await all_right([*streams, bystander])
-        await deployment.settle()
-        await until(lambda: in_step(deployment) and in_step(other), "both routers are in step")
 
 
 async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_is_not(
