@@ -286,7 +286,7 @@ async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its
 
 
 async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker: FakeWorker) -> None:
-    zeros = {"ledger": dict.fromkeys(Column, 0), "transfers": dict.fromkeys(LIVE_STATES, 0)}
+    zeros: dict[str, Any] = {"ledger": dict.fromkeys(Column, 0), "transfers": dict.fromkeys(LIVE_STATES, 0)}
     known = WorkerLoad(WorkerState.SERVING, num_running=3, **zeros)
     first = snapshot("w")
     first.load.CopyFrom(report_codec.encode_load(known))
