@@ -118,7 +118,7 @@ requests of a lower rank are not ahead
   arrives r5 max_tokens=1 priority=1
   arrives urgent max_tokens=1
   arrives r6 max_tokens=1 priority=1 -> refused QueueFull: the first token is predicted 5.000 s after the arrival of \
-                                        the request, and slo_ttft_ms is 3000, retry after 2 s
+                                        the request, and slo_ttft_ms is 3000
 """,
     SHEDDING,
 )

@@ -14,7 +14,7 @@ from router.requests.peer_discovery import MAX_ANNOUNCED_PEERS
 from router.routing.worker_record import WorkerRecord
 from runtime.prometheus.metrics import Metric
 from tests.unit.router.driving_router import DrivenRouter, agent
-from tests.unit.router.transcript import Replay, transcripts
+from tests.unit.router.transcript import RouterReplay, transcripts
 
 test_peers = transcripts(
     """
@@ -91,7 +91,7 @@ def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    router = Replay()
+    router = RouterReplay()
     router.fleet("P", "D")
     router.paths("D", "P", "late")
     view, worker = router.machine.view, router.machine.view.worker

@@ -1,30 +1,24 @@
-"""Transcripts: tests of RouterMachine as texts. Each line has an event and, behind "->", all the actions it returns.
+"""The words of transcripts of RouterMachine (`tests/support/transcripts.py`), and how its actions are written.
 
     a lost prefill worker is replaced                                    the name of a test
       fleet P1 P2 D
       arrives r   -> decode r#1 D from P1/1; prefill r#1 P1 for D/1      D reads the KV of P1 by transfer id 1
       lost P1     -> peers D left P1; cancel r#1
-                  -> decode r#2 D from P2/2; prefill r#2 P2 for D/2      more actions of the same event
+                  -> decode r#2 D from P2/2; prefill r#2 P2 for D/2
 
-The first word of an event is a method of Replay, the other words are its arguments. `seen` writes the actions. A number
-that has its usual value is not written: 60 seconds to the deadline, no cached token, no time in a stage, one attempt.
-There are no variables and no conditions. A test that needs them is a Python function over DrivenRouter.
+A number that has its usual value is not written: 60 seconds to the deadline, no cached token, one attempt.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_never
-
-import pytest
 
 import core.errors
 from core.block_hash import sequence_hashes
 from core.cost.step_cost import PRIOR, StepCost
-from core.errors import TandemError
+from core.errors import QueueFull, TandemError
 from core.handoff import AgentAddress
 from core.lifecycle import FinishReason, MoveReason, ServiceRole, Stage, WorkerState
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
@@ -33,6 +27,7 @@ from core.scheduling.worker_load import WorkerChanges
 from core.step import SampledToken
 from router.requests import events
 from router.requests.events import RouterAction
+from tests.support.transcripts import Replay, counts, error_words, numbers_of, runs, transcripts_of
 from tests.unit.router.driving_router import (
     CONFIG,
     LAYOUT,
@@ -46,48 +41,20 @@ from tests.unit.router.driving_router import (
 
 
 def transcripts(text: str, setup: str = "") -> Callable[[str], None]:
-    """A pytest function with a case for each test of the text. Each test begins with the lines of `setup`."""
-    parts = re.split(r"^(?! |$)(.+)$", text, flags=re.MULTILINE)[1:]
-    tests = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert 2 * len(tests) == len(parts), "two tests have one name"
-
-    @pytest.mark.parametrize("name", tests, ids=[re.sub(r"\W+", "_", name) for name in tests])
-    def replay(name: str) -> None:
-        expected = _lines(setup + tests[name])
-        router = Replay()
-        found = [line for event in expected if not event.startswith("  ->") for line in router.line(event)]
-        assert found == expected, "\n" + "\n".join(difflib.ndiff(expected, found))
-
-    return replay
+    return transcripts_of(RouterReplay, text, setup)
 
 
-def _lines(text: str) -> list[str]:
-    """The text without comments, each event and each action on a line of its own."""
-    lines = []
-    for line in text.splitlines():
-        event, *actions = re.split(r"->|;", re.sub(r"(^|\s)# .*", "", line))
-        lines += [" ".join(event.split())] if event.strip() else []
-        lines += [f"  -> {' '.join(action.split())}" for action in actions if action.strip()]
-    return lines
-
-
-class Replay(DrivenRouter):
+class RouterReplay(DrivenRouter, Replay):
     """A worker whose name begins with P computes prompts; others decode."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG, (), ())
 
-    def line(self, event: str) -> list[str]:
-        """The event, and the actions that it returns."""
-        word, *words = event.split()
-        options = dict(word.split("=") for word in words if "=" in word)
-        arguments = [_value(word) for word in words if "=" not in word]
-        try:
-            actions = getattr(self, word)(*arguments, **{name: _value(value) for name, value in options.items()})
-        except TandemError as error:
-            self.machine.check()
-            actions = [f"refused {_error(error)}"]
-        return [event, *(f"  -> {action if isinstance(action, str) else seen(action)}" for action in actions)]
+    def seen(self, action: RouterAction) -> str:
+        return seen(action)
+
+    def check(self) -> None:
+        self.machine.check()
 
     # ---- workers
 
@@ -131,7 +98,7 @@ class Replay(DrivenRouter):
     def arrives(self, name: str, prompt: int = 8, max_tokens: int = 4, **options: Any) -> list[RouterAction]:
         """`others` are the other choices, and `resumed` are the tokens that another router has delivered."""
         timeout_s, tenant = options.pop("timeout_s", 60.0), options.pop("tenant", "")
-        others, resumed = options.pop("others", "").split(), _tokens(options.pop("resumed", ""))
+        others, resumed = options.pop("others", "").split(), numbers_of(options.pop("resumed", ""))
         first, *choices = [
             replace(request(each, range(1, prompt + 1), max_tokens, **options), tenant=tenant)
             for each in (name, *(choice for names in others for choice in names.split(",")))
@@ -146,7 +113,7 @@ class Replay(DrivenRouter):
         return self.post(events.PrefillReturned(dispatch, result))
 
     def tokens_from(self, dispatch: str, first: int, *words: int | str, **logprob: float) -> list[RouterAction]:
-        tokens = [SampledToken(token, **logprob) for word in words for token in _tokens(word)]
+        tokens = [SampledToken(token, **logprob) for token in numbers_of(*words)]
         return self.sampled_tokens(first, *tokens, dispatch=dispatch)
 
     def step(self, *words: str) -> list[RouterAction]:
@@ -224,7 +191,7 @@ def seen(action: RouterAction) -> str:
         case events.CancelDispatch(dispatch_id):
             return f"cancel {dispatch_id}"
         case events.Deliver(request_id, first_index, token_ids, logprobs):
-            return f"deliver {request_id} {first_index}: {_runs(token_ids)}{' logprobs' * bool(logprobs)}"
+            return f"deliver {request_id} {first_index}: {runs(token_ids)}{' logprobs' * bool(logprobs)}"
         case events.Finish(request_id, outcome, _):
             return f"finish {request_id} {_outcome(outcome)}"
         case events.Fail(request_id, error, _, _):
@@ -239,7 +206,7 @@ def _start(action: events.StartDecode | events.StartPrefill) -> list[str]:
     """The delivered tokens behind the prompt, and the time that remains."""
     delivered = action.request.token_ids[action.request.num_prompt_tokens :]
     timeout = [] if f"{action.timeout_s:g}" == "60" else [f"in {action.timeout_s:g} s"]
-    return [*(["behind", _runs(delivered)] if delivered else []), *timeout]
+    return [*(["behind", runs(delivered)] if delivered else []), *timeout]
 
 
 def _outcome(outcome: events.Outcome) -> str:
@@ -251,9 +218,8 @@ def _outcome(outcome: events.Outcome) -> str:
         "block seconds": outcome.kv_block_seconds, **spent,
         "queue of the worker": outcome.prefill.queue_s if outcome.prefill else 0.0,
     }  # fmt: skip
-    rest = [f"{name} {number:g}" for name, number in numbers.items() if number]
-    words = (outcome.finish_reason.value, outcome.path.value, f"{outcome.num_output_tokens} tokens", *rest)
-    return ", ".join(words)
+    words = (outcome.finish_reason.value, outcome.path.value, f"{outcome.num_output_tokens} tokens")
+    return ", ".join([*words, *counts(numbers.items())])
 
 
 def _peer(change: PeerJoined | PeerLeft) -> str:
@@ -267,31 +233,10 @@ def _name(address: AgentAddress) -> str:
 
 
 def _error(error: TandemError) -> str:
-    retry = getattr(error, "retry_after_s", 1.0)
-    hint = "" if retry == 1.0 else f", retry after {retry:.3g} s"
-    return f"{type(error).__name__}: {error}{hint}".replace(";", ",")  # a semicolon divides actions
-
-
-def _runs(token_ids: Sequence[int]) -> str:
-    first, last = token_ids[0], token_ids[-1]
-    is_run = len(token_ids) > 2 and list(token_ids) == list(range(first, last + 1))
-    return f"{first}..{last}" if is_run else " ".join(map(str, token_ids))
+    if isinstance(error, QueueFull) and error.retry_after_s != 1.0:
+        return f"{error_words(error)}, retry after {error.retry_after_s:.3g} s"
+    return error_words(error)
 
 
 def _step_cost(token_s: float | None) -> StepCost:
     return PRIOR if token_s is None else StepCost(0.01, 0.001, 0.0, token_s, 0.0)
-
-
-def _tokens(word: int | str) -> Iterable[int]:
-    """Of "1..4" or "4"; none of an empty word."""
-    first, _, last = str(word).partition("..")
-    return range(int(first), int(last or first) + 1) if word != "" else ()
-
-
-def _value(word: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
