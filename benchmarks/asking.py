@@ -152,7 +152,9 @@ async def ask_worker(
         await asyncio.wait_for(is_open.wait(), WORKER_TIMEOUT_S)
         start = time.perf_counter()
         tasks += [asyncio.create_task(or_fail(one(number, prompt))) for number, prompt in enumerate(prompts, 1)]
-        await asyncio.wait_for(complete, WORKER_TIMEOUT_S)  # the last tokens may come after their calls end
+        await asyncio.wait_for(complete, WORKER_TIMEOUT_S)
+        if num_together is None:  # a call ends before or after its last token; until then its id is taken
+            await asyncio.wait(tasks[1:], timeout=WORKER_TIMEOUT_S)
     finally:
         for task in tasks:
             task.cancel()
