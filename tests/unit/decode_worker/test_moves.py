@@ -77,6 +77,7 @@ a moving sequence is not preempted, because its leased blocks would not become f
   run                         -> tokens b 1: 9..11; done b length
 
 a sequence that cannot move is refused
+  move a 7 14                 -> refused TransferFailed: a cannot move now  # the reader knows more than there is
   move a 7 11                 -> connect peer; digests 3
   move a 8 11                 -> refused TransferFailed: a cannot move now
   move unknown 8 11           -> refused TransferFailed: unknown cannot move now
@@ -99,6 +100,7 @@ a reader that has not verified all announced blocks pauses nothing
   step                        -> step a 13+1; tokens a 3: 13
 
 resume while blocks are copied ends the move alone
+  resume a 8  # another move
   resume a 7                  -> abort 7 cancelled (the router ended the move)
   step                        -> step a 13+1; tokens a 3: 13
   resume a 7
