@@ -31,6 +31,7 @@ from tests.support.transfer_words import seen_transfer
 from worker.core import ConfigChanged, DrainRequested, Planned, RunStep
 
 Actions = list[Any]
+PLANNED = {Planned.AHEAD: "step ahead", Planned.AT_END: "step", Planned.IDLE: "first step"}
 
 
 def transcripts(text: str, setup: str = "") -> Callable[[str], None]:
@@ -197,8 +198,7 @@ class WorkerReplay(DrivenWorker, Replay):
 def seen(action: Any) -> str:
     match action:
         case RunStep(plan, planned):
-            words = {Planned.AHEAD: "step ahead", Planned.AT_END: "step", Planned.IDLE: "first step"}
-            return f"{words[planned]} {_chunks(plan)}"
+            return f"{PLANNED[planned]} {_chunks(plan)}"
         case events.EmitTokens(tokens):
             return "tokens " + ", ".join(f"{each.sequence_id} {each.index}: {each.token.token_id}" for each in tokens)
         case PrefillDone():
