@@ -112,8 +112,10 @@ class RouterReplay(DrivenRouter, Replay):
         result = events.PrefillResult(index, sampled, reason, cached, options.get("queue_s", 0.0), 0.0, handoff=handoff)
         return self.post(events.PrefillReturned(dispatch, result))
 
-    def tokens_from(self, dispatch: str, first: int, *words: int | str, **logprob: float) -> list[RouterAction]:
-        tokens = [SampledToken(token, **logprob) for token in numbers_of(*words)]
+    def tokens_from(
+        self, dispatch: str, first: int, *words: int | str, logprob: float | None = None
+    ) -> list[RouterAction]:
+        tokens = [SampledToken(token, logprob) for token in numbers_of(*words)]
         return self.sampled_tokens(first, *tokens, dispatch=dispatch)
 
     def step(self, *words: str) -> list[RouterAction]:
