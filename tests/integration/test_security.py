@@ -128,7 +128,7 @@ async def test_the_public_api_and_health_need_no_token_but_steering_does() -> No
         await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
         for method, request in (
             ("Scale", cluster_pb2.ScaleRequest(decode=2)),
-            ("Roll", cluster_pb2.RollRequest()),
+            ("Apply", cluster_pb2.ApplyRequest()),
             ("GetLedger", cluster_pb2.GetLedgerRequest()),
         ):
             call = getattr(deployment.cluster, method)
