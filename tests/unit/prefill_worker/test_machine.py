@@ -129,6 +129,13 @@ a prompt without memory ends alone and its chunk is not offered
   blocks
   idle                        -> yes
 
+a chunk without memory is not offered
+  arrive a 16                 -> first step a 0+8; connect peer
+  want 1 0..3                 -> ready 1:
+  step no_memory=a            -> abort 1 prefill_failed; fail a OutOfDeviceMemory: no memory for a
+  release 1 prefill_failed
+  blocks
+
 the first token is computed even if the reader gives up
   arrive a 16                 -> first step a 0+8; connect peer
   want 1 0..3                 -> ready 1:
@@ -201,6 +208,27 @@ an offer of highest rank is not withdrawn
   wait 5
   release 1                   -> first step b 0+8
   run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 5.5
+
+the unfinished prompt of highest rank is not withdrawn although its reader lacks blocks
+  prefill blocks=6
+  arrive x 8 first=60 ticket=3 -> first step x 0+8; connect peer
+  want 3 0 1                  -> ready 3:
+  step                        -> digests 2; ready 3: 0 1 last 8; done x 0: 8
+  arrive a 20 ticket=1        -> first step a 0+8
+  want 1 0..4                 -> ready 1:
+  run                         -> digests 2; ready 1: 0 1; digests 2; ready 1: 2 3
+  beat 1 4 unplaced=1         -> heartbeat answered 1
+  wait 5
+  release 3                   -> first step a 16+4
+
+no offer is withdrawn while a step runs
+  prefill
+  arrive a 8 ticket=1         -> first step a 0+8; connect peer
+  step                        -> digests 2; done a 0: 8
+  arrive b 16 first=30 ticket=2 -> first step b 0+8
+  want 2 0..3                 -> ready 2:
+  wait 5
+  step                        -> step b 8+8; digests 2; ready 2: 0 1
 
 each stall has its own time limit
   wait 0.5
