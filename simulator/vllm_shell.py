@@ -51,7 +51,7 @@ class VllmShell(WorkerShell):
         self.address = AgentAddress(self.name, incarnation, metadata, 0, spec.num_blocks, spec.layout, lease_s=1.0)
         limits = Limits(spec.worker.step_timeout_s, steps.max_waiting, steps.max_running)
         self.machine = VllmMachine(info, limits)
-        self.view = VllmView(self.machine.worker_load)
+        self.view = VllmView(lambda: self.machine)
 
     def join(self, *_: Any) -> None:
         """The engines have no network."""

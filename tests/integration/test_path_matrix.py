@@ -167,7 +167,7 @@ async def test_a_stream_whose_worker_dies(
         assert answer.finished is not None
         assert answer.finished.attempts == 2
         assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
-        check_drafts(answer, num_right=0)
+        assert answer.finished.usage.drafted_tokens > 0  # of the second attempt, where all may be right
 
 
 async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine) -> None:

@@ -75,7 +75,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_i
                 return report
 
             monkeypatch.setattr(feed, "_changes", long_changes)
-            longest = await storm(feed)
+            longest = await storm(feed, routers_subscription.queue)
             assert longest <= MAX_REPORTS_BEHIND + 1
             assert feed._subscribers == {routers_subscription}, "the router was cut off, too"
             numbers: list[int] = []
@@ -94,8 +94,9 @@ async def read_to_the_end(call: Any, numbers: list[int]) -> None:
         numbers.append((await call.read()).sequence_number)
 
 
-async def storm(feed: ReportFeed) -> int:
-    """Publish until one of two subscribers is cut off. The length of the longest queue on the way."""
+async def storm(feed: ReportFeed, read: asyncio.Queue[Any]) -> int:
+    """Publish until one of two subscribers is cut off, each report after the reader of `read` has those before it.
+    The length of the longest queue on the way."""
     longest = 0
     for _ in range(STORMS):
         feed.publish()
@@ -103,4 +104,5 @@ async def storm(feed: ReportFeed) -> int:
         if len(feed._subscribers) < 2:
             return longest
         await asyncio.sleep(0.001)
+        await until(read.empty, "the router has read the report")
     raise AssertionError("the slow reader is not cut off")
