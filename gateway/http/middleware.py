@@ -133,7 +133,8 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _drop_rest_of_body(self) -> None:
-        with contextlib.suppress(TimeoutError):
+        """A server that stops ends the wait, and the answer is whole all the same."""
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(LINGER_S):
                 while (message := await self.receive_raw())["type"] == "http.request" and message.get("more_body"):
                     pass
