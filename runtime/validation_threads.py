@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 from runtime.fair_slots import FairSlots
+from runtime.owner_ledger import Owner
 
 MAX_INLINE_BYTES = 1024  # about 250 tokens
 MAX_SHORT_BYTES = 16 * 1024  # about 4,000 tokens, 10 ms
@@ -48,7 +49,7 @@ class ValidationThreads:
 
     async def run(
         self,
-        tenant: Hashable,
+        owner: Owner,
         timeout_s: float,
         num_bytes: int,
         function: Callable[P, R],
@@ -56,7 +57,7 @@ class ValidationThreads:
         **kwargs: P.kwargs,
     ) -> R:
         """Run `function`, unless it is short in a thread, and return its result. `num_bytes` is the size of its input.
-        Tenants with waiting calls take turns.
+        Owners with waiting calls take turns.
 
         Raises the exception of `function`, `QueueFull` beyond `max_pending`, and `DeadlineExceeded` after `timeout_s`.
         A call that ends early leaves the queue; if `function` has started, it runs to its end.
@@ -69,7 +70,7 @@ class ValidationThreads:
         self._num_pending += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await free_threads.acquire(tenant)
+                await free_threads.acquire(owner)
                 result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
                 result.add_done_callback(partial(_end, free_threads))
                 # Without the shield, a call that ends early would free a thread that still works.

@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope
 
 from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
-from gateway.http.byte_ledger import ByteLedger, Owner, owner_of
 from gateway.http.http_protocol import BODY_TIMEOUT_S
+from gateway.http.owner import owner_of
+from runtime.owner_ledger import Owner, OwnerLedger
 
 MAX_READING_BYTES = 64 * 2**20  # incomplete bodies of a process; beyond: the largest gets status 503
 MAX_WAITING_BYTES = 512 * 2**20  # bodies of a process that wait for a thread; beyond: status 429
@@ -31,7 +32,7 @@ class BodyReader:
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
         self._reading: set[_Body] = set()
-        self._ledger = ByteLedger()  # of all in `_reading`
+        self._ledger = OwnerLedger()  # of all in `_reading`
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """Raises `ApiError` and `ClientGone`."""
@@ -82,24 +83,19 @@ class BodyReader:
 
 
 class WaitingBodies:
-    """The bodies that are complete and wait for a thread, with the one that it reads.
-
-    An address may hold half of the room if it is alone, and always as much as is free. So may a key of the address in
-    half of the room. So there is room left for a client that holds little.
-    """
+    """The bodies that are complete and wait for a thread, with the one that it reads. They share one room by the rule
+    of `OwnerLedger.has_room`."""
 
     def __init__(self) -> None:
-        self._ledger = ByteLedger()
+        self._ledger = OwnerLedger()
 
     @contextlib.contextmanager
     def hold(self, scope: Scope, num_bytes: int) -> Iterator[None]:
         """Raises `QueueFull`."""
         ledger, owner = self._ledger, owner_of(scope)
-        of_host = ledger.of_host(owner)
-        free = MAX_WAITING_BYTES - ledger.total - of_host
-        free_in_half = MAX_WAITING_BYTES // 2 - of_host - ledger.of_owner(owner)
-        if num_bytes > min(free, free_in_half):
-            raise QueueFull(f"bodies of {of_host} bytes from this client wait for a thread; too many for another one")
+        if not ledger.has_room(owner, num_bytes, MAX_WAITING_BYTES):
+            held = ledger.of_host(owner)
+            raise QueueFull(f"bodies of {held} bytes from this client wait for a thread; too many for another one")
         ledger.add(owner, num_bytes)
         try:
             yield

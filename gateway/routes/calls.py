@@ -16,10 +16,11 @@ from starlette.requests import Request
 from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
 from gateway.http.body import WaitingBodies
-from gateway.http.byte_ledger import owner_of
 from gateway.http.connection import while_connected
+from gateway.http.owner import owner_of
 from gateway.schemas.base import Schema
 from gateway.schemas.json_size import check_size, work_of
+from runtime.rpc.api_keys import CLIENT
 from runtime.validation_threads import MAX_INLINE_BYTES, ValidationThreads
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
@@ -52,7 +53,7 @@ def call_context(request: Request) -> CallContext:
     headers = request.headers
     return CallContext(
         _timeout_s(request),
-        passed_on(request),
+        (*passed_on(request), (CLIENT, owner_of(request.scope)[0])),
         headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),

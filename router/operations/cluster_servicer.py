@@ -110,11 +110,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ExplainResponse:
         view = self._shell.view
         try:
-            self._tenants.claim(request, context.invocation_metadata() or ())
+            owner = self._tenants.claim(request, context)
             timeout_s = remaining_s(context, self._shell.config.default_timeout_s)
             deadline = self._shell.now() + timeout_s
             generation = await self._validation_pool.run(
-                request.user, timeout_s,
+                owner, timeout_s,
                 validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
                 self._grammars, lambda: self._shell.now() >= deadline,

@@ -25,6 +25,9 @@ class CallWriter(Protocol):
     def invocation_metadata(self) -> Any:
         """Pairs of name and value, as gRPC has them."""
 
+    def peer(self) -> str:
+        """The address of the caller, as gRPC has it; empty for a call of this process."""
+
     def time_remaining(self) -> float | None:
         """Seconds until the deadline of the client; None without one."""
 
@@ -44,6 +47,9 @@ class StreamWriter:
 
     def invocation_metadata(self) -> Any:
         return self._context.invocation_metadata()
+
+    def peer(self) -> str:
+        return self._context.peer()
 
     def time_remaining(self) -> float | None:
         return self._context.time_remaining()
@@ -100,6 +106,9 @@ class SinkWriter:
 
     def invocation_metadata(self) -> Any:
         return self._metadata
+
+    def peer(self) -> str:
+        return ""
 
     def time_remaining(self) -> float | None:
         return self._timeout_s

@@ -17,6 +17,7 @@ from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.shell import RouterShell
+from runtime.owner_ledger import Owner
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
@@ -59,13 +60,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
         try:
-            with self._tenants.admit(request, writer.invocation_metadata() or (), self._shell.now()):
-                await self._generate(request, writer)
+            with self._tenants.admit(request, writer, self._shell.now()) as owner:
+                await self._generate(request, writer, owner)
         except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)
             raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
+    async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter, owner: Owner) -> None:
         arrived_at = self._shell.now()
         timeout_s = self._remaining_s(writer)
         deadline = arrived_at + timeout_s
@@ -74,7 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_id, limits = self._shell.new_request_id(), self._shell.view.decode_limits
         try:
             generation = await self._validation_pool.run(
-                request.user, timeout_s, validation.work_of(request, self._grammars), validation.prepare,
+                owner, timeout_s, validation.work_of(request, self._grammars), validation.prepare,
                 request, self._tokenizer, self._shell.config, new_id, _random_seed, limits, self._grammars,
                 lambda: self._shell.now() >= deadline,
             )  # fmt: skip
@@ -119,7 +120,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
-                "", self._remaining_s(context), validation.prompt_work_of(request), validation.tokenize_prompt,
+                self._tenants.owner_of(context), self._remaining_s(context),
+                validation.prompt_work_of(request), validation.tokenize_prompt,
                 request, self._tokenizer, self._shell.config,
             )  # fmt: skip
         except TandemError as error:
@@ -135,8 +137,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
                 )
             text = await self._validation_pool.run(
-                "", self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids, True
-            )
+                self._tenants.owner_of(context), self._remaining_s(context), request.ByteSize(),
+                self._tokenizer.decode, request.token_ids, True,
+            )  # fmt: skip
         except TandemError as error:
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)

@@ -21,6 +21,7 @@ KEY_BYTES = 32
 KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by mistake
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
+CLIENT = "tandem-client"  # metadata: the network of the client of an HTTP server, which calls for it
 SIBLINGS = "tandem-sibling-calls"  # metadata: the number of calls that one HTTP request makes at once
 
 Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
@@ -32,6 +33,15 @@ def new_key() -> str:
 
 def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def presented_key(metadata: Metadata) -> str | None:
+    """The key that a call presents, however the scheme and the spaces around the key are spelled. None without exactly
+    one."""
+    values = [_as_text(value) for name, value in metadata if name == AUTHORIZATION]
+    if len(values) != 1 or not values[0].lower().startswith(SCHEME):
+        return None
+    return values[0][len(SCHEME) :].strip()
 
 
 class ApiKeys:
@@ -46,10 +56,10 @@ class ApiKeys:
         """The key of a call. Raises `Unauthenticated`."""
         if not self._keys:
             return None
-        values = [_as_text(value) for name, value in metadata if name == AUTHORIZATION]
-        if len(values) != 1 or not values[0].lower().startswith(SCHEME):
+        presented = presented_key(metadata)
+        if presented is None:
             raise Unauthenticated(f"this call needs an API key: send `{AUTHORIZATION}: Bearer KEY`")
-        digest = hash_of(values[0][len(SCHEME) :].strip())
+        digest = hash_of(presented)
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.sha256, digest):

@@ -265,6 +265,9 @@ class LocalContext:
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         return self._metadata
 
+    def peer(self) -> str:
+        return ""
+
     def time_remaining(self) -> float | None:
         return None
 

@@ -14,6 +14,8 @@ from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone
 from gateway.http import body
 from gateway.http.body import BodyReader, WaitingBodies
+from gateway.http.owner import owner_of
+from runtime.owner_ledger import Owner
 
 
 class Upload:
@@ -22,7 +24,7 @@ class Upload:
     def __init__(self, reader: BodyReader, length: str = "", host: str = "here", key: str = "") -> None:
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         headers = [(b"content-length", length.encode())] if length else []
-        scope = {"headers": [*headers, (b"authorization", key.encode())], "client": (host, 1)}
+        scope = {"headers": [*headers, (b"authorization", b"Bearer " + key.encode())], "client": (host, 1)}
         self.reading = asyncio.create_task(reader.read(scope, self._receive))
 
     async def sends(self, *parts: bytes | None) -> None:
@@ -192,7 +194,7 @@ def test_waiting_bodies_never_exceed_their_room_and_give_it_back(
                 held.pop(size % len(held))[0].close()
             stack = every_body.enter_context(contextlib.ExitStack())
             with contextlib.suppress(QueueFull):
-                scope = {"client": (host, 1), "headers": [(b"authorization", key.encode())]}
+                scope = {"client": (host, 1), "headers": [(b"authorization", b"Bearer " + key.encode())]}
                 stack.enter_context(waiting.hold(scope, size))
                 held.append((stack, size))
             waiting.check()
@@ -209,7 +211,8 @@ def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clie
         """How many bodies this client can hold now."""
         for number in range(limit // size):
             try:
-                stack.enter_context(waiting.hold({"client": (host, 1), "headers": [(b"authorization", key)]}, size))
+                scope = {"client": (host, 1), "headers": [(b"authorization", b"Bearer " + key)]}
+                stack.enter_context(waiting.hold(scope, size))
             except QueueFull:
                 return number
         raise AssertionError("no bound")
@@ -219,3 +222,20 @@ def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clie
         assert fill("there", b"") * size >= limit // 4
     with contextlib.ExitStack() as stack:
         assert fill("proxy", b"hostile") * size == limit // 4, "all room is given back"
+
+
+@pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER    {}", "Bearer {}  "])
+def test_a_key_is_one_owner_however_its_header_is_spelled(spelling: str) -> None:
+    def owner(*values: str) -> Owner:
+        return owner_of({"client": ("here", 1), "headers": [(b"authorization", value.encode()) for value in values]})
+
+    assert owner(spelling.format("k")) == owner("Bearer k") != owner("Bearer K")
+    assert owner() == owner(spelling.format("k"), "Bearer k") == owner("Basic k") == ("here", "")
+    assert len({owner(f"Bearer {'k' * size}")[1] for size in (1, 60_000)}) == 2
+    assert len(owner(f"Bearer {'k' * 60_000}")[1]) == 64, "a long key takes no room"
+
+
+def test_addresses_of_one_network_are_one_owner() -> None:
+    addresses = "2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:192.0.2.7"
+    owners = [owner_of({"client": (address, 1), "headers": []}) for address in addresses]
+    assert owners == [("2001:db8::/64", "")] * 2 + [("2001:db8:0:1::/64", ""), ("192.0.2.7", "")]

@@ -13,14 +13,16 @@ from core.errors import InvalidRequest, KeyLimitReached
 from core.request import MAX_CACHE_SALT_CHARS
 from router.serving.key_limits import WINDOW_S, KeyLimits
 from router.serving.tenant_admission import TenantAdmission, tenant_salt
-from runtime.rpc.api_keys import SIBLINGS, ApiKeys, hash_of
+from runtime.owner_ledger import Owner
+from runtime.rpc.api_keys import CLIENT, SIBLINGS, ApiKeys, hash_of
+from runtime.rpc.grpc_server import LocalContext
 from tandem_client.stubs import inference_pb2
 
 STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
 MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)
 
 
-def headers(key: str) -> list[tuple[str, str | bytes]]:
+def headers(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
 
 
@@ -47,12 +49,13 @@ def test_calls_that_can_never_be_open_together_are_refused_for_good(
     metadata = [*headers(f"{key.name}'s key"), (SIBLINGS, str(num_calls))]
     with (
         pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused,
-        tenants.admit(inference_pb2.GenerateRequest(), metadata, 0.0),
+        tenants.admit(inference_pb2.GenerateRequest(), LocalContext(metadata), 0.0),
     ):
         pass
     assert (refused.value.field, refused.value.retryable) == ("prompt", False)
     for hint in (str(allowed), "many", "-1", "9" * 5000):
-        with tenants.admit(inference_pb2.GenerateRequest(), [*headers(f"{key.name}'s key"), (SIBLINGS, hint)], 99.0):
+        call = LocalContext([*headers(f"{key.name}'s key"), (SIBLINGS, hint)])
+        with tenants.admit(inference_pb2.GenerateRequest(), call, 99.0):
             pass
         tenants = TenantAdmission(ApiKeys((key,)))
 
@@ -83,7 +86,7 @@ def test_the_law_of_the_limits(steps: list[tuple[float, bool]], max_streams: int
 def test_a_request_belongs_to_the_tenant_of_its_key_whatever_it_says() -> None:
     tenants = TenantAdmission(ApiKeys((STREAMS, MINUTE)))
     request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
-    with tenants.admit(request, headers("bob's key"), 0.0):
+    with tenants.admit(request, LocalContext(headers("bob's key")), 0.0):
         assert (request.user, request.cache_salt) == ("builders", tenant_salt("builders", "mine"))
         assert tenants._limits.num_open("bob") == 1
     assert tenants._limits.num_open("bob") == 0
@@ -98,7 +101,7 @@ def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
 def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
     tenants = TenantAdmission(ApiKeys((STREAMS,)))
     request = inference_pb2.GenerateRequest(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1))
-    with tenants.admit(request, headers("alice's key"), 0.0):
+    with tenants.admit(request, LocalContext(headers("alice's key")), 0.0):
         assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
 
 
@@ -111,7 +114,7 @@ def test_no_request_goes_before_the_priority_of_its_key(min_priority: int, asked
     key = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), min_priority=min_priority)
     tenants = TenantAdmission(ApiKeys((key,)))
     request = inference_pb2.GenerateRequest(priority=asked)
-    with tenants.admit(request, headers("alice's key"), 0.0):
+    with tenants.admit(request, LocalContext(headers("alice's key")), 0.0):
         assert request.priority == priority
 
 
@@ -120,6 +123,42 @@ def test_the_slot_of_a_request_that_fails_is_free_again() -> None:
     for _ in range(3):
         with (
             pytest.raises(RuntimeError, match="the stream broke"),
-            tenants.admit(inference_pb2.GenerateRequest(), headers("alice's key"), 0.0),
+            tenants.admit(inference_pb2.GenerateRequest(), LocalContext(headers("alice's key")), 0.0),
         ):
             raise RuntimeError("the stream broke")
+
+
+class _Call(LocalContext):
+    def __init__(self, peer: str, *metadata: tuple[str, str]) -> None:
+        super().__init__(metadata)
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+
+@pytest.mark.parametrize(
+    ("call", "owner"),
+    [
+        (_Call("ipv4:192.0.2.7:5005"), ("192.0.2.7", "")),
+        (_Call("ipv4:192.0.2.7:5006", ("authorization", "Bearer any")), ("192.0.2.7", "")),
+        (_Call("ipv4:192.0.2.7:5006", (CLIENT, "198.51.100.1")), ("192.0.2.7", "198.51.100.1")),
+        (_Call("ipv6:%5B2001:db8::7%5D:5005"), ("2001:db8::/64", "")),
+        (_Call("unix:"), ("unix:", "")),
+        (_Call("", (CLIENT, "198.51.100.1")), ("198.51.100.1", "")),
+        (_Call(""), ("", "")),
+    ],
+)
+def test_without_keys_a_call_belongs_to_its_peer_whatever_it_says(call: _Call, owner: Owner) -> None:
+    tenants = TenantAdmission(ApiKeys(()))
+    assert tenants.owner_of(call) == tenants.claim(inference_pb2.GenerateRequest(user="a"), call) == owner
+    with tenants.admit(inference_pb2.GenerateRequest(user="b"), call, 0.0) as admitted:
+        assert admitted == owner
+
+
+def test_with_keys_a_call_belongs_to_the_tenant_wherever_it_comes_from() -> None:
+    tenants = TenantAdmission(ApiKeys((STREAMS, MINUTE)))
+    for peer in ("ipv4:192.0.2.7:5005", "ipv4:192.0.2.8:5005", ""):
+        call = _Call(peer, *headers("bob's key"), (CLIENT, peer))
+        with tenants.admit(inference_pb2.GenerateRequest(), call, 0.0) as admitted:
+            assert admitted == tenants.owner_of(call) == ("builders", "")

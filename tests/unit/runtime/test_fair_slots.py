@@ -1,13 +1,15 @@
-"""Tenants take slots in turns, and no slot is lost or given twice, whoever is cancelled when."""
+"""Addresses and their keys take slots in turns, and no slot is lost or given twice, whoever is cancelled when."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.fair_slots import FairSlots
+from runtime.owner_ledger import Owner
 
 
 async def turns() -> None:
@@ -19,12 +21,12 @@ async def test_a_tenant_with_many_calls_delays_another_by_one() -> None:
     slots, order = FairSlots(1), list[str]()
 
     async def call(tenant: str) -> None:
-        await slots.acquire(tenant)
+        await slots.acquire((tenant, ""))
         order.append(tenant)
         await asyncio.sleep(0)
         slots.release()
 
-    await slots.acquire("hostile")
+    await slots.acquire(("hostile", ""))
     calls = [asyncio.create_task(call(tenant)) for tenant in ("hostile",) * 5 + ("honest",) * 2 + ("other",)]
     await turns()
     slots.release()
@@ -32,15 +34,65 @@ async def test_a_tenant_with_many_calls_delays_another_by_one() -> None:
     assert order == ["hostile", "honest", "other", "hostile", "honest", "hostile", "hostile", "hostile"]
 
 
+async def test_many_keys_give_an_address_no_more_slots_and_take_turns_in_its_own() -> None:
+    slots, order = FairSlots(1), list[str]()
+
+    async def call(host: str, key: str) -> None:
+        await slots.acquire((host, key))
+        order.append(host + key)
+        await asyncio.sleep(0)
+        slots.release()
+
+    await slots.acquire(("a", "0"))
+    callers = ("a", "1"), ("a", "1"), ("a", "2"), ("a", "3"), ("b", ""), ("b", "")
+    calls = [asyncio.create_task(call(*caller)) for caller in callers]
+    await turns()
+    slots.release()
+    await asyncio.gather(*calls)
+    assert order == ["a1", "b", "a2", "b", "a3", "a1"]
+
+
 STEPS = st.tuples(st.sampled_from(["call", "end", "cancel", "end and cancel", "turn"]), st.integers(0, 7))
+
+
+OWNERS = [("here", ""), ("here", "key"), ("here", "other"), ("there", ""), ("there", "key")]
+
+
+@given(owners=st.lists(st.sampled_from(OWNERS), max_size=12))
+async def test_a_host_waits_for_one_call_of_each_other_host_and_a_key_for_one_of_each_other_key(
+    owners: list[Owner],
+) -> None:
+    slots, order = FairSlots(1), list[Owner]()
+    await slots.acquire(("first", ""))
+
+    async def call(owner: Owner) -> None:
+        await slots.acquire(owner)
+        order.append(owner)
+        slots.release()
+
+    calls = [asyncio.create_task(call(owner)) for owner in owners]
+    await turns()
+    slots.release()
+    await asyncio.gather(*calls)
+    assert sorted(order) == sorted(owners)
+    assert _in_turns([host for host, _ in order])
+    for each in ("here", "there"):
+        assert _in_turns([key for host, key in order if host == each])
+
+
+def _in_turns(order: list[str]) -> bool:
+    """Between two turns of one, nobody has two: as long as several wait, each has one in a round."""
+    places = [[place for place, each in enumerate(order) if each == name] for name in set(order)]
+    betweens = [order[first + 1 : second] for own in places for first, second in pairwise(own)]
+    return all(len(between) == len(set(between)) for between in betweens)
 
 
 @given(num_slots=st.integers(1, 3), steps=st.lists(STEPS, max_size=40))
 async def test_the_law_of_the_slots(num_slots: int, steps: list[tuple[str, int]]) -> None:
     slots, tasks, held = FairSlots(num_slots), list[asyncio.Task[None]](), list[asyncio.Event]()
 
-    async def call(tenant: int) -> None:
-        await slots.acquire(tenant)
+    async def call(owner: Owner) -> None:
+        await slots.acquire(owner)
         end = asyncio.Event()
         held.append(end)
         try:
@@ -52,7 +104,7 @@ async def test_the_law_of_the_slots(num_slots: int, steps: list[tuple[str, int]]
     for step, number in steps:
         match step:
             case "call":
-                tasks.append(asyncio.create_task(call(number % 3)))
+                tasks.append(asyncio.create_task(call(OWNERS[number % len(OWNERS)])))
             case "turn":
                 await turns()
         if "end" in step and held:

@@ -18,6 +18,7 @@ from runtime.validation_threads import (
     ValidationThreads,
 )
 
+CLIENT = ("here", "")
 SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
 NUM_LONG = 2
 
@@ -38,15 +39,15 @@ def gate():  # type: ignore[no-untyped-def]
 
 
 async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: ValidationThreads) -> None:
-    assert await pool.run("", 5.0, LONG, max, 1, 2) == 2
+    assert await pool.run(CLIENT, 5.0, LONG, max, 1, 2) == 2
     with pytest.raises(InvalidRequest, match="text: no"):
-        await pool.run("", 5.0, LONG, _refuse)
+        await pool.run(CLIENT, 5.0, LONG, _refuse)
 
 
 async def test_a_call_runs_in_a_thread_unless_it_is_very_short(pool: ValidationThreads) -> None:
     own = threading.get_ident()
-    assert await pool.run("", 5.0, MAX_INLINE_BYTES, threading.get_ident) == own
-    assert await pool.run("", 5.0, MAX_INLINE_BYTES + 1, threading.get_ident) != own
+    assert await pool.run(CLIENT, 5.0, MAX_INLINE_BYTES, threading.get_ident) == own
+    assert await pool.run(CLIENT, 5.0, MAX_INLINE_BYTES + 1, threading.get_ident) != own
 
 
 async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
@@ -60,7 +61,7 @@ async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
         ended.set()
         raise InvalidRequest("text", "no")
 
-    call = asyncio.create_task(pool.run("", 5.0, LONG, fail))
+    call = asyncio.create_task(pool.run(CLIENT, 5.0, LONG, fail))
     await asyncio.to_thread(started.wait, 5.0)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -76,38 +77,38 @@ async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
 async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(
     pool: ValidationThreads, gate: threading.Event
 ) -> None:
-    calls = [asyncio.create_task(pool.run("", 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
+    calls = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match=f"wait for validation, and max_queued is {NUM_LONG + 2}") as refused:
-        await pool.run("", 20.0, LONG, max, 1, 2)
+        await pool.run(CLIENT, 20.0, LONG, max, 1, 2)
     assert refused.value.retry_after_s > 0
     gate.set()
     assert await asyncio.gather(*calls) == [True] * len(calls)
-    assert await pool.run("", 20.0, LONG, max, 1, 2) == 2
+    assert await pool.run(CLIENT, 20.0, LONG, max, 1, 2) == 2
 
 
 async def test_a_call_that_waits_past_its_deadline_never_runs(pool: ValidationThreads, gate: threading.Event) -> None:
     ran = threading.Event()
-    busy = [asyncio.create_task(pool.run("", 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
+    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
     await asyncio.sleep(0)
     with pytest.raises(DeadlineExceeded, match="before the request was validated"):
-        await pool.run("", 0.05, LONG, ran.set)
+        await pool.run(CLIENT, 0.05, LONG, ran.set)
     gate.set()
     await asyncio.gather(*busy)
-    assert await pool.run("", 20.0, LONG, max, 1, 2) == 2
+    assert await pool.run(CLIENT, 20.0, LONG, max, 1, 2) == 2
     assert not ran.is_set()
 
 
 async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(
     pool: ValidationThreads, gate: threading.Event
 ) -> None:
-    busy = [asyncio.create_task(pool.run("", 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
+    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
     await asyncio.sleep(0)
     late, cancelled = _Prompt(), _Prompt()
     gone = [weakref.ref(late), weakref.ref(cancelled)]
     with pytest.raises(DeadlineExceeded):
-        await pool.run("", 0.01, LONG, id, late)
-    call = asyncio.create_task(pool.run("", 20.0, LONG, id, cancelled))
+        await pool.run(CLIENT, 0.01, LONG, id, late)
+    call = asyncio.create_task(pool.run(CLIENT, 20.0, LONG, id, cancelled))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -130,13 +131,13 @@ async def test_a_thread_is_free_again_only_when_its_function_has_ended(
         begun.release()
         gate.wait()
 
-    calls = [asyncio.create_task(pool.run("", 1.0, LONG, hold)) for _ in range(NUM_LONG)]
+    calls = [asyncio.create_task(pool.run(CLIENT, 1.0, LONG, hold)) for _ in range(NUM_LONG)]
     for _ in range(NUM_LONG):
         assert await asyncio.to_thread(begun.acquire, timeout=20.0), "no thread has begun"
     for call in calls:
         with pytest.raises(DeadlineExceeded):
             await call
-    waiting = asyncio.create_task(pool.run("", 20.0, LONG, started.set))
+    waiting = asyncio.create_task(pool.run(CLIENT, 20.0, LONG, started.set))
     await asyncio.sleep(0.01)
     assert not started.is_set()
     gate.set()
@@ -145,9 +146,9 @@ async def test_a_thread_is_free_again_only_when_its_function_has_ended(
 
 
 async def test_a_short_call_does_not_wait_for_long_ones(pool: ValidationThreads, gate: threading.Event) -> None:
-    busy = [asyncio.create_task(pool.run("", 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 1)]
+    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 1)]
     await asyncio.sleep(0)
-    assert await pool.run("", 20.0, SHORT, max, 1, 2) == 2
+    assert await pool.run(CLIENT, 20.0, SHORT, max, 1, 2) == 2
     assert not any(call.done() for call in busy)
     gate.set()
     await asyncio.gather(*busy)
@@ -162,7 +163,7 @@ async def test_long_calls_leave_most_cores_to_others(num_cores: int, most: int, 
         running.release()
         gate.wait()
 
-    calls = [asyncio.create_task(pool.run("", 20.0, LONG, run)) for _ in range(MAX_LONG_CALLS + 1)]
+    calls = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, run)) for _ in range(MAX_LONG_CALLS + 1)]
     for _ in range(most):
         assert await asyncio.to_thread(running.acquire, timeout=10.0)
     assert not running.acquire(timeout=0.01)
