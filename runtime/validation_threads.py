@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 from runtime.fair_slots import FairSlots
-from runtime.owner_ledger import Owner
+from runtime.owner_ledger import Owner, OwnerLedger
 
 MAX_INLINE_BYTES = 1024  # about 250 tokens
 MAX_SHORT_BYTES = 16 * 1024  # about 4,000 tokens, 10 ms
@@ -32,7 +32,8 @@ R = TypeVar("R")
 
 
 class ValidationThreads:
-    """`max_pending` limits the calls that run or wait for a thread.
+    """`max_pending` limits the calls that run or wait for a thread, of the short and of the long ones each. They share
+    the limit by the rule of `OwnerLedger.has_room`.
 
     Calls wait here, not in the queue of the executor: there, a call that ended early would keep its prompt until a
     thread is free.
@@ -43,8 +44,7 @@ class ValidationThreads:
         num_cores = num_cores or os.cpu_count() or 1
         num_long = max(1, min(MAX_LONG_CALLS, num_cores // CORES_PER_LONG_CALL))
         self.max_pending = max_pending
-        self._num_pending = 0
-        self._short, self._long = FairSlots(1), FairSlots(num_long)
+        self._short, self._long = _Queue(1), _Queue(num_long)
         self._threads = ThreadPoolExecutor(1 + num_long, thread_name_prefix="validation")
 
     async def run(
@@ -59,29 +59,40 @@ class ValidationThreads:
         """Run `function`, unless it is short in a thread, and return its result. `num_bytes` is the size of its input.
         Owners with waiting calls take turns.
 
-        Raises the exception of `function`, `QueueFull` beyond `max_pending`, and `DeadlineExceeded` after `timeout_s`.
+        Raises the exception of `function`, `QueueFull` beyond the share of `owner` in `max_pending`, and
+        `DeadlineExceeded` after `timeout_s`.
         A call that ends early leaves the queue; if `function` has started, it runs to its end.
         """
         if num_bytes <= MAX_INLINE_BYTES:
             return function(*args, **kwargs)
-        if self._num_pending >= self.max_pending:
-            raise QueueFull(f"{self._num_pending} requests wait for validation, and max_queued is {self.max_pending}")
-        free_threads = self._short if num_bytes <= MAX_SHORT_BYTES else self._long
-        self._num_pending += 1
+        queue = self._short if num_bytes <= MAX_SHORT_BYTES else self._long
+        pending = queue.pending
+        if not pending.has_room(owner, 1, self.max_pending):
+            raise QueueFull(
+                f"{pending.total} requests wait for validation, {pending.of_host(owner)} of them of this client, "
+                f"and max_queued is {self.max_pending}"
+            )
+        pending.add(owner, 1)
         try:
             async with asyncio.timeout(timeout_s):
-                await free_threads.acquire(owner)
+                await queue.free_threads.acquire(owner)
                 result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
-                result.add_done_callback(partial(_end, free_threads))
+                result.add_done_callback(partial(_end, queue.free_threads))
                 # Without the shield, a call that ends early would free a thread that still works.
                 return await asyncio.shield(result)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request was validated") from None
         finally:
-            self._num_pending -= 1
+            pending.add(owner, -1)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Queue:
+    def __init__(self, num_threads: int) -> None:
+        self.free_threads = FairSlots(num_threads)
+        self.pending = OwnerLedger()
 
 
 def _end(free_threads: FairSlots, result: asyncio.Future[Any]) -> None:

@@ -20,7 +20,7 @@ MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fi
 class RouterConfig:
     host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
-    # Limit: requests that wait for a worker, likewise those in validation; beyond: RESOURCE_EXHAUSTED, retryable
+    # Limit: requests that wait for a worker or in validation (half for a tenant); beyond: RESOURCE_EXHAUSTED, retryable
     max_queued: int = live(1024)
     # Limit: open calls on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU; beyond: requests wait here
     max_in_flight_per_worker: int = live(0)

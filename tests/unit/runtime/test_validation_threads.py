@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
+from runtime.owner_ledger import Owner
 from runtime.validation_threads import (
     CORES_PER_LONG_CALL,
     MAX_INLINE_BYTES,
@@ -18,14 +19,15 @@ from runtime.validation_threads import (
     ValidationThreads,
 )
 
-CLIENT = ("here", "")
+CLIENT, OTHER = ("here", ""), ("there", "")
 SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
 NUM_LONG = 2
+MAX_PENDING = 2 * (NUM_LONG + 2)  # of them, a client that is alone may hold half
 
 
 @pytest.fixture
 def pool():  # type: ignore[no-untyped-def]
-    pool = ValidationThreads(max_pending=NUM_LONG + 2, num_cores=NUM_LONG * CORES_PER_LONG_CALL)
+    pool = ValidationThreads(max_pending=MAX_PENDING, num_cores=NUM_LONG * CORES_PER_LONG_CALL)
     yield pool
     pool.close()
 
@@ -79,12 +81,48 @@ async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refu
 ) -> None:
     calls = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull, match=f"wait for validation, and max_queued is {NUM_LONG + 2}") as refused:
+    message = f"{NUM_LONG + 2} requests wait for validation, .* max_queued is {MAX_PENDING}"
+    with pytest.raises(QueueFull, match=message) as refused:
         await pool.run(CLIENT, 20.0, LONG, max, 1, 2)
     assert refused.value.retry_after_s > 0
     gate.set()
     assert await asyncio.gather(*calls) == [True] * len(calls)
     assert await pool.run(CLIENT, 20.0, LONG, max, 1, 2) == 2
+
+
+async def test_a_client_with_all_the_calls_that_it_may_have_leaves_room_for_another(gate: threading.Event) -> None:
+    pool = ValidationThreads(max_pending=16, num_cores=1)
+
+    async def fill(owner: Owner, num_bytes: int) -> int:
+        """How many calls this client can add now."""
+        for number in range(20):
+            call = asyncio.create_task(pool.run(owner, 20.0, num_bytes, gate.wait))
+            await asyncio.sleep(0)
+            if call.done():
+                assert isinstance(call.exception(), QueueFull)
+                return number
+            calls.append(call)
+        raise AssertionError("no bound")
+
+    calls = list[asyncio.Task[bool]]()
+    assert [await fill(owner, LONG) for owner in (CLIENT, OTHER)] == [8, 4]
+    assert await fill(CLIENT, SHORT) == 8, "long calls take no room of short ones"
+    assert [await fill(("proxy", key), SHORT) for key in ("hostile", "honest")] == [4, 0], "4 were left"
+    gate.set()
+    assert all(await asyncio.gather(*calls))
+    gate.clear()
+    assert [await fill(("proxy", key), LONG) for key in ("hostile", "honest")] == [4, 2], "all room is given back"
+    gate.set()
+    await asyncio.gather(*calls)
+    pool.close()
+
+
+@pytest.mark.parametrize("max_pending", [1, 2])
+async def test_the_smallest_bounds_let_one_call_in(max_pending: int) -> None:
+    pool = ValidationThreads(max_pending, num_cores=1)
+    for owner in (CLIENT, ("here", "key")):
+        assert await pool.run(owner, 20.0, LONG, max, 1, 2) == 2
+    pool.close()
 
 
 async def test_a_call_that_waits_past_its_deadline_never_runs(pool: ValidationThreads, gate: threading.Event) -> None:
