@@ -10,7 +10,7 @@ from typing import TypeVar
 from core.errors import ErrorCode, QueueFull, TandemError
 from core.service import Metadata
 from gateway.router_calls import Sink
-from runtime.rpc.api_keys import AUTHORIZATION
+from runtime.rpc.api_keys import AUTHORIZATION, presented_key
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
@@ -28,7 +28,7 @@ class RemoteRouter:
         self.address = address
         self._client = AsyncClient(address, credentials, NO_RETRY)
         self._generating = AsyncClient((address, *others), credentials, NO_RETRY)
-        self._authorized_at: dict[Metadata, float] = {}  # oldest first
+        self._authorized_at: dict[str | None, float] = {}  # by the key, oldest first
 
     async def open(self) -> None:
         await self._client.__aenter__()
@@ -40,12 +40,14 @@ class RemoteRouter:
 
     async def authorize(self, metadata: Metadata) -> None:
         """A router that takes a call without work takes the key."""
-        key = tuple(entry for entry in metadata if entry[0] == AUTHORIZATION)
+        key = presented_key(metadata)
         now = time.monotonic()
         if now - self._authorized_at.get(key, float("-inf")) < AUTHORIZED_S:
             return
         self._authorized_at.pop(key, None)
-        await self.detokenize(inference_pb2.DetokenizeRequest(), key)
+        await self.detokenize(
+            inference_pb2.DetokenizeRequest(), [entry for entry in metadata if entry[0] == AUTHORIZATION]
+        )
         self._authorized_at[key] = now
         if len(self._authorized_at) > MAX_AUTHORIZED:
             del self._authorized_at[next(iter(self._authorized_at))]
