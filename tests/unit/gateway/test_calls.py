@@ -10,9 +10,9 @@ from starlette.requests import Request
 from core.config import ApiKeyConfig, GatewayConfig
 from core.errors import Unauthenticated
 from gateway.errors import ApiError
-from gateway.routes.calls import passed_on, read_body
+from gateway.routes.calls import call_context, passed_on, read_body
 from gateway.schemas.base import Schema
-from runtime.rpc.api_keys import ApiKeys, hash_of
+from runtime.rpc.api_keys import CLIENT, ApiKeys, hash_of
 from runtime.validation_threads import ValidationThreads
 
 KEYS = ApiKeys((ApiKeyConfig("alice", hash_of("good")),))
@@ -65,3 +65,9 @@ async def test_a_page_that_browsers_let_send_json_may_send_it() -> None:
     for content_type in (b"application/json", b"Application/JSON; charset=utf-8"):
         request = request_with((b"origin", b"null"), (b"content-type", content_type))
         assert (await read(request)).a == 1
+
+
+def test_a_call_names_the_network_of_its_client_which_no_header_can() -> None:
+    request = request_with(GOOD, (CLIENT.encode(), b"forged"))
+    request.scope["client"] = ("2001:db8::7", 1)
+    assert call_context(request).metadata == (("authorization", "Bearer good"), (CLIENT, "2001:db8::/64"))
