@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # UTF-8, TOML, or a number of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, table in content.items():
         if not isinstance(table, dict | list):

@@ -49,8 +49,9 @@ def toml_lines(tables: dict[str, Any]) -> Iterator[str]:
         for entry in entries:
             yield f"\n[[{table}]]" if isinstance(content, list) else f"\n[{table}]"
             for option, value in entry.items():
-                # The strings, numbers and arrays of the config look the same in JSON and TOML.
-                line = f"{option} = {json.dumps(value, ensure_ascii=False)}"
+                # The strings, numbers and arrays of the config look the same in JSON and TOML, but for one character.
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
+                line = f"{option} = {text}"
                 marked = isinstance(content, dict) and taken(config, table, option) is Taken.LIVE
                 yield f"{line:<40}  # live" if marked else line
 
@@ -65,10 +66,13 @@ def options_as_json(assignments: Iterable[str]) -> str:
             raise InvalidRequest("options", f"must be TABLE.OPTION=VALUE, is {assignment!r}")
         try:
             value: object = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML, or a number of more digits than Python reads
             value = text
         tables.setdefault(table, {})[option] = value
-    return json.dumps(tables, default=str)
+    try:
+        return json.dumps(tables, default=str)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("options", f"have a value that is no JSON: {error}") from error
 
 
 async def apply(connection: AsyncClient, order: Order, console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
@@ -13,7 +13,12 @@ from core.config.requirements import require
 from core.config.transfer import TransferConfig
 from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, shortened
+from core.plain_text import escaped
+
+# Message fields and options of gRPC hold no larger whole number. Milliseconds of the other still fit 64 bits.
+LARGEST_INT = 2**31 - 1  # an option that is a whole number; beyond: `ConfigError`
+LARGEST_FLOAT = 1e15  # an option that is another number; beyond: `ConfigError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +100,14 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
     parts: dict[str, object] = {}
     for table, options in tables.items():
         if table not in known_tables:
-            raise ConfigError(f"[{table}] is not a table of the config; known: {', '.join(known_tables)}")
+            raise ConfigError(f"[{_shown(table)}] is not a table of the config; known: {', '.join(known_tables)}")
         if table in ARRAYS:
             if not (isinstance(options, list) and all(isinstance(entry, dict) for entry in options)):
                 raise ConfigError(f"{table} must be an array of tables ([[{table}]] and its options below)")
             parts[table] = tuple(_part(f"[[{table}]]", ARRAYS[table], entry) for entry in options)
             continue
         if not isinstance(options, dict):
-            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {options!r}")
+            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {_repr(options)}")
         parts[table] = _part(f"[{table}]", type(getattr(TandemConfig(), table)), options)
     return TandemConfig(**parts)  # type: ignore[arg-type]
 
@@ -110,20 +115,47 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
 def _part(where: str, part: Any, options: Mapping[str, object]) -> Any:
     """An instance of the dataclass `part`, whose fields all have defaults."""
     known = {f.name: f for f in fields(part)}
+    values = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"{where} {name} is not an option; known: {', '.join(sorted(known))}")
-        wanted = type(known[name].default)
-        if wanted is tuple:
-            if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-                raise ConfigError(f"{where} {name} must be an array of strings, is {value!r}")
-            continue
-        if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
-            wanted is float and type(value) is int
-        ):
-            found = repr(value) if known[name].repr else "something else"  # never print a secret
-            raise ConfigError(f"{where} {name} must be {wanted.__name__}, is {found}")
+            raise ConfigError(f"{where} {_shown(name)} is not an option; known: {', '.join(sorted(known))}")
+        values[name] = _value(f"{where} {name}", known[name], value)
     try:
-        return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+        return part(**values)
     except ConfigError as error:
         raise ConfigError(f"{where} {error}") from error
+
+
+def _value(option: str, known: Field[Any], value: object) -> object:
+    """The value in the type of the option, within what services, messages and `tandem config` can hold."""
+    wanted = type(known.default)
+    found = _repr(value) if known.repr else "something else"  # never print a secret
+    if wanted is tuple:
+        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+            raise ConfigError(f"{option} must be an array of strings, is {found}")
+        value = tuple(value)
+    elif not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
+        wanted is float and type(value) is int
+    ):
+        raise ConfigError(f"{option} must be {wanted.__name__}, is {found}")
+    if isinstance(value, str | tuple):
+        try:
+            "".join(value).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{option} must be Unicode text without surrogates, is {found}") from error
+    elif isinstance(value, int | float):
+        largest = LARGEST_FLOAT if wanted is float else LARGEST_INT
+        if abs(value) > largest:  # NaN is not: the part refuses it
+            raise ConfigError(f"{option} must be in [-{largest:.16g}, {largest:.16g}], is {found}")
+    return float(value) if wanted is float else value  # type: ignore[arg-type]
+
+
+def _repr(value: object) -> str:
+    try:
+        return shortened(repr(value))
+    except (ValueError, RecursionError):  # more digits or levels than Python writes
+        return f"{type(value).__name__} of a size that cannot be shown"
+
+
+def _shown(name: str) -> str:
+    return escaped(shortened(name))

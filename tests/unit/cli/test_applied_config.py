@@ -43,9 +43,9 @@ def after(spec: FleetSpec, config: str = "", restart: bool = False, **tables: di
 def test_live_options_reach_services_and_the_time_limits_of_the_supervisor_without_a_new_start() -> None:
     new = after(SPEC, cluster={"restart_backoff_s": 7}, worker={"drain_timeout_s": 8}, router={"slo_ttft_ms": 50})
     assert new.changes == (
-        "[worker] drain_timeout_s 30.0 -> 8",
-        "[router] slo_ttft_ms 500.0 -> 50",
-        "[cluster] restart_backoff_s 1.0 -> 7",
+        "[worker] drain_timeout_s 30.0 -> 8.0",
+        "[router] slo_ttft_ms 500.0 -> 50.0",
+        "[cluster] restart_backoff_s 1.0 -> 7.0",
     )
     assert not new.restarts
     assert (new.spec.rules.config.restart_backoff_s, new.spec.rules.drain_timeout_s) == (7.0, 8.0)

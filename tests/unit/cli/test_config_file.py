@@ -43,6 +43,9 @@ def test_the_example_file_lists_every_option_with_its_default() -> None:
         ("[router]\nprot = 1\n", r"tandem.toml: \[router\] prot is not an option; known: .*port"),
         ("port = 1\n", "port is outside a table"),
         ("[router\n", "is not valid TOML"),
+        (f"[router]\nport = {'9' * 5000}\n", "is not valid TOML: Exceeds the limit"),
+        (f"[router]\nport = 0x{'f' * 5000}\n", r"\[router\] port must be in .*, is int of a size that cannot be shown"),
+        (f"[router]\nport = {'[' * 5000}\n", "is not valid TOML"),
     ],
 )
 def test_the_error_for_a_wrong_file_names_the_fault(tmp_path: Path, text: str, message: str) -> None:

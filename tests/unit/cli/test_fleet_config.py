@@ -41,6 +41,13 @@ def test_options_are_read_as_toml_and_else_as_text() -> None:
     }
 
 
+def test_a_value_of_more_than_python_reads_is_text_and_of_more_than_it_writes_is_refused() -> None:
+    for value in ("9" * 6000, "[" * 5000):
+        assert json.loads(options_as_json([f"router.max_queued={value}"])) == {"router": {"max_queued": value}}
+    with pytest.raises(InvalidRequest, match="options: have a value that is no JSON"):
+        options_as_json(["router.max_queued=0x" + "f" * 6000])
+
+
 @pytest.mark.parametrize("text", ["max_queued=7", "router.max_queued", "router.=7", ".max_queued=7"])
 def test_an_option_without_table_name_or_value_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"must be TABLE\.OPTION=VALUE"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from dataclasses import fields
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from cli.fleet_config import toml_lines
 from core.config import (
     ARRAYS,
+    ConfigText,
     EngineConfig,
     GatewayConfig,
     ModelRuleConfig,
@@ -156,6 +159,61 @@ def test_float_options_refuse_negative_and_infinite_values_and_nan(value: float)
     for table, option in FLOATS:
         with pytest.raises(ConfigError, match=rf"^\[{table}\] {option} must be .*is {value}$"):
             from_mapping({table: {option: value}})
+
+
+# Each of them is taken or refused by its option. None raises anything else, now or where a service reads it.
+ODD_VALUES: list[Any] = [
+    10**400, -(10**400), 1 << 20_000, 2**31, 2**63, -1, 0, 1, 1.5, 1e308, 5e-324, math.nan, math.inf, -math.inf,
+    True, "", "text", "\x00\x7f\n", "\ud800", "é" * 1000, [], ["text"], ["\udfff"], [1], [[]], {}, None,
+]  # fmt: skip
+TEXT_OF_KEYS = {"name": "a", "sha256": "0" * 64, "model": "a"}
+
+
+def parts_with(table: str, option: str, value: object) -> dict[str, Any]:
+    if table not in ARRAYS:
+        return {table: {option: value}}
+    needed = {name: text for name, text in TEXT_OF_KEYS.items() if name in {f.name for f in fields(ARRAYS[table])}}
+    return {table: [needed | {option: value}]}
+
+
+def taken_or_told(tables: dict[str, Any]) -> tuple[TandemConfig | None, str]:
+    try:
+        return from_mapping(tables), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=range(len(ODD_VALUES)))
+def test_every_option_takes_an_odd_value_as_its_own_type_or_refuses_it_by_name(value: object) -> None:
+    num_taken = 0
+    for table in fields(DEFAULTS):
+        for option in fields(ARRAYS.get(table.name) or getattr(DEFAULTS, table.name)):
+            config, told = taken_or_told(parts_with(table.name, option.name, value))
+            if config is None:
+                assert table.name in told or table.name == "model_rules", told
+                told.encode()
+                continue
+            num_taken += 1
+            part = getattr(config, table.name)
+            kept = getattr(part[0] if table.name in ARRAYS else part, option.name)
+            assert type(kept) is type(option.default), (table.name, option.name)
+            assert not isinstance(kept, int | float) or abs(kept) <= (1e15 if type(kept) is float else 2**31 - 1)
+            tables: dict[str, Any] = {table.name: ConfigText.of(config).tables[table.name]}
+            lines = list(toml_lines(json.loads(json.dumps(tables))))
+            kept_config = from_mapping(tables)
+            assert from_mapping(tomllib.loads("\n".join(lines))) == kept_config, (table.name, option.name)
+            assert getattr(kept_config, table.name) == part or table.name == "security", "a text has no token"
+    assert num_taken or value not in (0, 1, True, "text", ["text"]), "no option takes it: the values are the wrong ones"
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[2J", "x" * 5000])
+def test_the_name_of_an_unknown_table_or_option_is_shown_without_what_no_message_can_carry(name: str) -> None:
+    for tables in ({name: {}}, {"router": {name: 1}}):
+        with pytest.raises(ConfigError, match="is not a") as refused:
+            from_mapping(tables)
+        assert str(refused.value).encode().isascii()
+        assert "\x1b" not in str(refused.value)
+        assert str(refused.value).count("x") < 200
 
 
 @pytest.mark.parametrize("tables", ACCEPTED)
