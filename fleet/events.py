@@ -193,7 +193,7 @@ class NewConfig:
 
     rules: FleetRules
     restarts: bool  # by a roll; else it differs in live options only
-    changes: str = ""  # for the operator
+    changes: str = ""  # names of options, for everybody who may list events
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,8 @@ from core.service import PoolSizes
 from fleet.claims import Claims, GpuUse
 from fleet.events import FleetRules
 from fleet.service_host import ServiceFactory
+
+MESSAGE_MARGIN = 4096  # of the largest message: what is not the config
 
 # The address that routers listen on, from the machine's address as in `Placement`. Pickled by name.
 RouterHost = Callable[[str], str]
@@ -35,8 +38,9 @@ class NextSpec:
     """What follows from an order of an operator."""
 
     spec: FleetSpec
-    changes: tuple[str, ...]  # one line for each option with another value
+    changes: tuple[str, ...]  # one line for each option with another value, for the operator who gave the order
     restarts: bool  # every service starts again; else it takes the changes while it serves
+    names: tuple[str, ...] = ()  # of these options, without values: events need no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,14 @@ class FleetSpec:
         sizes = [change for change in found if change.taken is Taken.SIZE]
         if sizes and options:
             raise InvalidRequest("options", f"use `tandem scale` in place of {sizes[0].name}")
-        lines = tuple(str(change) for change in found if change not in sizes)
+        _check_size(old, spec.text)
+        shown = [change for change in found if change not in sizes]
+        lines, names = tuple(map(str, shown)), tuple(change.name for change in shown)
         fits = steps_fit(old.built, spec.text.config.scheduler, on_gpu=self.gpu_use is not GpuUse.NEVER)
         if restart or not fits or any(change.taken is Taken.RESTART for change in found):
-            return NextSpec(spec, lines, True)
+            return NextSpec(spec, lines, True, names)
         kept_steps = {name: getattr(old.built, name) for name in STEP_SIZES}
-        return NextSpec(self.of(replace(spec.text, steps=kept_steps)), lines, False)
+        return NextSpec(self.of(replace(spec.text, steps=kept_steps)), lines, False, names)
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {
@@ -117,3 +123,13 @@ class FleetSpec:
     @property
     def rules(self) -> FleetRules:
         return FleetRules(self.claims, self.drain_timeout_s, self.router_drain_timeout_s, self.role_option)
+
+
+def _check_size(old: ConfigText, new: ConfigText) -> None:
+    """Raises `InvalidRequest` for a config that no router could send to `tandem config`."""
+    room = min(text.config.router.max_message_bytes for text in (old, new)) - MESSAGE_MARGIN
+    size = len(json.dumps(new.tables))  # ASCII
+    if size > room:
+        raise InvalidRequest(
+            "config", f"would have {size} bytes, but at most {room} fit into a message ([router] max_message_bytes)"
+        )

@@ -297,7 +297,7 @@ class Supervisor:
         if self._revision != before:
             raise InvalidRequest("config", "another config came meanwhile; try again")
         if new.changes or new.restarts:
-            self._ask(NewConfig(new.spec.rules, new.restarts, ", ".join(new.changes)))
+            self._ask(NewConfig(new.spec.rules, new.restarts, ", ".join(new.names)))
             # A service runs one of the others, or a stopped roll restores the one before.
             used = {slot.revision for slot in self._fleet_status().slots} | {before}
             self._specs = {revision: spec for revision, spec in self._specs.items() if revision in used}

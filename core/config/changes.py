@@ -10,6 +10,8 @@ from core.config.front import RouterConfig
 from core.config.live import live_options
 from core.config.tables import ARRAYS, TandemConfig
 from core.config.worker import SchedulerConfig, WorkerConfig
+from core.errors import shortened
+from core.plain_text import escaped
 
 STEP_SIZES = ("max_batched_tokens", "max_running")  # of [scheduler]; the engine of a worker is built for them
 # Options that two services of one fleet must have in common, by table. Empty: every option of the table.
@@ -22,6 +24,7 @@ FIXED = {
         "name", "model", "dtype", "quantization", "kv_dtype", "device", "block_size", "prefill_block_size",
     ),
 }  # fmt: skip
+MAX_VALUE_CHARS = 200  # of a value in the answer to an order; beyond: it ends with "..."
 SIZES = ("num_prefill", "num_decode", "num_routers")  # of [cluster]
 
 
@@ -91,8 +94,12 @@ def _changes_of(table: str, old: TandemConfig, new: TandemConfig) -> Iterator[Ch
     for option in fields(old_part):
         before, after = getattr(old_part, option.name), getattr(new_part, option.name)
         if before != after:
-            values = f"{before} -> {after}" if option.repr else ""
+            values = f"{_shown(before)} -> {_shown(after)}" if option.repr else ""
             yield Change(table, option.name, taken(old, table, option.name), values)
+
+
+def _shown(value: object) -> str:
+    return escaped(shortened(str(value), MAX_VALUE_CHARS))
 
 
 def steps_fit(built: SchedulerConfig, new: SchedulerConfig, on_gpu: bool) -> bool:

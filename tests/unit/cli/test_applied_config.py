@@ -105,6 +105,17 @@ def test_a_config_that_cannot_be_read_names_the_fault(text: str, named: str) -> 
         after(SPEC, text)
 
 
+def test_a_config_that_does_not_fit_into_a_message_of_a_router_is_refused() -> None:
+    large = after(SPEC, telemetry={"service_namespace": "x" * 3_000_000})
+    assert large.names == ("[telemetry] service_namespace",)
+    assert len(large.changes[0]) < 300
+    with pytest.raises(InvalidRequest, match=r"at most 4190208 fit into a message \(\[router\] max_message_bytes\)"):
+        after(large.spec, telemetry={"otlp_endpoint": "y" * 3_000_000 + ":1"})
+    with pytest.raises(InvalidRequest, match="at most 1044480 fit into a message"):
+        after(large.spec, router={"max_message_bytes": 1024**2})
+    assert after(large.spec, telemetry={"service_namespace": "tandem"}).restarts
+
+
 def test_a_fleet_without_a_maker_of_specs_restarts_and_changes_nothing() -> None:
     fixed = replace(SPEC, make=None)
     assert fixed.after("", "", True).restarts

@@ -17,6 +17,7 @@ from core.config import (
     SecurityConfig,
     Taken,
     TandemConfig,
+    TelemetryConfig,
     changes,
     steps_fit,
     taken,
@@ -87,6 +88,14 @@ def test_each_option_that_differs_is_named_with_its_values_unless_they_are_secre
         "[[api_keys]]",
     ]
     assert changes(old, old) == []
+
+
+def test_a_long_value_is_cut_and_one_with_control_characters_is_escaped() -> None:
+    new = replace(TandemConfig(), telemetry=TelemetryConfig(service_namespace="\x1b[2J" + "x" * 3_000_000))
+    (line,) = map(str, changes(TandemConfig(), new))
+    assert line.startswith(r"[telemetry] service_namespace tandem -> \x1b[2Jxxx")
+    assert line.endswith("x...")
+    assert len(line) < 300
 
 
 @pytest.mark.parametrize(

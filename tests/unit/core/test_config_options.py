@@ -208,7 +208,8 @@ def test_every_option_takes_an_odd_value_as_its_own_type_or_refuses_it_by_name(v
 
 @pytest.mark.parametrize("name", ["\ud800", "\x1b[2J", "x" * 5000])
 def test_the_name_of_an_unknown_table_or_option_is_shown_without_what_no_message_can_carry(name: str) -> None:
-    for tables in ({name: {}}, {"router": {name: 1}}):
+    unknown: list[dict[str, Any]] = [{name: {}}, {"router": {name: 1}}]
+    for tables in unknown:
         with pytest.raises(ConfigError, match="is not a") as refused:
             from_mapping(tables)
         assert str(refused.value).encode().isascii()

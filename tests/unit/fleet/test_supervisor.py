@@ -295,6 +295,8 @@ async def test_a_change_reaches_services_and_later_starts_while_no_service_start
     site.services_answer.clear()
     change = await site.supervisor.apply("", options(7), restart=False)
     assert change == ConfigChange(2, ("[router] max_queued 1024 -> 7",))
+    (told,) = [note for note in await site.supervisor.notes(100, 0) if note.what == "takes config 2"]
+    assert told.reason == "[router] max_queued", "events need no token, and a value may be a secret"
     assert {slot.revision for slot in (await site.supervisor.status()).slots} == {1}, "as long as none has answered"
     site.services_answer.set()
     async with asyncio.timeout(5.0):
