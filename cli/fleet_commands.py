@@ -122,7 +122,7 @@ def apply(
     """Give a fleet other options: live ones at once; for others every service starts again, one at a time."""
     from cli.config_file import load_config
     from cli.credentials import client_of, find_credentials
-    from cli.fleet_config import Order, options_as_json
+    from cli.fleet_config import Order, options_as_json, revision_of
     from cli.fleet_config import apply as apply_order
     from core.config import ConfigText
 
@@ -133,7 +133,9 @@ def apply(
         raise typer.BadParameter("a file, options, --restart or --stop")
     if len(given) == 1 and "=" not in given[0]:
         file = Path(given[0])
-        order = Order(config=json.dumps(ConfigText.of(load_config(file, {})).tables), restart=restart)
+        tables = ConfigText.of(load_config(file, {})).tables
+        revision = revision_of(file.read_text(encoding="utf-8"))
+        order = Order(config=json.dumps(tables), restart=restart, expected_revision=revision)
         config = config or file
     else:
         order = Order(options=options_as_json(given) if given else "", restart=restart, stop=stop)

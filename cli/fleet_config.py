@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tomllib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
 SILENT_S = 60.0  # without an answer of any router: the one that answered is replaced, too
 MAX_EVENTS = 1000
+_FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,24 @@ class Order:
     options: str = ""
     restart: bool = False
     stop: bool = False
+    expected_revision: int = 0
+
+
+def revision_of(text: str) -> int:
+    """The revision that `tandem config` has written into the first line; 0 for a file without it."""
+    found = _FIRST_LINE.match(text)
+    return int(found[1]) if found is not None else 0
 
 
 async def show(connection: AsyncClient) -> None:
     async with connection as client:
         found = await client.config()
-    print(f"# Config {found.config_revision} of the fleet at {client.address}; `tandem apply` changes options.")
+    print(first_line(found.config_revision, client.address))
     print("\n".join(toml_lines(json.loads(found.config))))
+
+
+def first_line(revision: int, address: str) -> str:
+    return f"# Config {revision} of the fleet at {address}. With this line, `tandem apply` replaces no later config."
 
 
 def toml_lines(tables: dict[str, Any]) -> Iterator[str]:
@@ -87,7 +100,7 @@ async def apply(connection: AsyncClient, order: Order, console: Console) -> None
     async with connection as client:
         begun_at = asyncio.get_running_loop().time()
         last = max((note.number for note in (await client.events(1)).events), default=0)
-        answer = await client.apply(order.config, order.options, order.restart, order.stop)
+        answer = await client.apply(order.config, order.options, order.restart, order.stop, order.expected_revision)
         for line in answer.changes:
             show_line(line)
         async for note in _events_until_taken(client, answer, last):

@@ -93,11 +93,12 @@ class FleetControl(Protocol):
 
     async def config(self) -> FleetConfig: ...
 
-    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
+    async def apply(self, config: str, options: str, restart: bool, expected_revision: int = 0) -> ConfigChange:
         """Begin to give every service another config. Raises `InvalidRequest` naming what cannot change.
 
         `config` is a whole one as JSON, one object for each table; `options` has only the options to change. At least
         one of them is empty. Services start again, one at a time, for `restart` and for options that are not live.
+        Nothing changes in a fleet with another revision than `expected_revision`; 0 = any.
         """
 
     async def stop_roll(self) -> ConfigChange:

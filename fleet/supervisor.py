@@ -289,10 +289,15 @@ class Supervisor:
         return FleetConfig(self._revision, json.dumps(self._specs[self._revision].text.tables))
 
     @_refusing
-    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
+    async def apply(self, config: str, options: str, restart: bool, expected_revision: int = 0) -> ConfigChange:
         """As `FleetControl.apply`."""
         self._check_begun()
         before = self._revision
+        if expected_revision not in (0, before):
+            raise InvalidRequest(
+                "expected_revision",
+                f"is {expected_revision}, but the fleet has config {before}; `tandem config` prints it",
+            )
         new = await asyncio.to_thread(self._specs[before].after, config, options, restart)
         if self._revision != before:
             raise InvalidRequest("config", "another config came meanwhile; try again")

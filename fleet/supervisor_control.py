@@ -43,8 +43,8 @@ class SupervisorControl:
         config: FleetConfig = await _answer(self.supervisor.config.remote())
         return config
 
-    async def apply(self, config: str, options: str, restart: bool) -> ConfigChange:
-        call = self.supervisor.apply.remote(config, options, restart)
+    async def apply(self, config: str, options: str, restart: bool, expected_revision: int = 0) -> ConfigChange:
+        call = self.supervisor.apply.remote(config, options, restart, expected_revision)
         change: ConfigChange = await _answer(call, APPLY_TIMEOUT_S)
         return change
 

@@ -226,13 +226,21 @@ class AsyncClient:
         return await self._operate("GetConfig", cluster_pb2.GetConfigRequest())
 
     async def apply(
-        self, config: str = "", options: str = "", restart: bool = False, stop: bool = False
+        self,
+        config: str = "",
+        options: str = "",
+        restart: bool = False,
+        stop: bool = False,
+        expected_revision: int = 0,
     ) -> cluster_pb2.ApplyResponse:
         """Give every service a whole config or other `options`, both as JSON, or start it again, or `stop` such a roll.
 
-        Live options take effect while the fleet serves; for others the services start again, one at a time.
+        Live options take effect while the fleet serves; for others the services start again, one at a time. A fleet
+        whose config has another revision than `expected_revision` refuses the change; 0 = any.
         """
-        request = cluster_pb2.ApplyRequest(config=config, options=options, restart=restart, stop=stop)
+        request = cluster_pb2.ApplyRequest(
+            config=config, options=options, restart=restart, stop=stop, expected_revision=expected_revision
+        )
         return await self._operate("Apply", request)
 
     async def _ask(self, method: str, request: Any, metadata: Metadata) -> Any:

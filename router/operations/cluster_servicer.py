@@ -167,13 +167,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: CallContext) -> cluster_pb2.ApplyResponse:
         try:
-            if request.stop and (request.config or request.options or request.restart):
+            if request.stop and (request.config or request.options or request.restart or request.expected_revision):
                 raise InvalidRequest("stop", "no other field may be set with it")
             control = self._supervisor()
             if request.stop:
                 change = await control.stop_roll()
             else:
-                change = await control.apply(request.config, request.options, request.restart)
+                change = await control.apply(
+                    request.config, request.options, request.restart, request.expected_revision
+                )
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.ApplyResponse(

@@ -154,16 +154,18 @@ class GetConfigResponse(_message.Message):
     def __init__(self, config: _Optional[str] = ..., config_revision: _Optional[int] = ...) -> None: ...
 
 class ApplyRequest(_message.Message):
-    __slots__ = ("config", "options", "restart", "stop")
+    __slots__ = ("config", "options", "restart", "stop", "expected_revision")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     RESTART_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
     config: str
     options: str
     restart: bool
     stop: bool
-    def __init__(self, config: _Optional[str] = ..., options: _Optional[str] = ..., restart: _Optional[bool] = ..., stop: _Optional[bool] = ...) -> None: ...
+    expected_revision: int
+    def __init__(self, config: _Optional[str] = ..., options: _Optional[str] = ..., restart: _Optional[bool] = ..., stop: _Optional[bool] = ..., expected_revision: _Optional[int] = ...) -> None: ...
 
 class ApplyResponse(_message.Message):
     __slots__ = ("config_revision", "changes", "restarts")

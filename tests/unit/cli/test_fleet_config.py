@@ -6,13 +6,14 @@ import contextlib
 import io
 import json
 import tomllib
+from pathlib import Path
 
 import grpc
 import pytest
 from rich.console import Console
 
-from cli import fleet_config
-from cli.fleet_config import Order, options_as_json, toml_lines
+from cli import fleet_commands, fleet_config
+from cli.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
 from core.config import ApiKeyConfig, ConfigText, RouterConfig, TandemConfig, VllmConfig, from_mapping
 from core.errors import InvalidRequest, TandemError
 from tandem_client import CallFailed
@@ -31,6 +32,20 @@ def test_the_printed_config_is_the_config_and_marks_live_options() -> None:
     marked = [line.split()[0] for line in lines if line.endswith("# live")]
     assert {"max_queued", "max_running", "slo_ttft_ms"} <= set(marked)
     assert set(marked).isdisjoint({"policy", "dtype", "port"})
+
+
+def test_a_printed_config_names_its_revision_for_the_command_that_applies_it() -> None:
+    printed = "\n".join([first_line(12, "localhost:50051"), *toml_lines(ConfigText.of(CONFIG).tables)])
+    assert revision_of(printed) == 12
+    assert from_mapping(tomllib.loads(printed)) == CONFIG
+    for other in (
+        "",
+        "\n" + printed,
+        "[router]\n",
+        "# Config 9999999999 of the fleet at x",
+        "# Config ٣ of the fleet at",
+    ):
+        assert revision_of(other) == 0
 
 
 def test_options_are_read_as_toml_and_else_as_text() -> None:
@@ -75,8 +90,10 @@ class Router:
         self._num_calls_late, self._changes, self._rolls_to, self._error = num_calls_late, changes, rolls_to, error
         self._num_happened = 0
 
-    async def apply(self, config: str, options: str, restart: bool, stop: bool) -> cluster_pb2.ApplyResponse:
-        assert (config, options, restart, stop) == ("", "{}", False, False)
+    async def apply(
+        self, config: str, options: str, restart: bool, stop: bool, expected_revision: int
+    ) -> cluster_pb2.ApplyResponse:
+        assert (config, options, restart, stop, expected_revision) == ("", "{}", False, False, 7)
         return cluster_pb2.ApplyResponse(config_revision=2, changes=self._changes, restarts=bool(self._rolls_to))
 
     async def fleet(self) -> cluster_pb2.GetFleetResponse:
@@ -107,7 +124,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def shown(router: Router) -> list[str]:
     out = io.StringIO()
-    order = Order(options="{}")
+    order = Order(options="{}", expected_revision=7)
     await fleet_config.apply(contextlib.nullcontext(router), order, Console(file=out))  # type: ignore[arg-type]
     return out.getvalue().splitlines()
 
@@ -154,3 +171,20 @@ async def test_a_call_that_cannot_succeed_and_a_router_that_stays_away_end_the_c
     away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
     with pytest.raises(CallFailed, match="no router"):
         await shown(Router(rolls_to=2, error=away))
+
+
+def test_a_file_that_was_printed_is_applied_to_its_own_revision_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[Order] = []
+
+    async def apply(_connection: object, order: Order, _console: Console) -> None:
+        orders.append(order)
+
+    monkeypatch.setattr(fleet_config, "apply", apply)
+    for first in (first_line(12, "localhost:1"), ""):
+        file = tmp_path / "tandem.toml"
+        file.write_text(f"{first}\n[router]\nmax_queued = 7\n")
+        fleet_commands.apply([str(file)], router="localhost:1")
+    assert [order.expected_revision for order in orders] == [12, 0]
+    assert {json.loads(order.config)["router"]["max_queued"] for order in orders} == {7}

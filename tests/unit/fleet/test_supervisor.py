@@ -312,6 +312,15 @@ async def test_a_change_reaches_services_and_later_starts_while_no_service_start
     assert await site.supervisor.apply("", options(7), restart=False) == ConfigChange(2, ())
 
 
+async def test_a_change_that_is_based_on_another_config_than_the_present_one_is_refused(site: Site) -> None:
+    """A prints config 1, B changes an option, and A would set it back."""
+    assert (await site.supervisor.apply("", options(7), restart=False, expected_revision=1)).revision == 2
+    assert await site.supervisor.apply("{}", "", restart=False, expected_revision=1) == Refusal(
+        "expected_revision", "is 1, but the fleet has config 2; `tandem config` prints it"
+    )
+    assert json.loads((await site.supervisor.config()).text)["router"]["max_queued"] == 7
+
+
 async def test_of_two_changes_at_the_same_time_one_is_refused(site: Site) -> None:
     """The second one has read the config without the first."""
     answers = await asyncio.gather(*(site.supervisor.apply("", options(7), restart=False) for _ in range(2)))
