@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli.config_file import load_config
-from core.config import TandemConfig
+from core.config import TOKEN_STAYS, SecurityConfig, TandemConfig
 from core.errors import ConfigError
 from model_files.catalogue import default_cache_dir
 from runtime.rpc.security import Credentials, load_credentials, read_token
@@ -44,6 +44,21 @@ def find_credentials(config: Path | None, address: str) -> Credentials:
         return replace(found, token=_token_path(address).read_text(encoding="ascii"))
     except OSError:
         return found
+
+
+def check_token_stays(given: SecurityConfig, credentials: Credentials) -> str:
+    """A note for the operator if the token of a config for a running fleet cannot be read here; else an empty text.
+
+    Raises `ConfigError` if it is another one than that of the fleet.
+    """
+    try:
+        token = read_token(given)
+    except ConfigError as error:
+        return f"{error}. It was not compared: the fleet keeps its token"
+    if token and token != credentials.token:
+        name = "cluster_token_file" if given.cluster_token_file else "cluster_token"
+        raise ConfigError(f"[security] {name}: {TOKEN_STAYS}")
+    return ""
 
 
 def client_of(address: str, credentials: Credentials) -> AsyncClient:

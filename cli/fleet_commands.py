@@ -121,7 +121,7 @@ def apply(
 ) -> None:
     """Give a fleet other options: live ones at once; for others every service starts again, one at a time."""
     from cli.config_file import load_config
-    from cli.credentials import client_of, find_credentials
+    from cli.credentials import check_token_stays, client_of, find_credentials
     from cli.fleet_config import Order, options_as_json, revision_of
     from cli.fleet_config import apply as apply_order
     from core.config import ConfigText
@@ -133,13 +133,16 @@ def apply(
         raise typer.BadParameter("a file, options, --restart or --stop")
     if len(given) == 1 and "=" not in given[0]:
         file = Path(given[0])
-        tables = ConfigText.of(load_config(file, {})).tables
+        new = load_config(file, {})
+        credentials = find_credentials(config or file, router)
+        if note := check_token_stays(new.security, credentials):
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
         revision = revision_of(file.read_text(encoding="utf-8"))
-        order = Order(config=json.dumps(tables), restart=restart, expected_revision=revision)
-        config = config or file
+        order = Order(json.dumps(ConfigText.of(new).tables), restart=restart, expected_revision=revision)
     else:
+        credentials = find_credentials(config, router)
         order = Order(options=options_as_json(given) if given else "", restart=restart, stop=stop)
-    asyncio.run(apply_order(client_of(router, find_credentials(config, router)), order, console))
+    asyncio.run(apply_order(client_of(router, credentials), order, console))
 
 
 def add_fleet_commands(app: typer.Typer) -> None:

@@ -29,7 +29,7 @@ from cli.http_port import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
 from cli.vllm_environment import python_of, torch_version, variables
-from core.config import FIXED, TOKEN, ConfigText, EngineConfig, SecurityConfig, TandemConfig
+from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
 from fleet.claims import GpuUse
@@ -57,6 +57,10 @@ def make_spec(security: SecurityConfig, text: ConfigText) -> FleetSpec:
     own = text.tables.get("security", {})
     tables = text.tables
     if isinstance(own, dict):
+        for name in TOKEN:  # only an order of an operator has them, no text
+            present = getattr(security, name)
+            if own.get(name, present) != present:
+                raise InvalidRequest("config", f"[security] {name}: {TOKEN_STAYS}")
         tables = tables | {"security": own | {name: getattr(security, name) for name in TOKEN}}
     try:
         config = config_of(tables, {})

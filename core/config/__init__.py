@@ -26,7 +26,7 @@ from core.config.front import (
 from core.config.live import live_options, with_live
 from core.config.planner import PlannerConfig
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
-from core.config.text import TOKEN, ConfigText
+from core.config.text import TOKEN, TOKEN_STAYS, ConfigText
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
 from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
@@ -40,6 +40,7 @@ __all__ = [
     "MIN_TOKEN_CHARS",
     "TOKEN",
     "TOKEN_RULE",
+    "TOKEN_STAYS",
     "ApiKeyConfig",
     "Change",
     "ClusterConfig",

@@ -18,6 +18,7 @@ from core.config.worker import SchedulerConfig
 from core.errors import InvalidRequest
 
 TOKEN = ("cluster_token", "cluster_token_file")  # of [security]
+TOKEN_STAYS = "the token of a running fleet never changes; stop the fleet and start `tandem serve` with the new one"
 
 Tables = dict[str, Any]
 

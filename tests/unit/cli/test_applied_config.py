@@ -75,6 +75,20 @@ def test_a_fixed_option_and_a_size_are_refused_with_the_way_to_change_them_and_a
     assert (after(SPEC, file_of(sized)).changes, after(SPEC, file_of(sized)).restarts) == ((), False)
 
 
+def test_another_token_is_refused_by_its_option_and_the_present_one_changes_nothing() -> None:
+    token = STARTED.security.cluster_token
+    orders = {"cluster_token": "another-token-of-a-fleet", "cluster_token_file": "/etc/tandem/token"}
+    for name, value in orders.items():
+        text = json.dumps({"security": {name: value}})
+        for config, options in ((text, ""), ("", text)):
+            with pytest.raises(InvalidRequest, match=rf"\[security\] {name}: the token of a running fleet never") as no:
+                SPEC.after(config, options, restart=False)
+            assert value not in str(no.value)
+    with pytest.raises(InvalidRequest, match="never changes"):
+        after(SPEC, security={"cluster_token": ""})
+    assert after(SPEC, security={"cluster_token": token, "cluster_token_file": ""}).changes == ()
+
+
 def test_engines_are_built_for_the_steps_of_their_start_so_that_a_limit_may_rise_again() -> None:
     low = after(SPEC, scheduler={"max_running": 2})
     built: list[Any] = [low.spec.decode, SPEC.decode]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli.config_file import load_config
-from cli.credentials import client_of, find_credentials, token_file, with_cluster_token
+from cli.credentials import check_token_stays, client_of, find_credentials, token_file, with_cluster_token
 from core.config import MIN_TOKEN_CHARS, SecurityConfig, TandemConfig
 from core.errors import ConfigError
 from runtime.rpc.security import OPEN
@@ -147,3 +147,21 @@ def test_the_api_key_of_a_command_comes_from_the_environment(monkeypatch: pytest
     assert client_of(ROUTER, OPEN)._credentials.headers(()) == [("authorization", "Bearer tandem-key")]
     monkeypatch.delenv("TANDEM_API_KEY")
     assert client_of(ROUTER, OPEN)._credentials.headers(()) == []
+
+
+def test_a_file_for_a_running_fleet_has_its_token_or_none_and_another_one_is_refused(tmp_path: Path) -> None:
+    credentials = replace(OPEN, token=TOKEN)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    for same in ({}, {"cluster_token": TOKEN}, {"cluster_token_file": str(path)}):
+        assert check_token_stays(config_with(**same).security, credentials) == ""
+    path.write_text("another-token-of-a-fleet")
+    for name, value in (("cluster_token", "another-token-of-a-fleet"), ("cluster_token_file", str(path))):
+        with pytest.raises(
+            ConfigError, match=rf"\[security\] {name}: the token of a running fleet never changes"
+        ) as no:
+            check_token_stays(config_with(**{name: value}).security, credentials)
+        assert "another" not in str(no.value)
+    path.unlink()
+    note = check_token_stays(config_with(cluster_token_file=str(path)).security, credentials)
+    assert note.endswith("No such file or directory. It was not compared: the fleet keeps its token")
