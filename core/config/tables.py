@@ -19,6 +19,8 @@ from core.plain_text import escaped
 # Message fields and options of gRPC hold no larger whole number. Milliseconds of the other still fit 64 bits.
 LARGEST_INT = 2**31 - 1  # an option that is a whole number; beyond: `ConfigError`
 LARGEST_FLOAT = 1e15  # an option that is another number; beyond: `ConfigError`
+# gRPC ends a call with a longer time limit at once, and threads wait no longer than 9.2e9 s.
+LARGEST_TIME_S = 1e9  # an option that is a time in seconds; beyond: `ConfigError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def _value(option: str, known: Field[Any], value: object) -> object:
         except UnicodeEncodeError as error:
             raise ConfigError(f"{option} must be Unicode text without surrogates, is {found}") from error
     elif isinstance(value, int | float):
-        largest = LARGEST_FLOAT if wanted is float else LARGEST_INT
+        is_time = known.name.endswith("_s") and not known.name.endswith("_per_s")
+        largest = LARGEST_INT if wanted is int else LARGEST_TIME_S if is_time else LARGEST_FLOAT
         if abs(value) > largest:  # NaN is not: the part refuses it
             raise ConfigError(f"{option} must be in [-{largest:.16g}, {largest:.16g}], is {found}")
     return float(value) if wanted is float else value  # type: ignore[arg-type]

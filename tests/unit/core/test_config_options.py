@@ -137,12 +137,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "metrics_port must be at most 65533 for 3 routers, is 65534",
     ),
     ({"router": {"port": 0}, "cluster": {"router_resource": "edge"}}, r"router_resource needs a fixed \[router\] port"),
+    (
+        {"router": {"default_timeout_s": 2_000_000_000}},
+        r"default_timeout_s must be in \[-1000000000, 1000000000\], is 2",
+    ),
+    ({"transfer": {"min_bytes_per_s": 1e16}}, r"min_bytes_per_s must be in \[.*, 1000000000000000\], is 1e\+16"),
+    ({"router": {"max_message_bytes": 2**31}}, r"max_message_bytes must be in \[.*, 2147483647\], is 2147483648"),
     *(({table: {option: 0}}, f"{option} must be more than 0") for table, option in POSITIVE),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     {"engine": {"device": "cuda"}, "cluster": {"prefill_accelerator": "H100"}},
     {"router": {"port": 0}, "telemetry": {"metrics_port": 0}},
     {"router": {"port": 50051}, "cluster": {"router_resource": "edge"}},
+    {"router": {"default_timeout_s": 1e9}, "transfer": {"min_bytes_per_s": 1e12}},
     *({"telemetry": {"metrics_port": port}, "cluster": {"num_routers": 3}} for port in (50048, 50052, 65533)),
     *({"telemetry": {"otlp_endpoint": endpoint}} for endpoint in ("http://a:1", "https://[::1]:4317/", "a:1", "")),
 ]
