@@ -7,14 +7,17 @@ millisecond: the heaviest body that is parsed holds the lock for about 50 ms.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gateway.errors import refused
 from runtime.validation_threads import MAX_INLINE_BYTES, MAX_SHORT_BYTES
 
 # Limit: values in a body, where texts, keys and lists count more: half a million token ids; beyond: status 400
 MAX_WEIGHT = 2**19
 TEXT_WEIGHT, KEY_WEIGHT = 4, 8  # beside 1 for each value. Keys are texts, too; lists and objects weigh as keys
-# Limit: bytes of a body outside of texts, for a number of n digits takes n**2 steps; beyond: status 400
-MAX_BARE_BYTES = 4 * 2**20
+MAX_BARE_BYTES = 4 * 2**20  # bytes of a body outside of texts; beyond: status 400
+# Limit: digits in a row outside of texts in a body over 64 KiB: n digits take n**2 steps; beyond: status 400
+MAX_DIGITS = 64
 SMALL_BYTES = 2**16  # of a body whose weight does not matter
 MARK_BYTES = 4
 PART_BYTES = 64 * 1024  # counted while the lock is held
@@ -35,20 +38,34 @@ def check_size(body: bytes) -> None:
     """Raises `ApiError`."""
     if len(body) <= SMALL_BYTES:
         return
-    num_values, num_texts, num_keys, num_bare = count_values(body)
-    if num_values + TEXT_WEIGHT * num_texts + KEY_WEIGHT * num_keys > MAX_WEIGHT:
+    size = count_values(body)
+    if size.num_values + TEXT_WEIGHT * size.num_texts + KEY_WEIGHT * size.num_keys > MAX_WEIGHT:
         raise refused(
             "body",
             f"must have at most {MAX_WEIGHT} values, where a text counts {1 + TEXT_WEIGHT} times, a list or an object "
             f"{1 + KEY_WEIGHT} times, and a key {TEXT_WEIGHT + KEY_WEIGHT} times more",
         )
-    if num_bare > MAX_BARE_BYTES:
+    if size.num_bare > MAX_BARE_BYTES:
         raise refused("body", f"must have at most {MAX_BARE_BYTES} bytes outside of texts")
+    if size.has_long_number:
+        raise refused("body", f"must have at most {MAX_DIGITS} digits in a row outside of texts")
 
 
-def count_values(body: bytes) -> tuple[int, int, int, int]:
-    """(values; keys and texts; keys, lists and objects; bytes outside of texts). An empty list counts one value."""
+class JsonSize(NamedTuple):
+    num_values: int  # an empty list counts one
+    num_texts: int  # keys as well
+    num_keys: int  # lists and objects as well
+    num_bare: int  # bytes outside of texts
+    has_long_number: bool
+
+
+DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
+
+
+def count_values(body: bytes) -> JsonSize:
     num_values, num_keys, num_quotes, num_bare, rest = 1, 0, 0, 0, b""
+    zeros, has_long_number = b"", False  # the end of the part before, which a number may continue
     for start in range(0, len(body), PART_BYTES):
         part = rest + body[start : start + PART_BYTES]
         num_backslashes = len(part) - len(part.rstrip(b"\\"))
@@ -60,4 +77,6 @@ def count_values(body: bytes) -> tuple[int, int, int, int]:
         num_bare += len(outside)
         num_values += outside.count(b",")
         num_keys += outside.count(b":") + outside.count(b"[") + outside.count(b"{")
-    return num_values, (num_quotes + 1) // 2, num_keys, num_bare
+        zeros = zeros[-MAX_DIGITS:] + outside.translate(DIGITS_TO_ZERO)
+        has_long_number = has_long_number or LONG_NUMBER in zeros
+    return JsonSize(num_values, (num_quotes + 1) // 2, num_keys, num_bare, has_long_number)

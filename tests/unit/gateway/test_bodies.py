@@ -19,13 +19,13 @@ from starlette.requests import Request
 from core.config import GatewayConfig
 from gateway.errors import ApiError, api_error
 from gateway.http.body import WaitingBodies
-from gateway.routes.calls import read_body
+from gateway.routes.calls import _read, read_body
 from gateway.routes.tokens import DetokenizeBody, TokenizeBody
 from gateway.schemas import json_size
 from gateway.schemas.base import Schema
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
-from gateway.schemas.json_size import MAX_BARE_BYTES, MAX_WEIGHT, check_size, count_values
+from gateway.schemas.json_size import MAX_BARE_BYTES, MAX_DIGITS, MAX_WEIGHT, check_size, count_values
 from gateway.schemas.responses import ResponsesBody, ResponseTool
 from runtime.validation_threads import MAX_SHORT_BYTES, ValidationThreads
 
@@ -113,7 +113,9 @@ def test_a_map_of_wrong_items_makes_one_error() -> None:
         (b'{"prompt": "%b"}' % (rb"\"[{:,\\" * MAX_WEIGHT), True),
         (b'{"prompt": "%b"}' % (rb"\"" * MAX_WEIGHT), True),
         (b'{"prompt": "%b"}' % (b"1" * MAX_BARE_BYTES), True),
-        (filled('{"x": [', "1" * 4000, "]}", MAX_BARE_BYTES // 4000 + 1), False),
+        (filled('{"x": [', "1" * MAX_DIGITS, "]}", MAX_BARE_BYTES // (MAX_DIGITS + 1) - 1), True),
+        (filled('{"x": [', "1" * MAX_DIGITS, "]}", MAX_BARE_BYTES // (MAX_DIGITS + 1) + 1), False),
+        (filled('{"x": [', "1" * (MAX_DIGITS + 1), "]}"), False),
     ],
 )
 def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) -> None:
@@ -145,8 +147,38 @@ def counts(value: Any) -> tuple[int, int, int]:
 @given(value=VALUES, part_bytes=st.integers(1, 9))
 def test_values_are_counted_however_the_body_is_divided(value: Any, part_bytes: int) -> None:
     with patch.object(json_size, "PART_BYTES", part_bytes):
-        num_values, num_texts, num_keys, _ = count_values(json.dumps(value).encode())
-    assert (num_values - 1, num_texts, num_keys) == counts(value)
+        size = count_values(json.dumps(value).encode())
+    assert (size.num_values - 1, size.num_texts, size.num_keys) == counts(value)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 64, 65, 1000])
+@pytest.mark.parametrize("num_digits", [MAX_DIGITS, MAX_DIGITS + 1])
+@pytest.mark.parametrize("form", ["{}", "0.{}", "1e-{}", '"a", {}', "{}, 1"])
+def test_a_long_number_is_found_however_the_body_is_divided(form: str, num_digits: int, part_bytes: int) -> None:
+    body = f"[{form.format('7' * num_digits)}]".encode()
+    with patch.object(json_size, "PART_BYTES", part_bytes):
+        assert count_values(body).has_long_number == (num_digits > MAX_DIGITS)
+
+
+def test_digits_of_different_numbers_and_of_texts_are_no_long_number() -> None:
+    body = json.dumps({"1" * 99: ["2" * 99, 3 * 10**63, 4 * 10**63, {"5" * 60: 6}]}).encode()
+    assert not count_values(body).has_long_number
+
+
+@pytest.mark.parametrize(
+    ("schema", "opening"),
+    [
+        (ChatBody, CHAT + '"chat_template_kwargs": {"a": ['),
+        (TokenizeBody, CHAT + '"chat_template_kwargs": {"a": ['),
+        (ChatBody, CHAT + '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": ['),
+        (CompletionBody, '{"prompt": "a", "guided_json": {"a": ['),
+        (ResponsesBody, '{"input": "a", "tools": [{"type": "function", "name": "f", "output_schema": {"a": ['),
+    ],
+)
+def test_a_body_with_long_numbers_is_refused_before_it_is_parsed(schema: type[Schema], opening: str) -> None:
+    with pytest.raises(ApiError, match="at most 64 digits in a row") as caught:
+        _read(filled(opening, "9" * 4299, "", 970), schema, lambda body: body)
+    assert caught.value.status == 400
 
 
 @pytest.fixture
