@@ -25,6 +25,7 @@ MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_USER_CHARS = 256
 MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_JSON_CHARS = 64 * 1024  # characters of one JSON text in a chat or a schema; beyond: status 400
 MAX_SEED = 2**63 - 1
 # Smaller numbers overflow float32: a logit divided by 1e-38 is infinite, and no token can be drawn.
 MIN_SAMPLING_TEMPERATURE = 1e-5

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
+from core.errors import InvalidRequest
+from core.request import MAX_JSON_CHARS
 from gateway.errors import ApiError, refused
 from gateway.guardrails import Guardrail, Message, Refused, check_prompt, load_guardrail
+from gateway.schemas.json_size import check_texts
 from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 VIOLATION = "content_policy_violation"
@@ -28,41 +32,64 @@ def guardrail_of(request: Request) -> Guardrail | None:
     return guardrail
 
 
-async def check_chat(guardrail: Guardrail | None, chat: ChatPrompt) -> tuple[Message, ...]:
-    """Rewrite `chat` as the guardrail wants it. Returns what it saw of the chat. Raises `ApiError`.
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """One text of a chat."""
 
-    The guardrail sees every text that the chat template may write into the prompt: options of the template, tools,
-    contents of messages, earlier calls, and the names and ids of both. A name or an id that it changes refuses the
-    prompt: other parts of the request and the client refer to it.
+    role: str
+    path: str  # of the gRPC API
+    owner: Any  # the message whose field it is
+    name: str
+
+    @property
+    def text(self) -> str:
+        text: str = getattr(self.owner, self.name)
+        return text
+
+
+def texts_of(chat: ChatPrompt) -> list[ChatText]:
+    """Every text that the chat template may write into the prompt: options of the template, tools, contents of
+    messages, earlier calls, and the names and ids of both. JSON becomes as the model reads it.
+
+    Call it in a thread. Raises `InvalidRequest` and `ApiError` for more JSON than a request may have.
     """
-    if guardrail is None:
-        return ()
-    places = [*_texts(chat, "template_options")]
-    for _, owner, name in places:
-        if name.endswith("_json"):
-            setattr(owner, name, _unescaped(getattr(owner, name)))
-    checked = await _check(guardrail, [Message(role, getattr(owner, name)) for role, owner, name in places])
-    for (_, owner, name), found in zip(places, checked, strict=True):
-        if name in NAMES and getattr(owner, name) != found.text:
-            raise ApiError(
-                400, f"the guardrail does not allow the {name} {getattr(owner, name)[:64]!r}", code=VIOLATION
-            )
-        setattr(owner, name, found.text)
+    found = [*_texts(chat, "template_options", "chat")]
+    json_texts = [each for each in found if each.name.endswith("_json")]
+    for each in json_texts:  # the router would refuse it, but a guardrail may make it shorter
+        if len(each.text) > MAX_JSON_CHARS:
+            raise InvalidRequest(each.path, f"must have at most {MAX_JSON_CHARS} characters, has {len(each.text)}")
+    check_texts("body", [each.text.encode() for each in json_texts])
+    for each in json_texts:
+        setattr(each.owner, each.name, _unescaped(each.text))
+    return found
+
+
+async def check_chat(guardrail: Guardrail, texts: Sequence[ChatText]) -> tuple[Message, ...]:
+    """Rewrite the texts of a chat as the guardrail wants them. Returns what it saw of the chat. Raises `ApiError`.
+
+    A name or an id that it changes refuses the prompt: other parts of the request and the client refer to it.
+    """
+    checked = await _check(guardrail, [Message(each.role, each.text) for each in texts])
+    for each, found in zip(texts, checked, strict=True):
+        if each.name in NAMES and each.text != found.text:
+            raise ApiError(400, f"the guardrail does not allow the {each.name} {each.text[:64]!r}", code=VIOLATION)
+        setattr(each.owner, each.name, found.text)
     return checked
 
 
-def _texts(part: Any, role: str) -> Iterator[tuple[str, Any, str]]:
-    """(role, message, field) of each text in `part`, at every depth: a new field of the schema is among them.
+def _texts(part: Any, role: str, path: str) -> Iterator[ChatText]:
+    """Each text in `part`, at every depth: a new field of the schema is among them.
 
     What a message begins with is before its messages, and the content of a message is last.
     """
     for field in sorted(part.DESCRIPTOR.fields, key=lambda field: (field.name == "messages", field.name == "content")):
-        value = getattr(part, field.name)
+        value, at = getattr(part, field.name), f"{path}.{field.name}"
         if field.message_type is not None:
-            for inner in value if field.is_repeated else [value]:
-                yield from _texts(inner, getattr(inner, "role", "tools" if field.name == "tools" else role))
+            parts = {f"{at}[{index}]": each for index, each in enumerate(value)} if field.is_repeated else {at: value}
+            for place, inner in parts.items():
+                yield from _texts(inner, getattr(inner, "role", "tools" if field.name == "tools" else role), place)
         elif isinstance(value, str) and value and field.full_name not in FIXED:
-            yield role, part, field.name
+            yield ChatText(role, at, part, field.name)
 
 
 def _unescaped(text: str) -> str:

@@ -11,12 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import refused
+from gateway.field_names import named
 from gateway.fleets import fleets_of
 from gateway.formats.chat import ChatChunks
 from gateway.formats.usage import UsageSum
-from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs
+from gateway.guardrails import Message
+from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs, texts_of
 from gateway.routes.answering import Call, answer_object, answer_stream
-from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
@@ -74,7 +76,11 @@ async def prepare_chat(
     if not body.stream:
         longest = min(given.max_tokens or model.info.context_length, model.info.context_length)
         check_answer_size("top_logprobs", given.num_choices, longest, given.num_logprobs)
-    prompt = await check_chat(guardrail, chat)
+    prompt: tuple[Message, ...] = ()
+    if guardrail is not None:
+        with named(names):
+            texts = await beside_the_loop(request, chat.ByteSize(), texts_of, chat)
+        prompt = await check_chat(guardrail, texts)
     call_id = request_id_of(kind, body.request_id, context)
     wire = common_request(body, given.max_tokens, model.routed_name, call_id)
     wire.chat.CopyFrom(chat)

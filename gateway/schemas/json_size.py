@@ -7,6 +7,7 @@ millisecond: the heaviest body that is parsed holds the lock for about 50 ms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gateway.errors import refused
@@ -36,19 +37,28 @@ def work_of(body: bytes) -> int:
 
 def check_size(body: bytes) -> None:
     """Raises `ApiError`."""
-    if len(body) <= SMALL_BYTES:
-        return
-    size = count_values(body)
+    if len(body) > SMALL_BYTES:
+        _check("body", count_values(body))
+
+
+def check_texts(field: str, texts: Sequence[bytes]) -> None:
+    """Bound the JSON texts that `field` has inside as a body. Raises `ApiError`."""
+    if sum(map(len, texts)) > SMALL_BYTES:
+        columns = zip(*map(count_values, texts), strict=True)
+        _check(field, JsonSize(*map(sum, columns)))
+
+
+def _check(field: str, size: JsonSize) -> None:
     if size.num_values + TEXT_WEIGHT * size.num_texts + KEY_WEIGHT * size.num_keys > MAX_WEIGHT:
         raise refused(
-            "body",
+            field,
             f"must have at most {MAX_WEIGHT} values, where a text counts {1 + TEXT_WEIGHT} times, a list or an object "
             f"{1 + KEY_WEIGHT} times, and a key {TEXT_WEIGHT + KEY_WEIGHT} times more",
         )
     if size.num_bare > MAX_BARE_BYTES:
-        raise refused("body", f"must have at most {MAX_BARE_BYTES} bytes outside of texts")
+        raise refused(field, f"must have at most {MAX_BARE_BYTES} bytes outside of texts")
     if size.has_long_number:
-        raise refused("body", f"must have at most {MAX_DIGITS} digits in a row outside of texts")
+        raise refused(field, f"must have at most {MAX_DIGITS} digits in a row outside of texts")
 
 
 class JsonSize(NamedTuple):
@@ -56,7 +66,7 @@ class JsonSize(NamedTuple):
     num_texts: int  # keys as well
     num_keys: int  # lists and objects as well
     num_bare: int  # bytes outside of texts
-    has_long_number: bool
+    has_long_number: int
 
 
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
@@ -65,7 +75,7 @@ LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 def count_values(body: bytes) -> JsonSize:
     num_values, num_keys, num_quotes, num_bare, rest = 1, 0, 0, 0, b""
-    zeros, has_long_number = b"", False  # the end of the part before, which a number may continue
+    zeros, has_long_number = b"", 0  # the end of the part before, which a number may continue
     for start in range(0, len(body), PART_BYTES):
         part = rest + body[start : start + PART_BYTES]
         num_backslashes = len(part) - len(part.rstrip(b"\\"))
@@ -78,5 +88,5 @@ def count_values(body: bytes) -> JsonSize:
         num_values += outside.count(b",")
         num_keys += outside.count(b":") + outside.count(b"[") + outside.count(b"{")
         zeros = zeros[-MAX_DIGITS:] + outside.translate(DIGITS_TO_ZERO)
-        has_long_number = has_long_number or LONG_NUMBER in zeros
+        has_long_number |= LONG_NUMBER in zeros
     return JsonSize(num_values, (num_quotes + 1) // 2, num_keys, num_bare, has_long_number)

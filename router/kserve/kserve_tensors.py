@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from core.errors import InvalidRequest, ModelNotFound, quoted, shortened
 from core.model_info import ModelInfo
+from core.request import MAX_JSON_CHARS
 from protos import kserve_pb2
-from router.serving.client_json import MAX_JSON_CHARS, check_value
+from router.serving.client_json import check_value
 from tandem_client.stubs import inference_pb2
 
 TEXT_INPUT, INPUT_IDS = "text_input", "input_ids"

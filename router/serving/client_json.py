@@ -7,8 +7,8 @@ import math
 from typing import Any, NoReturn
 
 from core.errors import InvalidRequest, quoted
+from core.request import MAX_JSON_CHARS
 
-MAX_JSON_CHARS = 64 * 1024  # of one text
 MAX_JSON_DEPTH = 32
 
 

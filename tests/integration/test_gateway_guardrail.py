@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest_asyncio
 from core.config import GatewayConfig
 from gateway.fleets import Fleets
 from gateway.guardrails import FAILED
+from gateway.prompt_guardrail import ChatText, texts_of
+from tandem_client.stubs.inference_pb2 import ChatPrompt
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import serving_gateway
 
@@ -151,3 +154,23 @@ async def test_responses_pass_the_guardrail_too(http: httpx.AsyncClient) -> None
     masked = await http.post("/v1/responses", json={"input": "mask", "max_output_tokens": 16, "temperature": 0})
     assert masked.status_code == 200, masked.text
     assert set(masked.json()["output"][0]["content"][0]["text"]) <= {"x"}
+
+
+async def test_a_long_chat_is_prepared_for_the_guardrail_in_a_thread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noted(chat: ChatPrompt) -> list[ChatText]:
+        threads.append(threading.current_thread())
+        return texts_of(chat)
+
+    monkeypatch.setattr("gateway.routes.chat.texts_of", noted)
+    call = {"id": "a", "function": {"name": "f", "arguments": " " * 65_537}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    response = await http.post("/v1/chat/completions", json={"messages": messages})
+    assert (response.status_code, response.json()["error"]["param"]) == (
+        400,
+        "messages[1].tool_calls[0].function.arguments",
+    )
+    assert threads[0] is not threading.current_thread()

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequest
+from core.request import MAX_JSON_CHARS
 from examples.guardrail import EMAIL, MASK, ExampleGuardrail
-from gateway import guardrails
+from gateway import guardrails, prompt_guardrail
 from gateway.errors import ApiError
 from gateway.guardrails import FAILED, GuardedOutput, Message, Refused, check_prompt, load_guardrail
-from gateway.prompt_guardrail import check_chat
-from tandem_client.stubs.inference_pb2 import ChatPrompt
+from gateway.prompt_guardrail import check_chat, texts_of
+from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
 
 EXAMPLE = "examples.guardrail:build"
 QUESTION = Message("user", "Who are you?")
@@ -121,14 +122,14 @@ def test_a_name_without_a_guardrail_is_refused_at_start(name: str, message: str)
         load_guardrail(name)
 
 
-def texts_of(message: Any, path: str = "") -> dict[str, tuple[Any, str]]:
+def fields_of(message: Any, path: str = "") -> dict[str, tuple[Any, str]]:
     """Every text field at every depth, with one element in each list: the path, the message and the name."""
     found: dict[str, tuple[Any, str]] = {}
     for field in message.DESCRIPTOR.fields:
         at = f"{path}.{field.name}".removeprefix(".")
         if field.message_type is not None:
             part = getattr(message, field.name)
-            found |= texts_of(part.add() if field.is_repeated else part, at)
+            found |= fields_of(part.add() if field.is_repeated else part, at)
         elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
             found[at] = message, field.name
     return found
@@ -146,10 +147,10 @@ class Recording(ExampleGuardrail):
 
 async def test_a_guardrail_sees_every_text_of_the_schema_but_what_the_router_allows_no_client_to_choose() -> None:
     chat, guardrail = ChatPrompt(), Recording()
-    texts = texts_of(chat)
+    texts = fields_of(chat)
     for path, (message, name) in texts.items():
         setattr(message, name, path)
-    await check_chat(guardrail, chat)
+    await check_chat(guardrail, texts_of(chat))
     assert texts.keys() - set(guardrail.seen) == {"messages.role", "tool_choice.name"}
     assert guardrail.seen[-1] == "messages.content"
 
@@ -159,17 +160,52 @@ async def test_a_guardrail_sees_every_text_of_the_schema_but_what_the_router_all
 )
 async def test_a_name_that_a_guardrail_would_change_refuses_the_prompt(place: str) -> None:
     chat = ChatPrompt()
-    message, name = texts_of(chat)[place]
+    message, name = fields_of(chat)[place]
     setattr(message, name, "bomb")
     with pytest.raises(ApiError) as refused:
-        await check_chat(Recording(bomb="****"), chat)
+        await check_chat(Recording(bomb="****"), texts_of(chat))
     assert (refused.value.status, refused.value.code) == (400, "content_policy_violation")
     assert name in refused.value.message
 
 
 async def test_a_guardrail_may_rewrite_every_other_text() -> None:
     chat = ChatPrompt()
-    message, name = texts_of(chat)["tools.description"]
+    message, name = fields_of(chat)["tools.description"]
     setattr(message, name, "bomb")
-    assert await check_chat(Recording(bomb="****"), chat) == (Message("tools", "****"),)
+    assert await check_chat(Recording(bomb="****"), texts_of(chat)) == (Message("tools", "****"),)
     assert chat.tools[0].description == "****"
+
+
+def chat_of(arguments: str, num_calls: int = 1) -> ChatPrompt:
+    call = ToolCall(id="a", name="f", arguments_json=arguments)
+    return ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=[call] * num_calls)])
+
+
+LISTS = f"[{'[],' * 20_000}[]]"
+
+
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        (chat_of(" " * (MAX_JSON_CHARS + 1)), "chat.messages[0].tool_calls[0].arguments_json"),
+        (ChatPrompt(tools=[Tool(), Tool(parameters_json="9" * 10**5)]), "chat.tools[1].parameters_json"),
+        (ChatPrompt(template_options_json="9" * 10**5), "chat.template_options_json"),
+    ],
+)
+def test_a_json_text_that_the_router_would_refuse_is_not_parsed(
+    chat: ChatPrompt, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_guardrail, "_unescaped", None)
+    with pytest.raises(InvalidRequest, match="must have at most 65536 characters") as caught:
+        texts_of(chat)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("text", "num_calls"), [(LISTS, 3), (f"[{'9' * 65}]", 1000)])
+def test_the_json_texts_of_a_chat_are_bounded_as_a_body_before_they_are_parsed(
+    text: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(texts_of(chat_of(text, 1))) == 3
+    monkeypatch.setattr(prompt_guardrail, "_unescaped", None)
+    with pytest.raises(ApiError, match="must have at most"):
+        texts_of(chat_of(text, num_calls))

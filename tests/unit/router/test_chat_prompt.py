@@ -9,8 +9,9 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
+from core.request import MAX_JSON_CHARS
 from router.serving.chat_prompt import MAX_TOOL_CALLS, MAX_TOOLS, check_chat
-from router.serving.client_json import MAX_JSON_CHARS, MAX_JSON_DEPTH
+from router.serving.client_json import MAX_JSON_DEPTH
 from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
 from text.chat_template import ChatTemplate
 from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer
