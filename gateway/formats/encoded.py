@@ -30,12 +30,22 @@ class Encoded:
         return [*self._pieces, b"]"] if self._pieces else [b"[]"]
 
 
+class EncodedValue:
+    """A value that is JSON already."""
+
+    def __init__(self, value: Any) -> None:
+        self._json = json_bytes(value)
+
+    def pieces(self) -> list[bytes]:
+        return [self._json]
+
+
 def json_pieces(value: Any) -> deque[bytes]:
-    """`value`, which may hold `Encoded`, as JSON in pieces."""
-    found: list[Encoded] = []
+    """`value`, which may hold `Encoded` and `EncodedValue`, as JSON in pieces."""
+    found: list[Encoded | EncodedValue] = []
     mark = secrets.token_hex(16)  # no text of an answer has it
 
-    def marked(part: Encoded) -> str:
+    def marked(part: Encoded | EncodedValue) -> str:
         found.append(part)
         return mark
 

@@ -16,6 +16,7 @@ from io import StringIO
 from typing import Any
 
 from gateway.errors import api_error
+from gateway.formats.encoded import EncodedValue, json_pieces
 from gateway.formats.form import AnswerForm, Events, sse
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
@@ -103,7 +104,7 @@ def _call_item(item_id: str, call_id: str, name: str) -> dict[str, Any]:
 class ResponseEvents(AnswerForm):
     """Each event has a number."""
 
-    def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], usage: UsageSum) -> None:
+    def __init__(self, head: AnswerHead, echoed: Mapping[str, EncodedValue], usage: UsageSum) -> None:
         self._head, self._echoed, self._usage = head, echoed, usage
         self._items = ResponseItems(head.id)
         self._status, self._cut_reason = "in_progress", ""
@@ -134,7 +135,10 @@ class ResponseEvents(AnswerForm):
 
     def _sse(self, typed: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
-        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
+        head, numbered = f"event: {typed['type']}\n".encode(), typed | {"sequence_number": number}
+        if "response" in typed:  # it has encoded values
+            return b"".join((head, b"data: ", *json_pieces(numbered), b"\n\n"))
+        return head + sse(numbered)
 
     def end(self) -> bytes:
         response = self.result()

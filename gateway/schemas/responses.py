@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -16,14 +17,14 @@ from gateway.schemas.chat import (
     FunctionSpec,
     Role,
     text_of,
-    wire_tool,
 )
 from gateway.schemas.fields import ITEM, TOOL, check_extra
 from gateway.schemas.output_format import response_format
 from gateway.schemas.sampling import Count, GenerationFields
-from tandem_client.stubs.inference_pb2 import ChatMessage, OutputFormat, Tool, ToolCall
+from tandem_client.stubs.inference_pb2 import ChatMessage, OutputFormat, ToolCall
 
 MAX_METADATA = 16  # as OpenAI's; every event with a response repeats them
+MAX_FORMAT_NAME_CHARS = 64  # characters of `text.format.name` of a response, as OpenAI's; beyond: status 400
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -43,7 +44,7 @@ class InputItem(Schema):
 
 class TextFormat(Schema):
     type: str | None = None
-    name: str | None = None
+    name: Annotated[str, Field(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -149,8 +150,8 @@ def _required(value: str | None, path: str) -> str:
     return value
 
 
-def response_tools(body: ResponsesBody) -> list[Tool]:
-    """The tools that the model may call. Empty if `tool_choice` is "none"."""
+def response_tools(body: ResponsesBody) -> list[ResponseTool]:
+    """The tools that the model may call. Empty if `tool_choice` is "none". Raises `ApiError`."""
     if body.tool_choice == "none":
         return []
     tools = []
@@ -164,7 +165,7 @@ def response_tools(body: ResponsesBody) -> list[Tool]:
         except ValidationError as error:
             raise invalid(error, "tools", index) from None
         check_extra(tool.model_extra, TOOL, f"{path}.")
-        tools.append(wire_tool(tool))
+        tools.append(tool)
     return tools
 
 
@@ -182,14 +183,17 @@ def text_format(body: ResponsesBody) -> tuple[OutputFormat | None, list[str]]:
     return response_format(form.type or "text", form.schema_, "text.format", "text.format.schema"), warnings
 
 
-def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of the request that every response object repeats: those that the router has checked and bounded."""
+def echoed_fields(body: ResponsesBody, tools: Sequence[ResponseTool]) -> dict[str, Any]:
+    """The fields of the request that every response object repeats.
+
+    A schema or the router bounds each. So only the used fields of a tool and of the format are repeated.
+    """
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "temperature": body.temperature,  # null: the default of the model
         "top_p": body.top_p,
-        "tools": [] if body.tool_choice == "none" else body.tools or [],
+        "tools": [_echoed_tool(tool) for tool in tools],
         "tool_choice": _echoed_choice(body.tool_choice or "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
@@ -211,4 +215,18 @@ def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
     form = None if body.text is None else body.text.format
     if form is None or form.type != "json_schema":
         return {"type": "text" if form is None or form.type is None else form.type}
-    return form.model_dump(by_alias=True, exclude_none=True)
+    return _given(type=form.type, name=form.name, schema=form.schema_, strict=form.strict)
+
+
+def _echoed_tool(tool: ResponseTool) -> dict[str, Any]:
+    return _given(
+        type=tool.type,
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

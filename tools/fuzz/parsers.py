@@ -24,7 +24,7 @@ from gateway.routes import calls, chat, completions, responses, tokens
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.json_size import work_of
-from gateway.schemas.responses import ResponsesBody, echoed_fields, field_names
+from gateway.schemas.responses import ResponsesBody, field_names
 from protos import kserve_pb2
 from router.kserve.kserve_tensors import decode_request
 from router.serving.output_formats import MAX_FORMAT_CHARS, RequestGrammars
@@ -147,16 +147,16 @@ def _body(path: str, schema: Any, convert: Callable[[Any], Any]) -> Parser:
 def _echo(data: bytes) -> Turns:
     """What the loop does with a body that is read: an answer repeats parts of it."""
     try:
-        body, _ = calls._read(data, ResponsesBody, responses._given)
+        body, given = calls._read(data, ResponsesBody, responses._given)
     except (ApiError, ValidationError):
-        body = None
+        body, given = None, None
     yield Ellipsis
-    if body is None:
+    if body is None or given is None:
         return
     field_names(body)
     yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
-    json_pieces(ResponseEvents(head, echoed_fields(body), UsageSum(1, False)).result())
+    json_pieces(ResponseEvents(head, given.echoed, UsageSum(1, False)).result())
     yield None
 
 

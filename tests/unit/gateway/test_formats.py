@@ -14,7 +14,7 @@ import pytest
 from gateway.formats.chat import ChatChunks
 from gateway.formats.chunks import DONE
 from gateway.formats.completion import CompletionChunks
-from gateway.formats.encoded import json_pieces
+from gateway.formats.encoded import EncodedValue, json_pieces
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.formats.responses import ResponseEvents
 from gateway.formats.usage import UsageSum
@@ -276,3 +276,21 @@ def test_a_response_fails_with_an_error_event() -> None:
     push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]
+
+
+def test_the_events_of_a_response_encode_no_field_of_the_request_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = ResponseEvents(HEAD, {"instructions": EncodedValue("x" * 100_000)}, UsageSum(1, False))
+    num_chars, dumps = 0, json.dumps
+
+    def counted(*args: Any, **options: Any) -> str:
+        nonlocal num_chars
+        text = dumps(*args, **options)
+        num_chars += len(text)
+        return text
+
+    monkeypatch.setattr(json, "dumps", counted)
+    texts = form.encode([]), push(form, end()), form.end()
+    assert num_chars < 10_000
+    events = [json.loads(line[6:]) for line in b"".join(texts).splitlines() if line.startswith(b"data: ")]
+    repeated = [event["response"]["instructions"] for event in events if "response" in event]
+    assert repeated == ["x" * 100_000] * 3

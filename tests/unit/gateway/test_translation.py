@@ -195,7 +195,9 @@ def test_the_format_of_a_response() -> None:
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}}
     )
     assert text_format(body) == (OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)), [])
-    assert echoed_fields(body)["text"]["format"]["schema"] == SCHEMA
+    assert echoed_fields(body, [])["text"]["format"] == {
+        "type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA,
+    }  # fmt: skip
     assert text_format(ResponsesBody.model_validate({"input": "a"})) == (None, [])
     with pytest.raises(ApiError, match=r"^text\.format\.schema: is required"):
         text_format(ResponsesBody.model_validate({"input": "a", "text": {"format": {"type": "json_schema"}}}))
@@ -210,17 +212,33 @@ def test_the_format_of_a_response() -> None:
             "tools": [{"type": "function", "name": "f"}],
             "tool_choice": {"type": "function", "name": "f", "x": [1] * 10_000},
         },
+        {"tools": [{"type": "function", "name": "f", "output_schema": {"enum": [1] * 10_000}}]},
+        {"tools": [{"type": "function", "name": "f", "cache_control": {"type": "x" * 10_000}}]},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "description": "x" * 10_000}}},
     ],
 )
 def test_a_response_repeats_nothing_that_the_router_does_not_get(fields: dict[str, Any]) -> None:
-    assert len(json.dumps(echoed_fields(ResponsesBody.model_validate({"input": "a"} | fields)))) < 1000
+    body = ResponsesBody.model_validate({"input": "a"} | fields)
+    assert len(json.dumps(echoed_fields(body, response_tools(body)))) < 1000
+
+
+def test_a_response_repeats_each_field_of_a_tool_that_the_model_gets() -> None:
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
+    body = ResponsesBody.model_validate({"input": "a", "tools": [tool, {"type": "function", "name": "g"}]})
+    assert echoed_fields(body, response_tools(body))["tools"] == [tool, {"type": "function", "name": "g"}]
+
+
+def test_the_name_of_the_format_of_a_response_is_bounded() -> None:
+    with pytest.raises(ValidationError, match="at most 64 characters"):
+        ResponsesBody.model_validate({"input": "a", "text": {"format": {"name": "n" * 65}}})
 
 
 @pytest.mark.parametrize(
     "metadata", [{"a": [1]}, {"a": "b" * 513}, {"a" * 65: "b"}, dict.fromkeys("abcdefghijklmnopq", "")]
 )
 def test_metadata_of_a_response_has_the_bounds_of_openai(metadata: dict[str, Any]) -> None:
-    assert echoed_fields(ResponsesBody.model_validate({"input": "a", "metadata": {"a": "b"}}))["metadata"] == {"a": "b"}
+    body = ResponsesBody.model_validate({"input": "a", "metadata": {"a": "b"}})
+    assert echoed_fields(body, [])["metadata"] == {"a": "b"}
     with pytest.raises(ValidationError, match=r"metadata"):
         ResponsesBody.model_validate({"input": "a", "metadata": metadata})
 
