@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import signal
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
         credentials = _channel_credentials(config)
         server = _server(config, remote_routers(routers, credentials))
         await server.start()
+        gc.collect()
+        gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
         try:
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
             for fault in dict.fromkeys(away):
