@@ -41,6 +41,10 @@ class InputItem(Schema):
     arguments: str | None = None
     output: Content | None = None
 
+    @property
+    def kind(self) -> str:
+        return self.type or "message"
+
 
 class TextFormat(Schema):
     type: str | None = None
@@ -77,7 +81,7 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
         return [*messages, ChatMessage(role="user", content=body.input)], []
     warnings = []
     for index, item in enumerate(body.input):
-        path, kind = f"input[{index}]", item.type or "message"
+        path, kind = f"input[{index}]", item.kind
         if kind not in ITEM_TYPES:
             raise refused(f"{path}.type", f"items of type {quoted(kind)} are not supported", "unsupported_parameter")
         if kind == "reasoning":
@@ -106,11 +110,12 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
 
 def field_names(body: ResponsesBody) -> dict[str, str]:
     """The names of this request for the fields of the chat that `input_messages` makes of it."""
+    has_format = body.text is not None and _echoed_format(body)["type"] != "text"
     names = {
         "prompt": "input",
         "messages": "input",
         "max_tokens": "max_output_tokens",
-        "output_format": "tools" if body.text is None or body.text.format is None else "text.format",
+        "output_format": "text.format" if has_format else "tools",
     }
     names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body.tools or ()))}
     position, num_calls, is_assistant = -1, 0, False
@@ -120,14 +125,14 @@ def field_names(body: ResponsesBody) -> dict[str, str]:
     if isinstance(body.input, str):
         return names | {f"messages[{position + 1}]": "input", f"messages[{position + 1}].content": "input"}
     for index, item in enumerate(body.input):
-        if item.type == "reasoning":  # becomes no message
+        if item.kind == "reasoning":  # becomes no message
             continue
-        is_call = item.type == "function_call"
+        is_call = item.kind == "function_call"
         if not is_call or not is_assistant:
             position, num_calls = position + 1, 0
             names[f"messages[{position}]"] = f"input[{index}]"
             names[f"messages[{position}].tool_call_id"] = f"input[{index}].call_id"
-        is_assistant = is_call or item.role == "assistant"
+        is_assistant = is_call or (item.kind == "message" and item.role == "assistant")
         if is_call:
             call = f"messages[{position}].tool_calls[{num_calls}]"
             names |= {f"{call}.function": f"input[{index}]", f"{call}.id": f"input[{index}].call_id"}

@@ -341,6 +341,10 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "1", "output": "x"},
     {"role": "assistant", "content": "b"},
     {"type": "function_call", "call_id": "3", "name": "h"},
+    {"type": "function_call_output", "call_id": "3", "output": "y", "role": "assistant"},  # its role is not used
+    {"type": "function_call", "call_id": "4", "name": "i"},
+    {"type": "", "role": "assistant", "content": "c"},
+    {"type": "function_call", "call_id": "5", "name": "j"},
 ]
 
 
@@ -381,6 +385,21 @@ def name_of(field: str, names: dict[str, str]) -> str:
 def test_an_error_of_the_form_of_the_output_names_the_field_that_asks_for_it(fields: dict[str, Any], name: str) -> None:
     names = {"output_format": format_field(chat(**fields))}
     assert name_of("output_format", names) == name_of("output_format.json_schema", names) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (None, "tools"),
+        ({}, "tools"),
+        ({"format": {}}, "tools"),
+        ({"format": {"type": "text"}}, "tools"),
+        ({"format": {"type": "json_object"}}, "text.format"),
+    ],
+)
+def test_an_error_of_the_form_of_a_response_names_the_field_that_asks_for_it(text: Any, name: str) -> None:
+    body = ResponsesBody.model_validate({"input": "a", "text": text})
+    assert name_of("output_format", field_names(body)) == name
 
 
 def test_a_text_as_input_is_named_input() -> None:
