@@ -107,7 +107,7 @@ def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
     given = in_body or context.request_id
     if not given:
         return f"{kind}{secrets.token_hex(12)}"
-    if re.fullmatch(r"[!-~]+", given) is None or len(given) > MAX_REQUEST_ID_CHARS:
+    if len(given) > MAX_REQUEST_ID_CHARS or re.fullmatch(r"[!-~]+", given) is None:
         param = "request_id" if in_body else REQUEST_ID_HEADER
         raise refused(param, f"must have 1 to {MAX_REQUEST_ID_CHARS} ASCII characters, without spaces")
     return given

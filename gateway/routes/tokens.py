@@ -15,7 +15,7 @@ from gateway.fleets import fleets_of
 from gateway.formats.encoded import json_bytes
 from gateway.http.connection import while_connected
 from gateway.routes.calls import beside_the_loop, call_context, read_body, warning_headers
-from gateway.schemas.base import Schema, items
+from gateway.schemas.base import ModelName, Schema, items
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schemas.fields import FieldRule, Verdict, check_extra
 from gateway.schemas.sampling import TokenId
@@ -37,7 +37,7 @@ TOKENIZE = {
 
 
 class TokenizeBody(Schema):
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], items(MAX_MESSAGES, min_length=1)] | None = None
     tools: Annotated[list[ToolSpec], items(MAX_TOOLS)] | None = None
@@ -45,7 +45,7 @@ class TokenizeBody(Schema):
 
 
 class DetokenizeBody(Schema):
-    model: str | None = None
+    model: ModelName | None = None
     tokens: Annotated[list[TokenId], items(MAX_DETOKENIZE_TOKENS)]
 
 

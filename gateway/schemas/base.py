@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,10 @@ class Schema(BaseModel):
     """Unknown fields are kept apart, for `gateway.fields.check_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+MAX_MODEL_CHARS = 1024  # characters of the name of a model in a request; beyond: status 400
+ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
 
 
 def items(max_length: int, min_length: int = 0) -> Any:

@@ -10,9 +10,17 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from core.errors import quoted
-from core.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from core.request import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_USER_CHARS,
+)
 from gateway.errors import refused
-from gateway.schemas.base import Schema, items
+from gateway.schemas.base import ModelName, Schema, items
 from gateway.schemas.fields import check_extra
 from gateway.schemas.output_format import FormatFields
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
@@ -35,11 +43,11 @@ TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 class GenerationFields(Schema):
     """null means "not set" for every field."""
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
     # vLLM's fields
     top_k: Annotated[int, Field(ge=-1, le=UINT32)] | None = None
     min_p: float | None = None
@@ -48,7 +56,7 @@ class GenerationFields(Schema):
     ignore_eos: bool | None = None
     speculation: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
 

@@ -82,6 +82,19 @@ def test_a_list_of_wrong_items_makes_one_error(schema: type[Schema], body: bytes
     assert api_error(caught.value).param == param
 
 
+@pytest.mark.parametrize(("name", "num_chars"), [("model", 1024), ("user", 256), ("cache_salt", 256)])
+@pytest.mark.parametrize("schema", BODIES)
+def test_a_text_that_names_something_is_bounded(schema: type[Schema], name: str, num_chars: int) -> None:
+    if name not in schema.model_fields:
+        return
+    validator = schema.__pydantic_validator__
+    validator.validate_assignment(schema.model_construct(), name, "x" * num_chars)
+    with pytest.raises(ValidationError, match=f"at most {num_chars} characters") as caught:
+        validator.validate_assignment(schema.model_construct(), name, "x" * (num_chars + 1))
+    refusal = api_error(caught.value)
+    assert (refusal.param, "x" * 9 in refusal.message) == (name, False)
+
+
 def test_a_list_with_too_many_items_says_so() -> None:
     body = filled('{"messages": [{"role": "user", "content": [', '{"type": "text", "text": "a"}', "]}]}")
     with pytest.raises(ValidationError) as caught:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from starlette.requests import Request
 from core.config import ApiKeyConfig, GatewayConfig
 from core.errors import Unauthenticated
 from gateway.errors import ApiError
-from gateway.routes.calls import call_context, passed_on, read_body
+from gateway.routes import calls
+from gateway.routes.calls import CallContext, call_context, passed_on, read_body
 from gateway.schemas.base import Schema
 from runtime.rpc.api_keys import CLIENT, ApiKeys, hash_of
 from runtime.validation_threads import ValidationThreads
@@ -71,3 +74,19 @@ def test_a_call_names_the_network_of_its_client_which_no_header_can() -> None:
     request = request_with(GOOD, (CLIENT.encode(), b"forged"))
     request.scope["client"] = ("2001:db8::7", 1)
     assert call_context(request).metadata == (("authorization", "Bearer good"), (CLIENT, "2001:db8::/64"))
+
+
+@pytest.mark.parametrize(("request_id", "num_matches"), [("x" * 120, 1), ("x" * 121, 0), ("x" * 10**6, 0)])
+def test_a_long_request_id_is_refused_by_its_length_alone(
+    request_id: str, num_matches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matched = []
+
+    def noted(_: str, text: str) -> bool:
+        matched.append(text)
+        return True
+
+    monkeypatch.setattr(re, "fullmatch", noted)
+    with pytest.raises(ApiError) if not num_matches else contextlib.nullcontext():
+        calls.request_id_of("", request_id, CallContext(1.0, (), "", "", False))
+    assert len(matched) == num_matches
