@@ -72,7 +72,7 @@ def _tokenize_request(body: TokenizeBody) -> tuple[TokenizeRequest, list[str]]:
         return TokenizeRequest(text=body.prompt), warnings
     messages, message_warnings = wire_messages(body.messages or [])
     tools = wire_tools(body.tools, None)
-    options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    options = json.dumps(body.chat_template_kwargs, ensure_ascii=False) if body.chat_template_kwargs else ""
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options)
     return TokenizeRequest(chat=chat), warnings + message_warnings
 

@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from core.errors import InvalidRequest
 from gateway.errors import ApiError
 from gateway.field_names import named
+from gateway.routes import chat as chat_route
+from gateway.routes import tokens
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.completions import CompletionBody, check_completion
 from gateway.schemas.output_format import format_field, output_format_of
@@ -406,3 +408,10 @@ def test_a_text_as_input_is_named_input() -> None:
     names = field_names(ResponsesBody.model_validate({"input": "a", "text": {"format": {"type": "json_object"}}}))
     fields = ("prompt", "chat.messages[0].content", "max_tokens", "output_format")
     assert [name_of(field, names) for field in fields] == ["input", "input", "max_output_tokens", "text.format"]
+
+
+def test_options_of_the_template_have_the_same_json_on_every_route() -> None:
+    fields = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "é"}}
+    wire, _ = tokens._tokenize_request(tokens.TokenizeBody.model_validate(fields))
+    given = chat_route._given(ChatBody.model_validate(fields))
+    assert wire.chat.template_options_json == given.chat.template_options_json == '{"a": "é"}'
