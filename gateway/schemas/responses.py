@@ -28,6 +28,12 @@ MAX_FORMAT_NAME_CHARS = 64  # characters of `text.format.name` of a response, as
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+# Type of an item -> texts of other types. Without them, the model would answer another prompt.
+UNUSED_TEXTS = {
+    "message": ("arguments", "output"),
+    "function_call": ("content", "output"),
+    "function_call_output": ("content", "arguments"),
+}
 
 
 class InputItem(Schema):
@@ -88,6 +94,9 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
             warnings.append(f"{path} has no effect: earlier reasoning is left out")
             continue
         check_extra(item.model_extra, ITEM, f"{path}.")
+        for name in UNUSED_TEXTS[kind]:
+            if getattr(item, name):
+                raise refused(f"{path}.{name}", f"belongs to no item of type {kind}", "unsupported_parameter")
         match kind:
             case "message":
                 messages.append(_message(item, path))

@@ -296,6 +296,9 @@ def test_the_items_of_a_response_become_a_chat() -> None:
         ({"type": "function_call", "name": "f"}, "input[0].call_id"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].type"),
         ({"role": "user", "content": "a", "colour": 1}, "input[0].colour"),
+        ({"role": "user", "content": "a", "output": "b"}, "input[0].output"),
+        ({"type": "function_call", "call_id": "1", "name": "f", "content": "a"}, "input[0].content"),
+        ({"type": "function_call_output", "call_id": "1", "output": "a", "arguments": "{}"}, "input[0].arguments"),
     ],
 )
 def test_an_item_that_is_not_supported_is_refused(item: dict[str, Any], param: str) -> None:
