@@ -314,7 +314,9 @@ async def test_a_change_reaches_services_and_later_starts_while_no_service_start
 
 async def test_a_change_that_is_based_on_another_config_than_the_present_one_is_refused(site: Site) -> None:
     """A prints config 1, B changes an option, and A would set it back."""
-    assert (await site.supervisor.apply("", options(7), restart=False, expected_revision=1)).revision == 2
+    first = await site.supervisor.apply("", options(7), restart=False, expected_revision=1)
+    assert isinstance(first, ConfigChange)
+    assert first.revision == 2
     assert await site.supervisor.apply("{}", "", restart=False, expected_revision=1) == Refusal(
         "expected_revision", "is 1, but the fleet has config 2; `tandem config` prints it"
     )
