@@ -41,6 +41,7 @@ CALL_TIMEOUT_S = 0.4  # of a gRPC call: an odd hand-off waits in vain
 LATE_WRITE = "Internal error from Core"  # of gRPC's client in this process, which writes into a call that has ended
 FIRST_BYTE_S = 0.6  # an incomplete request has no answer
 ANSWER_S = 20.0
+MAX_ANSWER_BYTES = 2**24  # a response repeats the bounded fields of its request
 
 
 class ErrorLog(logging.Handler):
@@ -228,7 +229,7 @@ def _odd_request(rng: random.Random) -> bytes:
 
 
 async def _exchange(port: int, payload: bytes) -> str:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_ANSWER_BYTES)
     try:
         writer.write(payload)
         try:

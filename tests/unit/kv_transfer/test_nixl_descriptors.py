@@ -93,7 +93,7 @@ def test_a_host_pool_connects_to_a_reader_on_a_device_and_refuses_to_read_from_i
         lambda: owner.start_read("theirs", [ByteRun(0, 0, 8)]),
         lambda: owner.start_block_read("theirs", [0], [0]),
     ):
-        with pytest.raises(TransportError, match="CUDA device 1, ours in host memory"):
+        with pytest.raises(TransportError, match="in the memory of CUDA device 1; this agent reads host memory alone"):
             start()
 
 
