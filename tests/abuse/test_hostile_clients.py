@@ -1,7 +1,7 @@
 """Honest streams of one router beside every hostile client at once: they keep their pace, and nothing stays behind.
 
 The honest streams run twice, first undisturbed. Router, workers and all clients share the cores: on two of them, gaps
-of 0.09 s (p99) become 0.28 s. So the limit is twice the undisturbed gaps and MORE_S; a router that stands still for a
+of 0.09 s (p99) become 0.2 s. So the limit is twice the undisturbed gaps and MORE_S; a router that stands still for a
 second exceeds it. `make test` takes seconds for each part, `make soak` a quarter of an hour.
 """
 
