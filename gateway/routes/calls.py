@@ -17,7 +17,7 @@ from core.errors import quoted
 from gateway.errors import ApiError, api_error, refused
 from gateway.http.body import WaitingBodies
 from gateway.http.connection import while_connected
-from gateway.http.owner import owner_of
+from gateway.http.owner import network_of_client, owner_of
 from gateway.schemas.base import Schema
 from gateway.schemas.json_size import check_size, work_of
 from runtime.rpc.api_keys import CLIENT
@@ -53,7 +53,7 @@ def call_context(request: Request) -> CallContext:
     headers = request.headers
     return CallContext(
         _timeout_s(request),
-        (*passed_on(request), (CLIENT, owner_of(request.scope)[0])),
+        (*passed_on(request), (CLIENT, network_of_client(request.scope))),
         headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),
