@@ -131,14 +131,6 @@ class BlockPool:
             parent = cached
         return found
 
-    def find_prefix(self, sequence_hash: int) -> PrefixBlock | None:
-        """The entry of the prefix cache with this hash."""
-        return self._by_hash.get(sequence_hash)
-
-    def cached_prefixes(self) -> list[PrefixBlock]:
-        """Every entry of the prefix cache, parents before children."""
-        return list(self._by_hash.values())
-
     def registered_hashes(self) -> list[int]:
         """Sequence hashes of all blocks in the prefix cache."""
         return list(self._by_hash)
