@@ -109,13 +109,12 @@ async def one_client(
 
 async def roll(deployment: Deployment, faults: Counter[str]) -> None:
     """Replace one worker after the other until cancelled: a new one serves, then the old one drains and goes."""
-    async with contextlib.AsyncExitStack() as stack:
-        for number in itertools.count(2):
-            is_decode = number % 2 == 0
-            pool = deployment.decode if is_decode else deployment.prefill
-            build = compose.build_decode_worker if is_decode else compose.build_prefill_worker
-            old, new = pool[0], build(deployment.config, place(number))
-            stack.push_async_callback(new.stop)
+    for number in itertools.count(2):
+        is_decode = number % 2 == 0
+        pool = deployment.decode if is_decode else deployment.prefill
+        build = compose.build_decode_worker if is_decode else compose.build_prefill_worker
+        old, new = pool[0], build(deployment.config, place(number))
+        try:
             deployment.endpoints[id(new)] = await new.start()
             slow_down(new, STEP_S)
             pool.append(new)
@@ -123,9 +122,11 @@ async def roll(deployment: Deployment, faults: Counter[str]) -> None:
             await publish(deployment, leaving=old)
             await old.drain(TIMEOUT_S)
             pool.remove(old)
+            del deployment.endpoints[id(old)]
             await publish(deployment)
-            await old.stop()
-            faults["drain"] += 1
+        finally:
+            await (new if new not in pool else old).stop()
+        faults["drain"] += 1
 
 
 async def publish(deployment: Deployment, leaving: WorkerService | None = None) -> None:

@@ -135,6 +135,10 @@ class Deployment:
         pools[endpoint.role].remove(worker)
         pools[role].append(worker)
 
+    async def stop_workers(self) -> None:
+        for worker in self.workers:
+            await worker.stop()
+
     async def settle(self) -> None:
         """Wait at most a lease until no block is in use, until no request is open, and until the workers have reported
         that. Check the machines."""
@@ -214,6 +218,7 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
         deployment = Deployment(config, router, prefill, decode, endpoints, channel, endpoint.address)
         await wait_until_known(deployment, len(started))
         await wait_until_met(deployment)
+        stack.push_async_callback(deployment.stop_workers)  # those that have come later, too
         yield deployment
 
 
