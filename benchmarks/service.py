@@ -33,7 +33,7 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from decode_worker import machine as decode_machine
 from engine import factory
-from fleet.service_host import Placement, ServiceHost, StartFault
+from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 

@@ -20,7 +20,7 @@ from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
 from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.device.device_checks import check_environment, paths_of
 from kv_transfer.path_probe import keep_for_probes

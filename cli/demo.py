@@ -16,7 +16,7 @@ from cli.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
 from core.wire_names import short_name
-from fleet.cluster import Cluster
+from fleet.ray.cluster import Cluster
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 

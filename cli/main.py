@@ -91,7 +91,7 @@ def serve(
     """Start routers and both pools, and serve until Ctrl-C. A flag overrides the config file."""
     from cli.checks import check_before_start
     from cli.config_file import load_config
-    from fleet.cluster import begin
+    from fleet.ray.cluster import begin
 
     loaded = load_config(config, flags)
     check_before_start(loaded, console)
@@ -304,7 +304,7 @@ def demo() -> None:
     """Run a fleet on this machine, ask three questions, show the duration of each phase, and stop the fleet."""
     from cli.checks import check_before_start
     from cli.demo_config import demo_config
-    from fleet.cluster import begin
+    from fleet.ray.cluster import begin
 
     config = demo_config()
     check_before_start(config, console)

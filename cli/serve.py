@@ -1,6 +1,6 @@
 """`tandem serve`: starts the fleet, prints its notices, and stops it.
 
-Ctrl-C or SIGTERM drains the fleet and exits. A second one exits at once, and fleet/ray_head.py kills what still runs.
+Ctrl-C or SIGTERM drains the fleet and exits. A second one exits at once, and fleet/ray/head.py kills what still runs.
 cli/checks.py runs before this module. Ray starts while this module is imported.
 """
 
@@ -32,11 +32,11 @@ from cli.vllm_environment import python_of, torch_version, variables
 from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
-from fleet.claims import GpuUse
-from fleet.cluster import Cluster
-from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
-from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
-from fleet.spec import FleetSpec, Interpreter
+from fleet.law.claims import GpuUse
+from fleet.law.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
+from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S
+from fleet.ray.cluster import Cluster
+from fleet.supervisor.spec import FleetSpec, Interpreter
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
@@ -53,7 +53,7 @@ def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
 
 
 def make_spec(security: SecurityConfig, text: ConfigText) -> FleetSpec:
-    """A `fleet.spec.MakeSpec` of a fleet with the token in `security`."""
+    """A `fleet.supervisor.spec.MakeSpec` of a fleet with the token in `security`."""
     own = text.tables.get("security", {})
     tables = text.tables
     if isinstance(own, dict):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from core.config import TandemConfig, WorkerConfig
 from core.lifecycle import ServiceRole
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from model_files.model_source import SourceKind, describe, resolve_model
 from runtime.rpc.security import load_credentials
 from vllm_worker.async_llm import AsyncEngine, EngineArguments

@@ -37,7 +37,7 @@ import importlib.metadata, json
 found = {str(one.name).lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
 fault = ""
 try:
-    import cli.vllm, fleet.ray_hosts
+    import cli.vllm, fleet.ray.hosts
 except Exception as error:
     fault = f"{type(error).__name__}: {error}".splitlines()[0]
 print(json.dumps([found, fault]))

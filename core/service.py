@@ -1,7 +1,7 @@
 """The contracts of a service (router, prefill worker, decode worker) with its host and with callers in its process.
 
 The host builds, starts, drains and stops the service, in this order, on one asyncio loop. In a cluster the host is a
-Ray actor (fleet/ray_hosts.py); in tests and on a machine without Ray it is a plain process.
+Ray actor (fleet/ray/hosts.py); in tests and on a machine without Ray it is a plain process.
 """
 
 from __future__ import annotations

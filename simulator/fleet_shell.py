@@ -16,7 +16,7 @@ from typing import Protocol, assert_never
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint
-from fleet.events import (
+from fleet.law.events import (
     ConfigureService,
     Drained,
     DrainService,
@@ -41,7 +41,7 @@ from fleet.events import (
     SwitchFailed,
     SwitchService,
 )
-from fleet.machine import FleetMachine
+from fleet.law.machine import FleetMachine
 from simulator.machine_timer import MachineTimer
 from simulator.world import World
 

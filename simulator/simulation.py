@@ -10,7 +10,7 @@ from functools import partial
 
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.events import Member
+from fleet.law.events import Member
 from router.requests.machine import RouterMachine
 from simulator.agent import SimulatedAgent
 from simulator.authorship import Authorship

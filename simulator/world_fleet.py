@@ -12,8 +12,8 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     FleetEvent,
     FleetRules,
     MachineId,
@@ -24,7 +24,7 @@ from fleet.events import (
     StopRoll,
     SwitchRole,
 )
-from fleet.slots import OTHER_ROLE
+from fleet.law.slots import OTHER_ROLE
 from simulator.fleet_shell import FleetShell, Services, Workers
 from simulator.orders import FleetFaults, Order, OrderKind
 from simulator.world import SimulationError, World

@@ -246,7 +246,7 @@ class Serving:
 async def serve(engine: EngineConfig, core: int, answers: TextIO) -> None:
     # Imported here, so that the start of the bare engine does not pay for the services.
     from cli.compose import build_decode_worker
-    from fleet.service_host import Placement, ServiceHost, StartFault
+    from fleet.host.service_host import Placement, ServiceHost, StartFault
 
     placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None, cores=(core,))
     host = ServiceHost()

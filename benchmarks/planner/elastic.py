@@ -16,7 +16,7 @@ from core.lifecycle import ServiceRole, Stage, Timeline
 from core.request import Request
 from core.service import Endpoint
 from core.traffic import RouterTraffic
-from fleet.events import Member
+from fleet.law.events import Member
 from router.operations.traffic_count import TrafficCount
 from router.requests import events
 from simulator.links import BreakableLinks

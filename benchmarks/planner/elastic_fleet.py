@@ -18,8 +18,8 @@ from core.errors import InvalidRequest
 from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
-from fleet.claims import Claims
-from fleet.events import FleetMessage, FleetRules, Member, ScaleTo, SwitchRole
+from fleet.law.claims import Claims
+from fleet.law.events import FleetMessage, FleetRules, Member, ScaleTo, SwitchRole
 from simulator.fleet_shell import FleetShell, Workers
 from simulator.world import World
 

@@ -11,8 +11,8 @@ from core.fleet_control import FleetStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     FleetAction,
     FleetEvent,
     FleetRules,
@@ -24,7 +24,7 @@ from fleet.events import (
     StartService,
     SwitchRole,
 )
-from fleet.machine import FleetMachine
+from fleet.law.machine import FleetMachine
 from fleet.planner.planner import Planner
 
 P, D = ServiceRole.PREFILL, ServiceRole.DECODE

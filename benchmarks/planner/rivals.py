@@ -20,7 +20,7 @@ from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.scheduling.step_budget import LIMIT_SHARE
 from core.traffic import RouterTraffic, WorkerTraffic
-from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.transfer.side import TIMEOUT_S, Side, Spec
 from core.handoff import AgentAddress
-from fleet.service_host import SWITCH_INTERVAL_S
+from fleet.host.service_host import SWITCH_INTERVAL_S
 
 
 class Remote:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from benchmarks.processes import obey, take_stdout
 from cli.vllm import build_decode_worker
 from core.config import from_mapping
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 
 
 class Program:

@@ -25,7 +25,7 @@ from core.config import PlannerConfig
 from core.fleet_control import FleetStatus, PlanStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic, WorkerTraffic
-from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import FleetModel, Times, WorkerModel

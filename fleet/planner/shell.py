@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from core.fleet_control import FleetStatus
-from fleet.events import FleetMessage
-from fleet.host import Host, HostDied
+from fleet.host.host import Host, HostDied
+from fleet.law.events import FleetMessage
 from fleet.planner.planner import PlanAction, Planner
 
 logger = logging.getLogger(__name__)

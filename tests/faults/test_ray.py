@@ -80,7 +80,7 @@ async def test_a_ray_that_dies_takes_no_request_with_it_and_its_fleet_ends_with_
 
 async def test_a_fleet_whose_ray_has_lost_its_keeper_ends_with_the_reason(tmp_path: Path) -> None:
     async with serving_patiently(tmp_path) as fleet, asyncio.timeout(PATIENCE_S):
-        keeper = next(process for process in fleet.family if "fleet/ray_starter.py" in " ".join(process.cmdline()))
+        keeper = next(process for process in fleet.family if "fleet/ray/starter.py" in " ".join(process.cmdline()))
         keeper.kill()
         assert await says_that_ray_ended(fleet)
         await assert_ended_because_of(fleet, "the process that keeps it")

@@ -22,11 +22,11 @@ from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RequestTotals, RouterTraffic
-from fleet.service_host import Placement
-from fleet.spec import FleetSpec
+from fleet.host.service_host import Placement
+from fleet.supervisor.spec import FleetSpec
 
 if TYPE_CHECKING:
-    from fleet.cluster import Cluster
+    from fleet.ray.cluster import Cluster
 
 PATIENCE_S = 90.0  # for a busy machine: real workers start in six seconds on a quiet one
 

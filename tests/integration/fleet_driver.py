@@ -16,8 +16,8 @@ from pathlib import Path
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
-from fleet.cluster import Cluster, connect
-from fleet.events import FleetReady
+from fleet.law.events import FleetReady
+from fleet.ray.cluster import Cluster, connect
 from tests.integration.fake_services import fake_fleet
 
 

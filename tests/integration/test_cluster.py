@@ -22,12 +22,12 @@ from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.cluster import Cluster, connect
-from fleet.cores import share_of_cores, usable_cores
-from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
-from fleet.host import Host
-from fleet.spec import FleetSpec
-from fleet.supervisor import Supervisor
+from fleet.host.cores import share_of_cores, usable_cores
+from fleet.host.host import Host
+from fleet.law.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
+from fleet.ray.cluster import Cluster, connect
+from fleet.supervisor.spec import FleetSpec
+from fleet.supervisor.supervisor import Supervisor
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,7 +106,7 @@ async def test_ray_runs_without_the_processes_that_nothing_here_asks(ray_here: C
 
 async def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr("fleet.cluster.OBJECT_STORE_BYTES", 1)
+    monkeypatch.setattr("fleet.ray.cluster.OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match=r"Ray does not start on this machine: .*bytes"):
         connect(CONFIG)
     # Another test's Ray may live beside it, and starts processes when it likes.

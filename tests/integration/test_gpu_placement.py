@@ -21,9 +21,9 @@ from cli.serve import fleet as serve_fleet
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
-from fleet.claims import GpuUse
-from fleet.cluster import Cluster, connect
-from fleet.events import FleetMessage, FleetReady, FleetStopped
+from fleet.law.claims import GpuUse
+from fleet.law.events import FleetMessage, FleetReady, FleetStopped
+from fleet.ray.cluster import Cluster, connect
 from tests.integration.fake_services import Journal, fake_fleet, wait_for_update
 from tests.support.waiting import until
 

@@ -13,8 +13,8 @@ from core.errors import InvalidRequest
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     ConfigureService,
     Drained,
     DrainService,
@@ -40,8 +40,8 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.machine import FleetMachine
-from fleet.slots import OTHER_ROLE
+from fleet.law.machine import FleetMachine
+from fleet.law.slots import OTHER_ROLE
 
 LIVE = ("serving", "switching", "draining")
 

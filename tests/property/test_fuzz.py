@@ -101,7 +101,7 @@ def test_it_sees_a_parser_that_takes_long(parser: Parser, slack: float, fault: s
 
 def test_it_sees_a_record_that_keeps_a_supervisor_from_starting() -> None:
     run = Run(seed=3)
-    with patch("fleet.handover.ROLES", frozenset({"decode", "later"})), patch("fleet.handover.ServiceRole", {}.get):
+    with patch.multiple("fleet.supervisor.handover", ROLES=frozenset({"decode", "later"}), ServiceRole={}.get):
         run.fuzz_machine("records", machines.records, 1)
     assert run.faults
 

@@ -9,7 +9,7 @@ from core.config import PlannerConfig, RouterConfig
 from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
-from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.planner import Planner
 from simulator.cost_model import layout_8b
 from simulator.replay_config import ReplayConfig

@@ -23,7 +23,7 @@ from core.paths import PathState
 from core.scheduling.block_pool import Column
 from core.service import Endpoint
 from decode_worker.machine import DecodeMachine
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
 from router.service import RouterService

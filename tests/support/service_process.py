@@ -17,7 +17,7 @@ from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.config import TandemConfig, from_mapping
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from tests.support.steps import slow_down
 
 BUILDERS: dict[str, Callable[[TandemConfig, Placement], Any]] = {

@@ -19,7 +19,7 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.lifecycle import ServiceRole
 from core.paths import Lane
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
 from worker.service import WorkerService

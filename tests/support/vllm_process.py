@@ -16,7 +16,7 @@ from cli import vllm
 from core.config import from_mapping
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from tests.support.engine_relay import EngineServer
 
 BUILDERS = {"prefill": vllm.build_prefill_worker, "decode": vllm.build_decode_worker}

@@ -29,9 +29,9 @@ from core.handoff import (
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint
-from fleet.events import MachineId, Member, ServiceStarted, SlotId
-from fleet.handover import Handover, KeptRoll, take_over
-from fleet.machine import FleetMachine
+from fleet.law.events import MachineId, Member, ServiceStarted, SlotId
+from fleet.law.machine import FleetMachine
+from fleet.supervisor.handover import Handover, KeptRoll, take_over
 from kv_transfer.protocol.events import MessageReceived
 from protos import codec, handoff_pb2, report_codec
 from protos.handoff_codec import MalformedMessage, decode, encode

@@ -22,7 +22,7 @@ from core.config import (
     WorkerConfig,
 )
 from core.errors import InvalidRequest
-from fleet.spec import FleetSpec, NextSpec
+from fleet.supervisor.spec import FleetSpec, NextSpec
 
 STARTED = with_cluster_token(
     TandemConfig(engine=EngineConfig(device="cpu"), router=RouterConfig(port=7000, slo_ttft_ms=500.0))

@@ -16,7 +16,7 @@ from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryCo
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from engine.runner import StepLimits
-from fleet.service_host import Placement
+from fleet.host.service_host import Placement
 from tests.support.deployment import tiny_config
 from tests.support.tiny_model_files import write_directory
 

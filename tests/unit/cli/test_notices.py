@@ -6,9 +6,9 @@ import pytest
 
 from cli.serve import print_notices
 from core.errors import TandemError
-from fleet.cluster import Cluster
-from fleet.events import FleetFailed, FleetMessage
-from fleet.supervisor import FleetUpdate
+from fleet.law.events import FleetFailed, FleetMessage
+from fleet.ray.cluster import Cluster
+from fleet.supervisor.supervisor import FleetUpdate
 
 
 class FakeCluster(Cluster):

@@ -32,7 +32,7 @@ from core.config import (
     TelemetryConfig,
 )
 from core.errors import ConfigError
-from fleet.claims import GpuUse
+from fleet.law.claims import GpuUse
 from runtime.shared_port import PortClaim
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     FleetAction,
     FleetAdopted,
     FleetMessage,
@@ -20,7 +20,7 @@ from fleet.events import (
     ServiceStarted,
     StartService,
 )
-from fleet.machine import FleetMachine
+from fleet.law.machine import FleetMachine
 
 P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 

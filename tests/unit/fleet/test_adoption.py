@@ -10,7 +10,8 @@ import pytest_asyncio
 from core.config import ConfigText, LiveConfig, RouterConfig, TandemConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.events import (
+from fleet.host.host import Adoption, Host
+from fleet.law.events import (
     FleetAdopted,
     FleetFailed,
     FleetReady,
@@ -22,8 +23,7 @@ from fleet.events import (
     StartFailed,
     StartService,
 )
-from fleet.host import Adoption, Host
-from fleet.supervisor import Supervisor
+from fleet.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site

@@ -7,7 +7,7 @@ import pytest
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
-from fleet.claims import (
+from fleet.law.claims import (
     Claim,
     Claims,
     GpuUse,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.cores import LocalRanks, share_of_cores, usable_cores
+from fleet.host.cores import LocalRanks, share_of_cores, usable_cores
 from worker.executor import pinned
 
 

@@ -15,8 +15,8 @@ from core.errors import WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet import handover
-from fleet.events import (
+from fleet.host.host import Adoption, Host
+from fleet.law.events import (
     Drained,
     FleetAdopted,
     FleetReady,
@@ -29,11 +29,11 @@ from fleet.events import (
     StartService,
     StopRoll,
 )
-from fleet.handover import Handover, KeptRoll, take_over
-from fleet.host import Adoption, Host
-from fleet.machine import FleetMachine
-from fleet.spec import FleetSpec
-from fleet.supervisor import Supervisor
+from fleet.law.machine import FleetMachine
+from fleet.supervisor import handover
+from fleet.supervisor.handover import Handover, KeptRoll, take_over
+from fleet.supervisor.spec import FleetSpec
+from fleet.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site, make, options

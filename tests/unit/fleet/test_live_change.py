@@ -9,8 +9,8 @@ import pytest
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.machine import Tick
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     ConfigureService,
     Drained,
     DrainService,

@@ -8,7 +8,7 @@ from core.errors import InvalidRequest
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from fleet.events import (
+from fleet.law.events import (
     Drained,
     DrainService,
     FleetFailed,
@@ -21,8 +21,8 @@ from fleet.events import (
     StartFailed,
     StartService,
 )
-from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S
-from fleet.slots import BACKOFF_MAX_S, STABLE_S
+from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S
+from fleet.law.slots import BACKOFF_MAX_S, STABLE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.machine import Tick
-from fleet.events import Drained, DrainService, KillService, ScaleTo, Shutdown, StartService
-from fleet.machine import DRAIN_GRACE_S, FleetMachine
+from fleet.law.events import Drained, DrainService, KillService, ScaleTo, Shutdown, StartService
+from fleet.law.machine import DRAIN_GRACE_S, FleetMachine
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 
 DRAIN_S = 30.0  # of a worker

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from core.fleet_control import FleetNote
-from fleet.events import FleetMessage
-from fleet.notes import MAX_NOTES, NoteRing
+from fleet.law.events import FleetMessage
+from fleet.supervisor.notes import MAX_NOTES, NoteRing
 
 
 def test_the_newest_notes_are_listed_oldest_first_above_a_number_and_up_to_a_limit() -> None:

@@ -15,7 +15,7 @@ from core.cost.step_cost import StepCost
 from core.fleet_control import FleetStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
-from fleet.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner import shell
 from fleet.planner.backlog import backlog_after
 from fleet.planner.outlook import Outlook

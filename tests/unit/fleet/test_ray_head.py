@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet import ray_head
-from fleet.ray_head import RayHead
+from fleet.ray.head import RayHead
 
 # Prints the process id of its child in place of an address.
 STARTER = """
@@ -30,7 +29,7 @@ def test_close_ends_the_processes_of_the_starter_also_if_the_starter_was_killed(
 ) -> None:
     starter = tmp_path / "starter.py"
     starter.write_text(STARTER)
-    monkeypatch.setattr(ray_head, "STARTER", starter)
+    monkeypatch.setattr("fleet.ray.head.STARTER", starter)
     head = RayHead(1, {}, 0)
     child = psutil.Process(int(head.address()))
     if is_killed:
@@ -55,7 +54,7 @@ async def test_died_returns_the_name_of_the_dead_process(
 ) -> None:
     starter = tmp_path / "starter.py"
     starter.write_text(f"import json, sys\nprint(json.dumps({{'address': 'here'}}), flush=True)\n{then}\n")
-    monkeypatch.setattr(ray_head, "STARTER", starter)
+    monkeypatch.setattr("fleet.ray.head.STARTER", starter)
     head = RayHead(1, {}, 0)
     try:
         assert head.address() == "here"

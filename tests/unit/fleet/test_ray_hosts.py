@@ -9,20 +9,20 @@ import ray.exceptions
 
 from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
-from fleet import ray_hosts
-from fleet.claims import Claim, Claims, GpuUse
-from fleet.events import Member, SlotId
-from fleet.host import LocalRank
-from fleet.ray_hosts import HostActor, RayHost
-from fleet.service_host import StartFault
-from fleet.spec import FleetSpec
+from fleet.host.host import LocalRank
+from fleet.host.service_host import StartFault
+from fleet.law.claims import Claim, Claims, GpuUse
+from fleet.law.events import Member, SlotId
+from fleet.ray import hosts
+from fleet.ray.hosts import HostActor, RayHost
+from fleet.supervisor.spec import FleetSpec
 
 
 async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
-    monkeypatch.setattr(ray_hosts, "node_here", lambda: node)
+    monkeypatch.setattr(hosts, "node_here", lambda: node)
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
     member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
@@ -59,9 +59,9 @@ def test_an_actor_carries_the_role_of_its_service_in_its_name(
         return Remote()
 
     monkeypatch.setattr("ray.remote", remote)
-    monkeypatch.setattr(ray_hosts, "live_nodes", list)
-    monkeypatch.setattr(ray_hosts, "on_this_machine", lambda: None)
-    monkeypatch.setattr(ray_hosts, "this_supervisor", lambda: None)
+    monkeypatch.setattr(hosts, "live_nodes", list)
+    monkeypatch.setattr(hosts, "on_this_machine", lambda: None)
+    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
     service: Any = None  # is never started
     spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
     RayHost(Member(SlotId(role, 0), role, 1), spec)
@@ -82,9 +82,9 @@ async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_go
     actor.adopt = actor
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
     monkeypatch.setattr("ray.kill", killed.append)
-    monkeypatch.setattr(ray_hosts, "_names_of_hosts", lambda: ["host-decode-0"])
-    monkeypatch.setattr(ray_hosts, "this_supervisor", lambda: None)
+    monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0"])
+    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
     service: Any = None
     spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
-    assert await ray_hosts.find_services(spec) == []
+    assert await hosts.find_services(spec) == []
     assert killed == [actor]

@@ -10,7 +10,7 @@ import pytest
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from fleet.events import (
+from fleet.law.events import (
     Drained,
     DrainService,
     KillService,
@@ -24,7 +24,7 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S, FleetMachine
+from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S, FleetMachine
 from tests.unit.fleet.driving_fleet import D, Fleet, P
 
 

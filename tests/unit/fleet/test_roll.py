@@ -9,8 +9,8 @@ import pytest
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.machine import Tick
-from fleet.claims import Claims
-from fleet.events import (
+from fleet.law.claims import Claims
+from fleet.law.events import (
     Drained,
     DrainService,
     KillService,
@@ -21,7 +21,7 @@ from fleet.events import (
     StartService,
     StopRoll,
 )
-from fleet.machine import ROLL_PLACE_S
+from fleet.law.machine import ROLL_PLACE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P
 
 

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.service_host import Placement, ServiceHost, reachable
+from fleet.host.service_host import Placement, ServiceHost, reachable
 from runtime.rpc.grpc_server import GrpcServer, open_channel
 from runtime.rpc.security import OPEN, ServerRules
 

@@ -18,14 +18,23 @@ from core.fleet_control import ConfigChange
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
-from fleet import supervisor
-from fleet.events import FleetAction, FleetEvent, FleetFailed, FleetMessage, FleetStopped, MachineId, Member, ScaleTo
-from fleet.host import HostDied, LocalRank
-from fleet.machine import FleetMachine
+from fleet.host.host import HostDied, LocalRank
+from fleet.host.service_host import Placement
+from fleet.law.events import (
+    FleetAction,
+    FleetEvent,
+    FleetFailed,
+    FleetMessage,
+    FleetStopped,
+    MachineId,
+    Member,
+    ScaleTo,
+)
+from fleet.law.machine import FleetMachine
 from fleet.planner import shell
-from fleet.service_host import Placement
-from fleet.spec import FleetSpec
-from fleet.supervisor import FleetUpdate, Refusal, Supervisor
+from fleet.supervisor import supervisor
+from fleet.supervisor.spec import FleetSpec
+from fleet.supervisor.supervisor import FleetUpdate, Refusal, Supervisor
 from tests.support.waiting import until
 
 HERE, THERE = MachineId("here", "10.0.0.1"), MachineId("there", "10.0.0.2")

@@ -10,9 +10,9 @@ import pytest
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
-from fleet import supervisor_control
-from fleet.supervisor import Refusal
-from fleet.supervisor_control import SupervisorControl
+from fleet.ray import supervisor_control
+from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.supervisor import Refusal
 
 
 class Supervisor:

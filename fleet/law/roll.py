@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
-from fleet.events import Member, SlotId
-from fleet.slots import Slot, Slots
+from fleet.law.events import Member, SlotId
+from fleet.law.slots import Slot, Slots
 
 # Routers last: a router of either revision serves with workers of both.
 ORDER = (ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER)

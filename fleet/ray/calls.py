@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fleet.host import HostDied
+from fleet.host.host import HostDied
 
 
 async def await_actor(call: Any) -> Any:

@@ -16,10 +16,10 @@ Rule 6: a slot waits for a machine without a time limit, until it is not wanted 
 back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
 Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, and at the latest
 `drain_timeout_s` before the machine ends.
-Rule 8: a roll replaces one service at a time (fleet/roll.py).
+Rule 8: a roll replaces one service at a time (fleet/law/roll.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
-Rule 10: a worker may switch its role (fleet/role_switch.py). A roll waits for the end of a switch.
-Rule 11: services of an earlier supervisor stay, and so do its sizes and its roll (fleet/handover.py).
+Rule 10: a worker may switch its role (fleet/law/role_switch.py). A roll waits for the end of a switch.
+Rule 11: services of an earlier supervisor stay, and so do its sizes and its roll (fleet/supervisor/handover.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from core.fleet_control import FleetStatus, SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
-from fleet import role_switch
-from fleet.events import (
+from fleet.law import role_switch
+from fleet.law.events import (
     ConfigureService,
     Drained,
     DrainService,
@@ -66,8 +66,8 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.roll import Roll
-from fleet.slots import Slot, Slots
+from fleet.law.roll import Roll
+from fleet.law.slots import Slot, Slots
 
 DRAIN_GRACE_S = 2.0  # after the time limit of a drain or a switch; beyond: the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests

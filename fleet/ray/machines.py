@@ -13,7 +13,7 @@ from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import WorkerUnavailable
-from fleet.events import MachineId
+from fleet.law.events import MachineId
 
 
 def live_nodes() -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
-from fleet.host import HostDied
-from fleet.ray_calls import await_actor
-from fleet.supervisor import Refusal
+from fleet.host.host import HostDied
+from fleet.ray.calls import await_actor
+from fleet.supervisor.supervisor import Refusal
 
 CALL_TIMEOUT_S = 5.0  # a call of a router to the supervisor; beyond: UNAVAILABLE
 APPLY_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it

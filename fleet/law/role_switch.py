@@ -15,8 +15,8 @@ from dataclasses import replace
 from core.errors import InvalidRequest
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
-from fleet.events import FleetRules, SwitchRole
-from fleet.slots import OTHER_ROLE, Slot, Slots
+from fleet.law.events import FleetRules, SwitchRole
+from fleet.law.slots import OTHER_ROLE, Slot, Slots
 
 
 def find_slot(event: SwitchRole, slots: Slots, rules: FleetRules) -> Slot:

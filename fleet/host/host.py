@@ -1,4 +1,4 @@
-"""The process of one service, as the supervisor sees it. fleet/ray_hosts.py makes Ray actors of hosts."""
+"""The process of one service, as the supervisor sees it. fleet/ray/hosts.py makes Ray actors of hosts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
-from fleet.events import MachineId, Member
-from fleet.service_host import StartFault
+from fleet.host.service_host import StartFault
+from fleet.law.events import MachineId, Member
 
 
 class HostDied(Exception):

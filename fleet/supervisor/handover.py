@@ -20,8 +20,8 @@ from typing import Protocol
 from core.config import ConfigText, TandemConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from fleet.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
-from fleet.spec import FleetSpec
+from fleet.law.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
+from fleet.supervisor.spec import FleetSpec
 
 ROLES = frozenset(role.value for role in ServiceRole)
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # a record of another version

@@ -11,9 +11,9 @@ from core.config.changes import STEP_SIZES
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
-from fleet.claims import Claims, GpuUse
-from fleet.events import FleetRules
-from fleet.service_host import ServiceFactory
+from fleet.host.service_host import ServiceFactory
+from fleet.law.claims import Claims, GpuUse
+from fleet.law.events import FleetRules
 
 MESSAGE_MARGIN = 4096  # of the largest message: what is not the config
 

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
-from fleet.events import MachineId, Member, PublishFleet, ServiceStarted, Serving, SlotId
+from fleet.law.events import MachineId, Member, PublishFleet, ServiceStarted, Serving, SlotId
 
 ROLES = tuple(ServiceRole)
 OTHER_ROLE = {ServiceRole.PREFILL: ServiceRole.DECODE, ServiceRole.DECODE: ServiceRole.PREFILL}

@@ -25,17 +25,17 @@ from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
-from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
-from fleet.cores import share_of_cores, usable_cores
-from fleet.events import MachineId, Member
-from fleet.host import Adoption, Host, HostDied, LocalRank
-from fleet.ray_calls import await_actor, log_dir
-from fleet.ray_machines import host_of, leaving_machines, live_nodes, machine_here, node_here
-from fleet.ray_store import RayStore
-from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.spec import FleetSpec
-from fleet.supervisor import Supervisor
-from fleet.supervisor_control import SupervisorControl
+from fleet.host.cores import share_of_cores, usable_cores
+from fleet.host.host import Adoption, Host, HostDied, LocalRank
+from fleet.host.service_host import Placement, ServiceHost, StartFault
+from fleet.law.claims import GPU, Claim, Claims, show_only_own_gpu
+from fleet.law.events import MachineId, Member
+from fleet.ray.calls import await_actor, log_dir
+from fleet.ray.machines import host_of, leaving_machines, live_nodes, machine_here, node_here
+from fleet.ray.store import RayStore
+from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.spec import FleetSpec
+from fleet.supervisor.supervisor import Supervisor
 
 HOST_PREFIX = "host-"  # of the names of detached hosts
 LOOK_S = 30.0  # between two looks for the supervisor
@@ -137,7 +137,7 @@ ACTORS = {
 
 
 class RayHost:
-    """A `fleet.supervisor.Host`: the handle of one `HostActor`."""
+    """A `fleet.supervisor.supervisor.Host`: the handle of one `HostActor`."""
 
     def __init__(self, member: Member, spec: FleetSpec, actor: Any = None) -> None:
         """Without an `actor`, create one."""

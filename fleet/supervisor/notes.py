@@ -6,7 +6,7 @@ from collections import deque
 from itertools import islice
 
 from core.fleet_control import FleetNote
-from fleet.events import FleetMessage
+from fleet.law.events import FleetMessage
 
 MAX_NOTES = 1000  # notes of the supervisor, for `tandem events`; beyond: the oldest is dropped
 

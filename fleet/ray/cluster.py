@@ -1,7 +1,7 @@
 """The fleet on Ray, from the side of `tandem serve`.
 
-`tandem serve` starts a Ray (`fleet/ray_head.py`) or joins one, and creates the supervisor actor, which creates one
-actor for each service (`fleet/ray_hosts.py`). Each link of the chain driver, supervisor, hosts ends with the link
+`tandem serve` starts a Ray (`fleet/ray/head.py`) or joins one, and creates the supervisor actor, which creates one
+actor for each service (`fleet/ray/hosts.py`). Each link of the chain driver, supervisor, hosts ends with the link
 before it; in a joined cluster, hosts outlive their supervisor for a while, and the next one adopts them.
 """
 
@@ -22,15 +22,15 @@ from typing import Any
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
 from core.service import Endpoint
-from fleet.claims import GpuUse, check_accelerators, check_memory, check_room
-from fleet.host import HostDied
-from fleet.ray_calls import await_actor, log_dir
-from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, kill_hosts, on_this_machine
-from fleet.ray_machines import live_nodes
-from fleet.spec import FleetSpec
-from fleet.supervisor import FleetUpdate
-from fleet.supervisor_control import SupervisorControl
+from fleet.host.host import HostDied
+from fleet.law.claims import GpuUse, check_accelerators, check_memory, check_room
+from fleet.ray.calls import await_actor, log_dir
+from fleet.ray.head import RayHead
+from fleet.ray.hosts import SupervisorActor, kill_hosts, on_this_machine
+from fleet.ray.machines import live_nodes
+from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.spec import FleetSpec
+from fleet.supervisor.supervisor import FleetUpdate
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"

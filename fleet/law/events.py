@@ -1,4 +1,4 @@
-"""The events that FleetMachine (fleet/machine.py) takes, and the actions that it returns."""
+"""The events that FleetMachine (fleet/law/machine.py) takes, and the actions that it returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.config import ClusterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, PoolSizes
-from fleet.claims import Claims
+from fleet.law.claims import Claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class MachineId:
     """A machine of the fleet."""
 
     name: str  # unique
-    host: str  # its address, as in `fleet.service_host.Placement`
+    host: str  # its address, as in `fleet.host.service_host.Placement`
 
     def __str__(self) -> str:
         return self.host or "this machine"

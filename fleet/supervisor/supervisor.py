@@ -1,7 +1,7 @@
 """Keeps a fleet alive: the shell of FleetMachine.
 
 The supervisor creates one host for each member, waits until the host dies, and posts the death to the machine. A `Host`
-is a process; fleet/cluster.py makes Ray actors of hosts.
+is a process; fleet/ray/cluster.py makes Ray actors of hosts.
 
 In a joined cluster, services outlive their supervisor, and the next one adopts them (`Host`s with an `Adoption`).
 
@@ -27,8 +27,10 @@ from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
-from fleet.cores import LocalRanks
-from fleet.events import (
+from fleet.host.cores import LocalRanks
+from fleet.host.host import Adoption, Host, HostDied, LocalRank
+from fleet.host.service_host import StartFault
+from fleet.law.events import (
     ConfigureService,
     Drained,
     DrainService,
@@ -58,15 +60,13 @@ from fleet.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.handover import Handover, HandoverKeeper, HandoverStore, KeptRoll, take_over
-from fleet.host import Adoption, Host, HostDied, LocalRank
-from fleet.machine import FleetMachine
-from fleet.notes import NoteRing
+from fleet.law.machine import FleetMachine
+from fleet.law.slots import OTHER_ROLE
 from fleet.planner.planner import PlanAction, Planner
 from fleet.planner.shell import run_planner
-from fleet.service_host import StartFault
-from fleet.slots import OTHER_ROLE
-from fleet.spec import FleetSpec
+from fleet.supervisor.handover import Handover, HandoverKeeper, HandoverStore, KeptRoll, take_over
+from fleet.supervisor.notes import NoteRing
+from fleet.supervisor.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 

@@ -2,7 +2,7 @@
 
 Ray starts each of its processes by a fork that runs Python before it executes the new program. In a process that
 already has threads of gRPC, UCX or torch, such a fork can meet a lock that no thread will release, and the start hangs.
-So a child without threads (`fleet/ray_starter.py`) starts Ray; the child itself is executed without such a fork.
+So a child without threads (`fleet/ray/starter.py`) starts Ray; the child itself is executed without such a fork.
 
 No process outlives the parent, however the parent ends. The kernel closes the standard input of the child when the
 parent is gone (also after `kill -9`). The child then kills every process below itself: the processes of Ray, which
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-STARTER = Path(__file__).with_name("ray_starter.py")
+STARTER = Path(__file__).with_name("starter.py")
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 
