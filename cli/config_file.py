@@ -114,7 +114,7 @@ def _for_vllm(config: TandemConfig) -> TandemConfig:
     """With vLLM inside, a name of the catalogue means the copy in Hugging Face format, and a start takes longer."""
     if config.engine.name != "vllm":
         return config
-    from cli.vllm_environment import default_model_dir
+    from cli.diagnosis.vllm_environment import default_model_dir
 
     engine, start_timeout_s = config.engine, max(config.cluster.start_timeout_s, config.vllm.start_timeout_s)
     if engine.model == EngineConfig().model and default_model_dir().is_dir():

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.command_options import DEFAULT_ROUTER, Router, Security, console
+from cli.commands.command_options import DEFAULT_ROUTER, Router, Security, console
+from cli.commands.fleet_commands import add_fleet_commands
+from cli.commands.simulate_flags import SIMULATE_FLAGS, values_of
 from cli.exit_codes import FAILED, INTERRUPTED
 from cli.flags import (
     CHOICE_FLAGS,
@@ -21,9 +23,7 @@ from cli.flags import (
     fill_request,
     with_flags,
 )  # fmt: skip
-from cli.fleet_commands import add_fleet_commands
-from cli.simulate_flags import SIMULATE_FLAGS, values_of
-from cli.terminal import SHOWN
+from cli.screens.terminal import SHOWN
 from core.errors import TandemError
 from core.plain_text import escaped
 
@@ -89,8 +89,8 @@ def serve(
     **flags: Any,
 ) -> None:
     """Start routers and both pools, and serve until Ctrl-C. A flag overrides the config file."""
-    from cli.checks import check_before_start
     from cli.config_file import load_config
+    from cli.diagnosis.start_checks import check_before_start
     from fleet.ray.cluster import begin
 
     loaded = load_config(config, flags)
@@ -99,7 +99,7 @@ def serve(
     console.print(first_line, highlight=False, markup=False, soft_wrap=True)
     cluster = begin(loaded.cluster)
     try:
-        from cli.serve import serve as serve_fleet  # a slow import, while Ray starts
+        from cli.commands.serve import serve as serve_fleet  # a slow import, while Ray starts
 
         serve_fleet(loaded, flags, cluster, console)
     finally:
@@ -118,8 +118,8 @@ def gateway(
     **flags: Any,
 ) -> None:
     """Serve OpenAI's HTTP API for a running fleet, until Ctrl-C."""
-    from cli.checks import check_gateway
     from cli.config_file import load_config
+    from cli.diagnosis.start_checks import check_gateway
     from cli.gateway import serve_gateway
 
     loaded = load_config(config, flags)
@@ -140,9 +140,9 @@ def generate(
     **flags: Any,
 ) -> None:
     """Send one prompt, and print the answer while it streams."""
+    from cli.commands.generate import Prompt, read_prompt
+    from cli.commands.generate import generate as generate_answer
     from cli.credentials import client_of, find_credentials
-    from cli.generate import Prompt, read_prompt
-    from cli.generate import generate as generate_answer
     from tandem_client.stubs import inference_pb2
 
     request = inference_pb2.GenerateRequest()
@@ -162,8 +162,8 @@ def chat(
     **flags: Any,
 ) -> None:
     """Talk with the model. Ctrl-C stops the answer; Ctrl-C twice quits."""
-    from cli.chat import Conversation
-    from cli.chat import chat as converse
+    from cli.commands.chat import Conversation
+    from cli.commands.chat import chat as converse
     from cli.credentials import client_of, find_credentials
     from tandem_client.stubs import inference_pb2
 
@@ -184,9 +184,9 @@ def explain(
     **flags: Any,
 ) -> None:
     """Show the workers that could serve a prompt now, their predicted times, and the router's choice. Runs nothing."""
+    from cli.commands.explain import explain as show_candidates
+    from cli.commands.generate import Prompt, read_prompt
     from cli.credentials import client_of, find_credentials
-    from cli.explain import explain as show_candidates
-    from cli.generate import Prompt, read_prompt
     from tandem_client.stubs import inference_pb2
 
     request = inference_pb2.GenerateRequest()
@@ -206,9 +206,9 @@ def trace(
     config: Security = None,
 ) -> None:
     """Show where the time of a request went, span by span, and why the router chose its workers; or list the last."""
+    from cli.commands.trace import show_from_router, show_list, show_trace
     from cli.credentials import client_of, find_credentials
-    from cli.trace import show_from_router, show_list, show_trace
-    from cli.trace_file import trace_in_file, traces_in_file
+    from cli.screens.trace_file import trace_in_file, traces_in_file
 
     if file is None:
         client = client_of(router, find_credentials(config, router))
@@ -229,7 +229,7 @@ def simulate(
     **flags: Any,
 ) -> None:
     """Replay a workload in virtual time: latencies, goodput and cache hits; --sweep finds how many workers it needs."""
-    from cli.simulate import simulate as run_simulation
+    from cli.commands.simulate import simulate as run_simulation
 
     options = values_of(flags)
     if axes and not options["sweep"]:
@@ -260,7 +260,7 @@ def calibrate(
     config: Security = None,
 ) -> None:
     """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
-    from cli import calibrate as calibration
+    from cli.commands import calibrate as calibration
 
     calibration.check_output(output)
     if from_points is not None:
@@ -269,7 +269,7 @@ def calibrate(
         filters = (model, system, backend, tp_size)
         calibration.calibrate_from_points(from_points, filters, kv_token_bytes, output, console)
         return
-    from cli.calibration_load import LoadPlan
+    from cli.commands.calibration_load import LoadPlan
     from cli.credentials import client_of, find_credentials
 
     try:
@@ -286,7 +286,7 @@ def key(
     tenant: Annotated[str, typer.Option(help="Tenant of every request with the key; default: the name.")] = "",
 ) -> None:
     """Make an API key: print it once, and the lines for the config, which hold only its hash."""
-    from cli.key import print_new_key
+    from cli.commands.key import print_new_key
 
     print_new_key(name, tenant, console)
 
@@ -294,7 +294,7 @@ def key(
 @app.command()
 def pull(model: Annotated[str, typer.Argument(help="Name of a model in the catalogue.")] = "smollm2-135m") -> None:
     """Download a model into the cache."""
-    from cli.pull import pull as fetch_model
+    from cli.commands.pull import pull as fetch_model
 
     console.print(str(fetch_model(model, console)), highlight=False, soft_wrap=True)
 
@@ -302,8 +302,8 @@ def pull(model: Annotated[str, typer.Argument(help="Name of a model in the catal
 @app.command()
 def demo() -> None:
     """Run a fleet on this machine, ask three questions, show the duration of each phase, and stop the fleet."""
-    from cli.checks import check_before_start
-    from cli.demo_config import demo_config
+    from cli.commands.demo_config import demo_config
+    from cli.diagnosis.start_checks import check_before_start
     from fleet.ray.cluster import begin
 
     config = demo_config()
@@ -311,7 +311,7 @@ def demo() -> None:
     console.print("starting Ray, a router, a prefill worker and a decode worker", style="dim", highlight=False)
     cluster = begin(config.cluster)
     try:
-        from cli.demo import demo as run_demo  # a slow import, while Ray starts
+        from cli.commands.demo import demo as run_demo  # a slow import, while Ray starts
 
         run_demo(config, cluster, console)
     finally:
@@ -327,7 +327,7 @@ def doctor(
 ) -> None:
     """Check versions, transports, ports, memory and the model cache of this machine, and say how to fix each fault."""
     from cli.config_file import load_config
-    from cli.doctor import doctor as examine
+    from cli.diagnosis.doctor import doctor as examine
 
     sys.exit(examine(console, load_config(config, {})))
 

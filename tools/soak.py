@@ -30,8 +30,8 @@ from unittest.mock import patch
 
 from benchmarks.report import Line, Report
 from cli import compose
+from cli.commands.fleet_config import toml_lines
 from cli.credentials import client_of, find_credentials
-from cli.fleet_config import toml_lines
 from core.config import ConfigText
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2

@@ -18,7 +18,7 @@ from benchmarks.gpu_sections.section import Section
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
-from cli.paths import paths_of
+from cli.screens.path_lines import paths_of
 
 PORT = 50661
 ADDRESS = f"127.0.0.1:{PORT}"

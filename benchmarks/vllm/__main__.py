@@ -28,7 +28,7 @@ from benchmarks.asking import Answer, ask, ask_worker, random_prompts
 from benchmarks.engine import programs
 from benchmarks.processes import ChildEnded, ChildProcess, tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
-from cli.vllm_environment import default_model_dir, python_of, variables
+from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from tandem_client import AsyncClient
 

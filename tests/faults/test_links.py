@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from cli.paths import path_lines, paths_of
+from cli.screens.path_lines import path_lines, paths_of
 from core.config import TelemetryConfig
 from core.paths import Lane, PathState, PathStatus
 from tandem_client.stubs import cluster_pb2, inference_pb2

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from cli.credentials import client_of, find_credentials
-from cli.health import services_without
+from cli.screens.fleet_health import services_without
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 from tests.support.command import PATIENCE_S, Served, serving, tandem

@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from cli.credentials import client_of, find_credentials
-from cli.paths import paths_of
+from cli.screens.path_lines import paths_of
 from core.config import EngineConfig
 from core.paths import Lane
 from core.request import Request, SamplingParams

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.calibrate import Calibration, calibrate, comparison_table
-from cli.calibration_load import LoadPlan
+from cli.commands.calibrate import Calibration, calibrate, comparison_table
+from cli.commands.calibration_load import LoadPlan
 from core.config import SchedulerConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient

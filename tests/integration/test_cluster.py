@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cli.serve import fleet_spec
+from cli.commands.serve import fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cli.serve import fleet as serve_fleet
+from cli.commands.serve import fleet as serve_fleet
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole

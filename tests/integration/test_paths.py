@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cli import doctor
-from cli.paths import path_lines, paths_of
+from cli.diagnosis import doctor
+from cli.screens.path_lines import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import Lane, PathState, PathStatus
 from tandem_client.stubs import cluster_pb2

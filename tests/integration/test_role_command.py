@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
+from cli.commands.role import switch_role
 from cli.credentials import client_of, find_credentials
-from cli.role import switch_role
 from tandem_client import AsyncClient
 from tests.support.command import Served, serving, tandem
 from tests.support.faults import prompt_of

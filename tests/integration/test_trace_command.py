@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cli.commands.trace import show_from_router
 from cli.main import app
-from cli.trace import show_from_router
 from core.config import TelemetryConfig
 from core.errors import ConfigError
 from tandem_client import AsyncClient, CallFailed

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from cli.compose import build_router
-from cli.vllm_environment import default_model_dir, python_of, variables
+from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig, from_mapping
 from core.lifecycle import ServiceRole
 from core.service import Endpoint

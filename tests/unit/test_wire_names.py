@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from cli import demo, explain, health, status, trace
+from cli.commands import demo, explain, status, trace
+from cli.screens import fleet_health
 from core.wire_names import short_name
 from gateway.dashboard import views
 from gateway.formats.outputs import AnswerHead
@@ -39,7 +40,7 @@ def test_a_name_has_neither_capitals_nor_the_name_of_its_enum() -> None:
         lambda: AnswerHead("", "", 0, frozenset(), ()).finish_reason(END),
         lambda: _path(LATER),
         lambda: _completion([], END),
-        lambda: health.status_json(cluster_pb2.GetFleetResponse(slots=[SLOT], workers=[WORKER])),
+        lambda: fleet_health.status_json(cluster_pb2.GetFleetResponse(slots=[SLOT], workers=[WORKER])),
         lambda: status._state(WORKER),
         lambda: status._holder_row(HOLDER),
         lambda: explain.candidates_table(cluster_pb2.ExplainResponse(path=LATER)),  # type: ignore[arg-type]

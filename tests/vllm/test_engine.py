@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from cli.vllm_environment import default_model_dir
+from cli.diagnosis.vllm_environment import default_model_dir
 from tests.support.engine_contract import EngineContract, EnginePair, WatchedEngine
 from tests.support.engine_relay import RemoteEngine
 from tests.support.lora import write_adapters

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from cli.serve import fleet_spec
+from cli.commands.serve import fleet_spec
 from core.config import RouterConfig, TandemConfig
 from core.errors import TandemError
 from core.handoff import (

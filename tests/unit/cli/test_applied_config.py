@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cli.commands.serve import fleet_spec
 from cli.credentials import with_cluster_token
-from cli.serve import fleet_spec
 from core.config import (
     ApiKeyConfig,
     ClusterConfig,

@@ -152,10 +152,10 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
 
 
 def test_tandem_serve_and_a_worker_of_a_fake_model_import_no_module_that_takes_long_and_is_not_used() -> None:
-    """A supervisor imports `cli.serve` too. Each of these modules takes half a second to three seconds of CPU."""
+    """A supervisor imports `cli.commands.serve` too. Each of these modules takes 0.5 to 3 s of CPU."""
     program = """
 import os, sys
-import cli.serve
+import cli.commands.serve
 from core.lifecycle import ServiceRole
 from tests.support.deployment import place, tiny_config
 

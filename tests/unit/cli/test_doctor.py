@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli import doctor
-from cli.findings import Finding, Health
+from cli.diagnosis import doctor
+from cli.diagnosis.doctor_findings import Finding, Health
 from core.config import TandemConfig, from_mapping
 
 LONG_PATH = "/home/[somebody]/" + "a-long-name/" * 9 + "model.gguf"
@@ -40,7 +40,7 @@ def test_a_machine_whose_tcp_waits_for_a_quarter_of_an_hour_is_told_what_to_set(
     retries: int, health: Health, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tcp_retries2").write_text(f"{retries}\n")
-    monkeypatch.setattr("cli.doctor.TCP_RETRIES", tmp_path / "tcp_retries2")
+    monkeypatch.setattr("cli.diagnosis.doctor.TCP_RETRIES", tmp_path / "tcp_retries2")
     (finding,) = doctor.network()
     assert finding.health is health
     assert ("tcp_retries2=5" in finding.fix) == (health is Health.WARN)

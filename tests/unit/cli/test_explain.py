@@ -9,7 +9,7 @@ import json
 import pytest
 from rich.console import Console
 
-from cli.explain import MAX_ROWS, explain
+from cli.commands.explain import MAX_ROWS, explain
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.cluster_pb2 import Candidate, ExplainResponse
 

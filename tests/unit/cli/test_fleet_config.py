@@ -12,8 +12,8 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cli import fleet_commands, fleet_config
-from cli.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
+from cli.commands import fleet_commands, fleet_config
+from cli.commands.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
 from core.config import ApiKeyConfig, ConfigText, RouterConfig, TandemConfig, VllmConfig, from_mapping
 from core.errors import InvalidRequest, TandemError
 from tandem_client import CallFailed

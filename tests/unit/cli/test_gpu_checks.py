@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cli import gpu_checks
-from cli.findings import Finding, Health
-from cli.gpu_checks import judge_gpus
-from cli.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts
+from cli.diagnosis import gpu_checks
+from cli.diagnosis.doctor_findings import Finding, Health
+from cli.diagnosis.gpu_checks import judge_gpus
+from cli.diagnosis.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts
 
 QUERY = """\
 0, NVIDIA H100 80GB HBM3, 580.82.07, 9.0, 81559, 81008, 00000000:18:00.0, Default, Disabled

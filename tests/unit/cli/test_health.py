@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cli.events import event_line
-from cli.health import SILENT_MS, Health, health_of, slot_lines, status_json
+from cli.commands.events import event_line
+from cli.screens.fleet_health import SILENT_MS, Health, health_of, slot_lines, status_json
 from core.fleet_control import FleetNote, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from protos.fleet_codec import SERVICE_ROLES, SLOT_STATES, encode_note, encode_slot

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from rich.console import Console
 
-from cli.key import print_new_key
+from cli.commands.key import print_new_key
 from core.config import from_mapping
 from runtime.rpc.api_keys import ApiKeys
 

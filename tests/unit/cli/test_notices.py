@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.serve import print_notices
+from cli.commands.serve import print_notices
 from core.errors import TandemError
 from fleet.law.events import FleetFailed, FleetMessage
 from fleet.ray.cluster import Cluster

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cli import role as role_command
+from cli.commands import role as role_command
 from core.errors import WorkerUnavailable
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole

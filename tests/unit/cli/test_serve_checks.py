@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.checks import (
+from cli.commands.serve import gpu_use
+from cli.diagnosis.start_checks import (
     check_before_start,
     check_credentials,
     check_device,
@@ -21,7 +22,6 @@ from cli.checks import (
     check_telemetry,
     warn_without_collector,
 )
-from cli.serve import gpu_use
 from core.config import (
     ClusterConfig,
     EngineConfig,
@@ -65,7 +65,7 @@ def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyP
     def listen_error(_: str, port: int) -> OSError | None:
         return OSError(98, "Address already in use") if port == 9003 else None
 
-    monkeypatch.setattr("cli.checks._listen_error", listen_error)
+    monkeypatch.setattr("cli.diagnosis.start_checks._listen_error", listen_error)
     config = TelemetryConfig(metrics_port=9001)
     check_telemetry(config, 2)
     with pytest.raises(ConfigError, match=r"metrics on port 9003 .* --metrics-port"):

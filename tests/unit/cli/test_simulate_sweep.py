@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cli.simulate import parse_sweep
-from cli.simulate_report import answer
+from cli.commands.simulate import parse_sweep
+from cli.screens.simulate_report import answer
 from simulator.sweep import Axis, Point
 
 

@@ -9,11 +9,11 @@ import io
 import pytest
 from rich.console import Console
 
-from cli import status
-from cli.paths import path_lines
-from cli.pools import NO_DECODE, pool_lines, ready_line, traffic_lines
-from cli.status import Sample, fleet_table, holders_table, rates
-from cli.terminal import Terminal
+from cli.commands import status
+from cli.commands.status import Sample, fleet_table, holders_table, rates
+from cli.screens.path_lines import path_lines
+from cli.screens.pool_lines import NO_DECODE, pool_lines, ready_line, traffic_lines
+from cli.screens.terminal import Terminal
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from tandem_client.stubs import cluster_pb2, worker_pb2

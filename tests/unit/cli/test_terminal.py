@@ -12,11 +12,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
 
-from cli import status, trace
-from cli.command_options import console as console_of_all_commands
-from cli.events import event_line
-from cli.explain import candidates_table
-from cli.terminal import SHOWN, Terminal
+from cli.commands import status, trace
+from cli.commands.command_options import console as console_of_all_commands
+from cli.commands.events import event_line
+from cli.commands.explain import candidates_table
+from cli.screens.terminal import SHOWN, Terminal
 from core.plain_text import escaped, is_plain
 from tandem_client.stubs import cluster_pb2
 

@@ -14,11 +14,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.checks import check_before_start
 from cli.compose import _load_tokenizer
-from cli.findings import Finding, Health
+from cli.diagnosis.doctor_findings import Finding, Health
+from cli.diagnosis.start_checks import check_before_start
+from cli.diagnosis.vllm_environment import (
+    check_machine,
+    check_options,
+    environment,
+    python_of,
+    torch_version,
+    variables,
+)
 from cli.vllm import memory_arguments
-from cli.vllm_environment import check_machine, check_options, environment, python_of, torch_version, variables
 from core.config import TandemConfig, VllmConfig, from_mapping
 from core.errors import ConfigError
 from tests.support.deployment import place

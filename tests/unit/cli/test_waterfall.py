@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cli.waterfall import BAR, SLIVER, draw, phases
+from cli.screens.waterfall import BAR, SLIVER, draw, phases
 from tandem_client.stubs import inference_pb2
 
 TIMINGS = inference_pb2.PhaseTimings(

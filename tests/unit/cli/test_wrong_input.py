@@ -14,9 +14,10 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from cli import demo, entry
-from cli.chat import Conversation, chat
-from cli.demo_config import demo_config
+from cli import entry
+from cli.commands import demo
+from cli.commands.chat import Conversation, chat
+from cli.commands.demo_config import demo_config
 from cli.main import run
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
@@ -39,7 +40,7 @@ def test_a_call_without_the_token_is_an_error_that_names_the_option(
     async def refuse(*_: object) -> None:
         raise CallFailed(grpc.StatusCode.UNAUTHENTICATED, "no token", retryable=False)
 
-    monkeypatch.setattr("cli.status.scale", refuse)
+    monkeypatch.setattr("cli.commands.status.scale", refuse)
     monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", "1"])
     with pytest.raises(SystemExit) as ended:
         run()

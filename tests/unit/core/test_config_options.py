@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.fleet_config import toml_lines
+from cli.commands.fleet_config import toml_lines
 from core.config import (
     ARRAYS,
     ConfigText,

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from cli.terminal import print_answer
+from cli.screens.terminal import print_answer
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
 

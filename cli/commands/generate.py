@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from cli.terminal import print_answer
+from cli.screens.terminal import print_answer
 from core.errors import InvalidRequest
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import vllm_worker
-from cli.findings import Finding, Health, judge
+from cli.diagnosis.doctor_findings import Finding, Health, judge
 from core.config import EngineConfig, TandemConfig, VllmConfig
 from core.errors import ConfigError
 from model_files.catalogue import CATALOGUE, default_cache_dir

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.simulate_report import fronts
+from cli.screens.simulate_report import fronts
 from core.errors import ConfigError
 from simulator.replay_result import WANTED_ATTAINMENT, ReplayResult, goodput90
 from simulator.sweep import Point, fewest_workers, highest_rates

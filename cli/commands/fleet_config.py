@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.events import event_line
-from cli.health import services_without
+from cli.commands.events import event_line
+from cli.screens.fleet_health import services_without
 from core.config import Taken, from_mapping, taken
 from core.errors import InvalidRequest, TandemError
 from tandem_client import AsyncClient, CallFailed

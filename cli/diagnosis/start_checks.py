@@ -40,7 +40,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
     if config.engine.name == "vllm":
-        from cli.vllm_environment import check_machine, check_options
+        from cli.diagnosis.vllm_environment import check_machine, check_options
 
         check_options(config)
         if not config.cluster.address:
@@ -50,7 +50,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         return  # the machines of a joined cluster may store their models at other paths
     entry = CATALOGUE.get(config.engine.model)
     if entry is not None and not is_cached(entry, default_cache_dir()):
-        from cli.pull import pull
+        from cli.commands.pull import pull
 
         pull(entry.name, console)
     usable_context(resolve_model(config.engine.model), config.engine.max_context)

@@ -1,6 +1,7 @@
 """`tandem doctor`: checks this machine, and says how to fix each fault.
 
-Each check examines one subject and yields findings (cli/findings.py), faults with a fix. `examine` lists them.
+Each check examines one subject and yields findings (cli/diagnosis/doctor_findings.py), faults with a fix. `examine`
+lists the checks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.checks import check_port
-from cli.findings import Finding, Health, judge, judge_installed, version_of
-from cli.gpu_checks import judge_gpus
-from cli.gpu_facts import read_facts
-from cli.paths import name_of, paths_of
-from cli.transport_probe import probe
-from cli.vllm_environment import environment, python_of
+from cli.diagnosis.doctor_findings import Finding, Health, judge, judge_installed, version_of
+from cli.diagnosis.gpu_checks import judge_gpus
+from cli.diagnosis.gpu_facts import read_facts
+from cli.diagnosis.start_checks import check_port
+from cli.diagnosis.transport_probe import probe
+from cli.diagnosis.vllm_environment import environment, python_of
+from cli.screens.path_lines import name_of, paths_of
 from core.config import RouterConfig, TandemConfig, TransferConfig
 from core.errors import ConfigError, TandemError
 from core.paths import BROKEN

@@ -1,4 +1,4 @@
-"""The config of `tandem demo`. Separate from cli/demo.py, because that module imports slowly."""
+"""The config of `tandem demo`. Separate from cli/commands/demo.py, because that module imports slowly."""
 
 from __future__ import annotations
 

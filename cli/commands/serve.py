@@ -1,7 +1,7 @@
 """`tandem serve`: starts the fleet, prints its notices, and stops it.
 
 Ctrl-C or SIGTERM drains the fleet and exits. A second one exits at once, and fleet/ray/head.py kills what still runs.
-cli/checks.py runs before this module. Ray starts while this module is imported.
+cli/diagnosis/start_checks.py runs before this module. Ray starts while this module is imported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from rich.console import Console
 
 from cli import compose
+from cli.commands.pull import pull_if_listed
 from cli.config_file import Flags, config_of, set_by_flags
 from cli.credentials import client_of, token_file, with_cluster_token
+from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.exit_codes import INTERRUPTED
 from cli.http_port import claimed_port, gateway_line
-from cli.pools import num_serving, ready_line
-from cli.pull import pull_if_listed
-from cli.vllm_environment import python_of, torch_version, variables
+from cli.screens.pool_lines import num_serving, ready_line
 from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service

@@ -15,9 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cli.health import SILENT_MS, Health, health_of, slot_lines, status_json
-from cli.paths import ID_DIGITS_HIDDEN, path_lines
-from cli.pools import num_serving, pool_lines, sizes_text, traffic_lines
+from cli.screens.fleet_health import SILENT_MS, Health, health_of, slot_lines, status_json
+from cli.screens.path_lines import ID_DIGITS_HIDDEN, path_lines
+from cli.screens.pool_lines import num_serving, pool_lines, sizes_text, traffic_lines
 from core.errors import InvalidRequest
 from core.wire_names import short_name
 from tandem_client import AsyncClient

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli.terminal import Terminal
+from cli.screens.terminal import Terminal
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cli.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
+from cli.commands.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost, StepWork
 from core.errors import ConfigError

@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cli.findings import Finding, Health, Version, judge, judge_installed, version_of
-from cli.gpu_facts import Gpu, GpuFacts
+from cli.diagnosis.doctor_findings import Finding, Health, Version, judge, judge_installed, version_of
+from cli.diagnosis.gpu_facts import Gpu, GpuFacts
 from core.config import TransferConfig
 from core.errors import ConfigError
 from kv_transfer.device.device_checks import check_environment, paths_of

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from cli.command_options import DEFAULT_ROUTER, Router, Security, console
-from cli.terminal import SHOWN
+from cli.commands.command_options import DEFAULT_ROUTER, Router, Security, console
+from cli.screens.terminal import SHOWN
 from core.plain_text import escaped
 
 # The range of the message field; the supervisor checks a narrower limit.
@@ -33,10 +33,10 @@ def status(
     config: Security = None,
 ) -> None:
     """Show routers and both pools: live at a terminal, else once. Exit code: 0 healthy, 1 degraded, 2 down."""
+    from cli.commands.status import status as show_status
+    from cli.commands.status import status_as_json
     from cli.credentials import client_of, find_credentials
-    from cli.health import DOWN_CODES, Health
-    from cli.status import status as show_status
-    from cli.status import status_as_json
+    from cli.screens.fleet_health import DOWN_CODES, Health
     from tandem_client import CallFailed
 
     if as_json and ledger:
@@ -59,8 +59,8 @@ def events(
     config: Security = None,
 ) -> None:
     """List what happened to the fleet, oldest first, with reasons: starts, deaths, drains, changes of size."""
+    from cli.commands.events import show_events
     from cli.credentials import client_of, find_credentials
-    from cli.events import show_events
 
     asyncio.run(show_events(client_of(router, find_credentials(config, router)), limit, as_json, console))
 
@@ -74,8 +74,8 @@ def scale(
     config: Security = None,
 ) -> None:
     """Grow or shrink the pools while they serve. A removed worker or router drains before it stops."""
+    from cli.commands.status import scale as request_sizes
     from cli.credentials import client_of, find_credentials
-    from cli.status import scale as request_sizes
 
     sizes = {"prefill": prefill, "decode": decode, "routers": routers}
     asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, auto, console))
@@ -88,16 +88,16 @@ def role(
     config: Security = None,
 ) -> None:
     """Move a worker to the other pool in its process: it drains, and serves on with its weights and its cache."""
+    from cli.commands.role import switch_role
     from cli.credentials import client_of, find_credentials
-    from cli.role import switch_role
 
     asyncio.run(switch_role(client_of(router, find_credentials(config, router)), slot, role.value, console))
 
 
 def config(router: Router = DEFAULT_ROUTER, config: Security = None) -> None:
     """Print every option of a fleet as TOML. Those that it takes while it serves are marked as live."""
+    from cli.commands.fleet_config import show
     from cli.credentials import client_of, find_credentials
-    from cli.fleet_config import show
 
     asyncio.run(show(client_of(router, find_credentials(config, router))))
 
@@ -120,10 +120,10 @@ def apply(
     config: Security = None,
 ) -> None:
     """Give a fleet other options: live ones at once; for others every service starts again, one at a time."""
+    from cli.commands.fleet_config import Order, options_as_json, revision_of
+    from cli.commands.fleet_config import apply as apply_order
     from cli.config_file import load_config
     from cli.credentials import check_token_stays, client_of, find_credentials
-    from cli.fleet_config import Order, options_as_json, revision_of
-    from cli.fleet_config import apply as apply_order
     from core.config import ConfigText
 
     given = given or []

@@ -1,6 +1,6 @@
 """`tandem trace`: the spans of one request as bars on one time axis, or a list of the last requests.
 
-The router's ring and a trace file (cli/trace_file.py) both give the messages of the Cluster service.
+The router's ring and a trace file (cli/screens/trace_file.py) both give the messages of the Cluster service.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.explain import candidates_table
-from cli.waterfall import bar_of
+from cli.commands.explain import candidates_table
+from cli.screens.waterfall import bar_of
 from core.plain_text import escaped
 from core.wire_names import short_name
 from tandem_client import AsyncClient

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli import simulate_plot, simulate_report
+from cli.screens import simulate_plot, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
 from simulator.costs import Costs, read_costs

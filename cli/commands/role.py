@@ -6,8 +6,8 @@ import asyncio
 
 from rich.console import Console
 
-from cli.health import state_name
-from cli.pools import sizes_text
+from cli.screens.fleet_health import state_name
+from cli.screens.pool_lines import sizes_text
 from core.errors import WorkerUnavailable
 from core.lifecycle import ServiceRole
 from protos.fleet_codec import SERVICE_ROLES

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from cli.commands.pull import pull_if_listed
+from cli.commands.serve import fleet, fleet_spec, run_interruptible
 from cli.credentials import with_cluster_token
-from cli.pull import pull_if_listed
-from cli.serve import fleet, fleet_spec, run_interruptible
-from cli.waterfall import draw
+from cli.screens.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
 from core.wire_names import short_name
