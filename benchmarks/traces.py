@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from simulator import workloads
-from simulator.workloads import Workload
+from simulator.replay import workloads
+from simulator.replay.workloads import Workload
 
 TRACES = Path("../shared/traces")
 CONVERSATION = Path("mooncake") / "conversation_trace.jsonl"

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import Counter
 
-from simulator.simulation import run_seed
+from simulator.search.simulation import run_seed
 
 
 def _seed_range(text: str) -> range:

@@ -36,9 +36,9 @@ from benchmarks.asking import Answer
 from benchmarks.goodput.systems import Row, System, fleet, vllm
 from benchmarks.report import Line, Report, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
-from simulator.replay_result import goodput90, percentile, rising, worst_tenth_mean
-from simulator.trace import TraceRequest
-from simulator.workloads import mooncake
+from simulator.replay.replay_result import goodput90, percentile, rising, worst_tenth_mean
+from simulator.replay.trace import TraceRequest
+from simulator.replay.workloads import mooncake
 
 TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
 TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed

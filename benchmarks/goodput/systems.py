@@ -16,7 +16,7 @@ from typing import Protocol
 from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask
 from benchmarks.engine import programs
 from benchmarks.processes import ChildProcess, tandem
-from simulator.trace import TraceRequest
+from simulator.replay.trace import TraceRequest
 from tandem_client import AsyncClient
 
 PORT = 18651

@@ -28,7 +28,7 @@ from fleet.planner.outlook import Outlook
 from fleet.planner.planner import Planner
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
 from simulator.processes import CountEnded, run_all
-from simulator.replay import START_S
+from simulator.replay.replay import START_S
 
 TRACES = Path("../shared/traces")
 STARTS_S = (5.0, 60.0, 120.0, 300.0)

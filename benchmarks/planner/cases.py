@@ -10,10 +10,10 @@ from pathlib import Path
 from benchmarks.traces import conversation
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
-from simulator import workloads
-from simulator.cost_model import H100_8B
-from simulator.replay_config import ReplayConfig
-from simulator.workloads import Workload
+from simulator.replay import workloads
+from simulator.replay.replay_config import ReplayConfig
+from simulator.replay.workloads import Workload
+from simulator.shells.cost_model import H100_8B
 
 SLOWNESS = 3.0  # a model three times as large as the one of H100_8B
 COST = StepCost(*(SLOWNESS * term for term in astuple(H100_8B)))

@@ -19,15 +19,15 @@ from core.traffic import RouterTraffic
 from fleet.law.events import Member
 from router.operations.traffic_count import TrafficCount
 from router.requests import events
-from simulator.links import BreakableLinks
 from simulator.processes import CountEnded
-from simulator.replay import START_S, Replay
-from simulator.replay_config import ReplayConfig
-from simulator.replay_result import ReplayResult
-from simulator.router_shell import RouterShell
-from simulator.served import ServedRequests
-from simulator.workloads import Workload
-from simulator.world import World
+from simulator.replay.replay import START_S, Replay
+from simulator.replay.replay_config import ReplayConfig
+from simulator.replay.replay_result import ReplayResult
+from simulator.replay.served import ServedRequests
+from simulator.replay.workloads import Workload
+from simulator.shells.links import BreakableLinks
+from simulator.shells.router_shell import RouterShell
+from simulator.virtual.world import World
 
 MAX_WORKERS = 64  # of a pool
 

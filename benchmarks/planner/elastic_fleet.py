@@ -1,4 +1,4 @@
-"""Pools that change their sizes in virtual time: a `Sizing` decides, a fleet follows (simulator/fleet_shell.py).
+"""Pools that change their sizes in virtual time: a `Sizing` decides, a fleet follows (simulator/shells/fleet_shell.py).
 
     PlannedWorkers --traffic, once a second--> Sizing --ScaleTo, SwitchRole--> FleetShell --> PlannedWorkers
 
@@ -20,8 +20,8 @@ from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
 from fleet.law.claims import Claims
 from fleet.law.events import FleetMessage, FleetRules, Member, ScaleTo, SwitchRole
-from simulator.fleet_shell import FleetShell, Workers
-from simulator.world import World
+from simulator.shells.fleet_shell import FleetShell, Workers
+from simulator.virtual.world import World
 
 PLAN_INTERVAL_S = 1.0
 DRAIN_LIMIT_S = 600.0

@@ -14,7 +14,7 @@ from cli.commands.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, 
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost, StepWork
 from core.errors import ConfigError
-from simulator.calibration import (
+from simulator.calibration.calibration import (
     MEAN_DELAY,
     NUM_MESSAGES,
     Comparison,
@@ -24,9 +24,9 @@ from simulator.calibration import (
     costs_of,
     simulate_run,
 )
-from simulator.cost_model import RDMA_400G, LinkCost
-from simulator.costs import Costs, write_costs
-from simulator.replay_config import ReplayConfig
+from simulator.calibration.costs import Costs, write_costs
+from simulator.replay.replay_config import ReplayConfig
+from simulator.shells.cost_model import RDMA_400G, LinkCost
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 from tandem_client.stubs.cluster_pb2 import GetFleetResponse
@@ -176,7 +176,10 @@ def calibrate_from_points(
     path: Path, filters: tuple[str, str, str, int], token_bytes: int, output: Path, console: Console
 ) -> None:
     """`filters`: model, system, backend and tensor parallelism. Raises `ConfigError` and `OSError`."""
-    from simulator.public_points import Filters, fit_file  # with numpy, which a live calibration does not need
+    from simulator.calibration.public_points import (  # with numpy, which a live calibration does not need
+        Filters,
+        fit_file,
+    )
 
     try:
         fit = fit_file(path, Filters(*filters))

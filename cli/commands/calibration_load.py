@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import ConfigError
-from simulator.calibration import MeasuredRequest
+from simulator.calibration.calibration import MeasuredRequest
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 

@@ -18,12 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.screens import simulate_plot, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
-from simulator.costs import Costs, read_costs
+from simulator.calibration.costs import Costs, read_costs
 from simulator.processes import CountEnded
-from simulator.replay_config import ReplayConfig
-from simulator.runs import run_grid, run_seeds
-from simulator.sweep import WHOLE, Axis
-from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+from simulator.replay.replay_config import ReplayConfig
+from simulator.replay.runs import run_grid, run_seeds
+from simulator.replay.sweep import WHOLE, Axis
+from simulator.replay.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
 
 SYNTHETIC = "synthetic"
 ARRIVALS = ("trace", "poisson", "gamma")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from cli.screens.simulate_report import fronts
 from core.errors import ConfigError
-from simulator.replay_result import WANTED_ATTAINMENT, ReplayResult, goodput90
-from simulator.sweep import Point, fewest_workers, highest_rates
+from simulator.replay.replay_result import WANTED_ATTAINMENT, ReplayResult, goodput90
+from simulator.replay.sweep import Point, fewest_workers, highest_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

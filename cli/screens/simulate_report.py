@@ -11,9 +11,9 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from simulator.replay_result import WANTED_ATTAINMENT, ReplayResult, percentile
-from simulator.runs import GridResult
-from simulator.sweep import Point, fewest_workers, highest_rates, pareto_front
+from simulator.replay.replay_result import WANTED_ATTAINMENT, ReplayResult, percentile
+from simulator.replay.runs import GridResult
+from simulator.replay.sweep import Point, fewest_workers, highest_rates, pareto_front
 
 Figure = Callable[[ReplayResult], float]
 PERCENTS = (50, 90, 99)

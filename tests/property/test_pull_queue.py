@@ -19,7 +19,7 @@ from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedB
 from decode_worker.events import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
-from simulator.fairness import HandOffsAsk
+from simulator.shells.fairness import HandOffsAsk
 from tests.support.worker_words import WorkerReplay
 
 NUM_STEPS = 120

@@ -11,9 +11,9 @@ from core.lifecycle import ServiceRole
 from core.traffic import RouterTraffic
 from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.planner import Planner
-from simulator.cost_model import layout_8b
-from simulator.replay_config import ReplayConfig
-from simulator.workloads import Synthetic, Workload, by_curve, synthetic
+from simulator.replay.replay_config import ReplayConfig
+from simulator.replay.workloads import Synthetic, Workload, by_curve, synthetic
+from simulator.shells.cost_model import layout_8b
 
 P, D = ServiceRole.PREFILL, ServiceRole.DECODE
 REQUESTS = synthetic(Synthetic(num_requests=400, prompt_tokens=20_000, output_tokens=30, spread=0.3), seed=1)

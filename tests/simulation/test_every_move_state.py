@@ -17,11 +17,11 @@ from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveState
 from decode_worker.pull_queue import PullQueue
 from router.requests.routed_request import request_id_of
-from simulator.calls import first_id
-from simulator.faults import Fault, RouterDeath
-from simulator.scenario import Scenario, make_scenario
-from simulator.simulation import Simulation
-from simulator.worker_shell import WorkerShell
+from simulator.search.scenario import Scenario, make_scenario
+from simulator.search.simulation import Simulation
+from simulator.shells.worker_shell import WorkerShell
+from simulator.virtual.calls import first_id
+from simulator.virtual.faults import Fault, RouterDeath
 from tests.support.draining_worlds import draining
 
 SEED = 3

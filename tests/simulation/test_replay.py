@@ -9,12 +9,12 @@ import pytest
 
 from core.config import RouterConfig
 from prefill_worker.machine import PrefillMachine
-from simulator.replay import Replay
-from simulator.replay_config import ReplayConfig
-from simulator.replay_result import ReplayResult, percentile
-from simulator.trace import TraceRequest
-from simulator.workloads import Workload
-from simulator.world import SimulationError
+from simulator.replay.replay import Replay
+from simulator.replay.replay_config import ReplayConfig
+from simulator.replay.replay_result import ReplayResult, percentile
+from simulator.replay.trace import TraceRequest
+from simulator.replay.workloads import Workload
+from simulator.virtual.world import SimulationError
 
 SMALL = ReplayConfig(
     num_prefill=2,

@@ -12,9 +12,9 @@ from functools import cache
 import pytest
 
 from simulator.__main__ import main
-from simulator.orders import OrderKind
-from simulator.scenario import make_scenario
-from simulator.simulation import Result, run_scenario, run_seed
+from simulator.search.orders import OrderKind
+from simulator.search.scenario import make_scenario
+from simulator.search.simulation import Result, run_scenario, run_seed
 
 NUM_SEEDS = 300
 STILL_SEED = 123  # without its fleet, an answer ends as its router dies, before its client resumes it
@@ -115,7 +115,7 @@ def test_most_requests_finish_in_spite_of_everything() -> None:
 
 def test_a_replay_in_another_process_is_the_same_world() -> None:
     """The order of sets and hashes of strings differ between processes: nothing may depend on them."""
-    program = "from simulator.simulation import run_seed; print(run_seed(3).log_hash)"
+    program = "from simulator.search.simulation import run_seed; print(run_seed(3).log_hash)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert int(ran.stdout) == result_of(3).log_hash
 

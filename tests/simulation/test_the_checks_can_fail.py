@@ -29,14 +29,8 @@ from router.requests.machine import RouterMachine
 from router.requests.moves import OpenMoves
 from router.requests.routed_request import Dispatch, RoutedRequest
 from router.routing.worker_record import WorkerRecord
-from simulator import world
-from simulator.authorship import Authorship
-from simulator.calls import Call
-from simulator.clients import ResumingClients
-from simulator.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
-from simulator.memory import Memory
-from simulator.router_shell import RouterShell
-from simulator.scenario import (
+from simulator.search.clients import ResumingClients
+from simulator.search.scenario import (
     SLOW_STEP_COST,
     ClientRequest,
     Scenario,
@@ -45,10 +39,16 @@ from simulator.scenario import (
     make_vllm_scenario,
     other_choices,
 )
-from simulator.simulation import run_scenario
-from simulator.vllm_shell import VllmShell
-from simulator.worker_shell import WorkerShell
-from simulator.world import SimulationError
+from simulator.search.simulation import run_scenario
+from simulator.shells.authorship import Authorship
+from simulator.shells.router_shell import RouterShell
+from simulator.shells.vllm_shell import VllmShell
+from simulator.shells.worker_shell import WorkerShell
+from simulator.virtual import world
+from simulator.virtual.calls import Call
+from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
+from simulator.virtual.memory import Memory
+from simulator.virtual.world import SimulationError
 from tests.support.draining_worlds import draining
 from vllm_worker.engine import Prompt
 from vllm_worker.fake_engine import FakeCore

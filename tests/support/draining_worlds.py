@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.lifecycle import ServiceRole
-from simulator.faults import Fault, NetworkFaults, ReadFaults
-from simulator.scenario import STEP_COST, Scenario
+from simulator.search.scenario import STEP_COST, Scenario
+from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults
 
 NUM_TOKENS = 480  # of a pool
 LONGEST_PROMPT = 60

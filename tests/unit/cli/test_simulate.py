@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import run
-from simulator.costs import BUILT_IN, write_costs
+from simulator.calibration.costs import BUILT_IN, write_costs
 
 SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
 SMALL += ["--prefill", "1", "--decode", "1", "--processes", "1"]

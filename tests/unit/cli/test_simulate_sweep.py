@@ -6,7 +6,7 @@ import pytest
 
 from cli.commands.simulate import parse_sweep
 from cli.screens.simulate_report import answer
-from simulator.sweep import Axis, Point
+from simulator.replay.sweep import Axis, Point
 
 
 def point(num_prefill: int, num_decode: int, attainment: float, rate: float = 2.0) -> Point:

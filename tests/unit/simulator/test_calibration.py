@@ -8,9 +8,9 @@ import pytest
 
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR, StepCost
-from simulator.calibration import MeasuredRequest, MeasuredWorker, compare, costs_of, simulate_run
-from simulator.cost_model import RDMA_400G, LinkCost
-from simulator.replay_config import ReplayConfig
+from simulator.calibration.calibration import MeasuredRequest, MeasuredWorker, compare, costs_of, simulate_run
+from simulator.replay.replay_config import ReplayConfig
+from simulator.shells.cost_model import RDMA_400G, LinkCost
 
 FAST = StepCost(1e-3, 1e-4, 1e-7, 1e-5, 1e-9)
 MIDDLE = StepCost(2e-3, 1e-4, 1e-7, 1e-5, 1e-9)

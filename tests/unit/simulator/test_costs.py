@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.cost.step_cost import StepCost
-from simulator.costs import BUILT_IN, read_costs, write_costs
+from simulator.calibration.costs import BUILT_IN, read_costs, write_costs
 
 COSTS = replace(BUILT_IN["h100-8b"], source="a test", decode=StepCost(1.0, 2.0, 3.0, 4.0, 5.0), median_error=None)
 

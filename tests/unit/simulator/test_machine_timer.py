@@ -6,9 +6,9 @@ from functools import partial
 from itertools import pairwise
 
 from core.machine import Tick
-from simulator.line import independent_line
-from simulator.machine_timer import MachineTimer
-from simulator.world import World
+from simulator.virtual.line import independent_line
+from simulator.virtual.machine_timer import MachineTimer
+from simulator.virtual.world import World
 
 
 class Alarm:

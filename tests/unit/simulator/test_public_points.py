@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.cost.step_cost import StepCost
-from simulator.cost_model import H100_8B
-from simulator.public_points import Filters, Group, Point, fit_file, fit_points
+from simulator.calibration.public_points import Filters, Group, Point, fit_file, fit_points
+from simulator.shells.cost_model import H100_8B
 
 MEASURED = Path(__file__).resolve().parents[2] / "data/h100_llama_8b_points.csv"
 GROUP = Group("a-model", "h100_sxm", "trtllm", 1)

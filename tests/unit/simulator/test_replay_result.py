@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.replay_result import (
+from simulator.replay.replay_result import (
     GapHistogram,
     ReplayResult,
     RequestRecord,

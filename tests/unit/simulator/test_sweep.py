@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.sweep import Axis, Point, grid, highest_rates, pareto_front
+from simulator.replay.sweep import Axis, Point, grid, highest_rates, pareto_front
 
 
 def point(num_prefill: int, num_decode: int, attainment: float, rate: float = 2.0) -> Point:

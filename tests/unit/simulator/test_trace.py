@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens
+from simulator.replay.trace import TraceRequest, at_rate, infinite_cache_tokens
 
 
 def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:

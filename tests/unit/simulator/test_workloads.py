@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator.trace import TraceRequest
-from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+from simulator.replay.trace import TraceRequest
+from simulator.replay.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109

@@ -1,0 +1,111 @@
+"""The costs of a deployment, as a JSON file: `tandem calibrate` writes it, `tandem simulate --costs` reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from core.cost.step_cost import StepCost
+from core.kv_layout import KVLayout
+from simulator.shells.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times that stand for a model, its devices and a network."""
+
+    source: str  # where the numbers come from, for readers
+    prefill: StepCost
+    decode: StepCost
+    link: LinkCost
+    token_bytes: int  # KV of one token
+    max_step_tokens: int  # token budget of a step
+    message_delay_s: float = 0.0005  # of a message between router and worker, as ReplayConfig.message_delay_s
+    median_error: float | None = None  # of the predicted times, as a share; None = unknown
+    largest_error: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, cost in (("prefill", self.prefill), ("decode", self.decode)):
+            if any(seconds < 0.0 or not math.isfinite(seconds) for seconds in asdict(cost).values()):
+                raise ValueError(f"{name}: a time is negative or not a number")
+            if cost.step_s + cost.token_s <= 0.0:
+                raise ValueError(f"{name}: a step takes no time")
+        if not self.link.bytes_per_s > 0.0 or not self.link.latency_s >= 0.0:
+            raise ValueError("link: the speed must be positive, and the latency must not be negative")
+        if self.token_bytes < 4 or self.token_bytes % 4:
+            raise ValueError(f"token_bytes must be a positive multiple of 4, is {self.token_bytes}")
+        if not 0.0 <= self.message_delay_s <= 10.0:
+            raise ValueError(f"message_delay_s must be in [0, 10], is {self.message_delay_s}")
+        if self.max_step_tokens < 1:
+            raise ValueError(f"max_step_tokens must be at least 1, is {self.max_step_tokens}")
+
+    def layout(self, block_size: int) -> KVLayout:
+        """A layout with as many bytes for each token. The simulator reads no other dimension."""
+        return KVLayout(self.source, "bfloat16", 1, 1, block_size, self.token_bytes // 4)
+
+
+BUILT_IN = {
+    "h100-8b": Costs(
+        "Llama-3.1-8B-Instruct on H100 SXM, TensorRT-LLM, and a link of 400 Gb/s",
+        H100_8B, H100_8B, RDMA_400G, layout_8b(1).token_bytes, 8192, median_error=0.018, largest_error=0.065,
+    ),
+}  # fmt: skip
+
+
+def write_costs(path: Path, costs: Costs) -> None:
+    """Raises `OSError`."""
+    path.write_text(json.dumps({"version": VERSION} | asdict(costs), indent=2) + "\n", encoding="utf-8")
+
+
+def read_costs(name: str) -> Costs:
+    """A built-in name or a file. Raises `ValueError` that names the file for malformed content, and `OSError`."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    path = Path(name)
+    text = path.read_text(encoding="utf-8")
+    try:
+        return _costs(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _costs(data: object) -> Costs:
+    content = _mapping("the file", data)
+    if content.get("version") != VERSION:
+        raise ValueError(f"version must be {VERSION}, is {content.get('version')}")
+    names = {field.name for field in fields(Costs)} - {"prefill", "decode", "link"}
+    _require_names("the file", content, {"version", "prefill", "decode", "link", *names})
+    return Costs(
+        prefill=_record(StepCost, "prefill", content["prefill"]),
+        decode=_record(StepCost, "decode", content["decode"]),
+        link=_record(LinkCost, "link", content["link"]),
+        **{name: content[name] for name in names},
+    )
+
+
+def _record(kind: type[Any], where: str, data: object) -> Any:
+    content = _mapping(where, data)
+    _require_names(where, content, {field.name for field in fields(kind)})
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in content.values()):
+        raise ValueError(f"{where}: every value must be a number")
+    return kind(**content)
+
+
+def _mapping(where: str, data: object) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must hold a JSON object")
+    return data
+
+
+def _require_names(where: str, content: Mapping[str, Any], wanted: set[str]) -> None:
+    """Raise `ValueError` that names the missing and the unknown entries."""
+    if missing := sorted(wanted - content.keys()):
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    if unknown := sorted(content.keys() - wanted):
+        raise ValueError(f"{where} holds unknown entries: {', '.join(unknown)}")

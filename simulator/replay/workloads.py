@@ -1,0 +1,234 @@
+"""Workloads: requests with arrival times, lengths and block ids instead of text.
+
+    conversations of Mooncake    `mooncake`        shared prefixes; times in whole 3 s
+    conversations of Azure       `azure`           lengths only: every prompt is distinct
+    coding agents                `agent_sessions`  turns of sessions, which begin at random times
+    synthetic                    `synthetic`       random times and lengths, groups with a common prefix
+
+A seed decides every random number. `Replay` scales a workload to another rate.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from simulator.replay.trace import TraceRequest
+
+_T = TypeVar("_T", int, float)
+
+GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
+MOONCAKE_TOKENS_PER_BLOCK = AZURE_TOKENS_PER_BLOCK = 512
+AGENT_TOKENS_PER_BLOCK = 16
+SYNTHETIC_TOKENS_PER_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Raises `ValueError` without a request."""
+
+    name: str
+    requests: Sequence[TraceRequest]  # by time of arrival
+    granularity_s: float = 0.0  # times are rounded to this; a replay spreads them within it
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ValueError(f"the workload {self.name} holds no request")
+
+
+def mooncake(path: Path, limit: int | None = None, divisor: int = 1, output_divisor: int = 1) -> Workload:
+    """The first `limit` rows. Prompts and blocks are divided by `divisor`, so hit ratios stay the same.
+
+    Raises `ValueError` naming file, line and field, or for a divisor that does not divide a block of 512 tokens, and
+    `OSError`.
+    """
+    _require_divisors(divisor, output_divisor, MOONCAKE_TOKENS_PER_BLOCK)
+    size = MOONCAKE_TOKENS_PER_BLOCK // divisor
+    requests = [_traced(where, row, size, divisor, output_divisor) for where, row in _json_rows(path, limit)]
+    requests.sort(key=lambda request: request.arrives_at)
+    return Workload(path.stem, requests, GRANULARITY_S)
+
+
+def azure(path: Path, limit: int | None = None, divisor: int = 1, output_divisor: int = 1) -> Workload:
+    """The first `limit` rows of a trace of AzurePublicDataset, 2023. Lengths are divided by the divisors.
+
+    Raises `ValueError` naming file, line and field, and `OSError`.
+    """
+    _require_divisors(divisor, output_divisor)
+    requests: list[TraceRequest] = []
+    num_blocks = 0
+    for where, row in _csv_rows(path, limit):
+        num_tokens = max(1, _number(where, row, "ContextTokens", int) // divisor)
+        last = num_blocks + -(-num_tokens // AZURE_TOKENS_PER_BLOCK)
+        at = _number(where, row, "TIMESTAMP", lambda text: datetime.fromisoformat(text[:26]).timestamp())
+        num_output = max(1, _number(where, row, "GeneratedTokens", int) // output_divisor)
+        requests.append(
+            TraceRequest(at, tuple(range(num_blocks, last)), num_tokens, num_output, AZURE_TOKENS_PER_BLOCK)
+        )
+        num_blocks = last
+    return Workload(path.stem, _from_zero(requests))
+
+
+def agent_sessions(
+    path: Path,
+    sessions_per_s: float = 0.1,
+    seed: int = 0,
+    limit: int | None = None,
+    divisor: int = 1,
+    output_divisor: int = 1,
+) -> Workload:
+    """The first `limit` rows. Sessions begin by a Poisson process; turns keep their distance from the start.
+
+    `divisor` divides prompts and blocks, so hit ratios stay the same. Raises `ValueError` naming file, line and field,
+    or for a divisor that does not divide a block of 16 tokens, and `OSError`.
+    """
+    _require_divisors(divisor, output_divisor, AGENT_TOKENS_PER_BLOCK)
+    if sessions_per_s <= 0:
+        raise ValueError(f"sessions_per_s must be positive, is {sessions_per_s:g}")
+    chance, size = random.Random(f"sessions of {seed}"), AGENT_TOKENS_PER_BLOCK // divisor
+    starts: dict[int, float] = {}
+    last_start = 0.0
+    requests = []
+    for where, row in _json_rows(path, limit):
+        session = _number(where, row, "session", int)
+        if session not in starts:
+            last_start = starts[session] = last_start + chance.expovariate(sessions_per_s)
+        request = _traced(where, row, size, divisor, output_divisor)
+        requests.append(replace(request, arrives_at=starts[session] + request.arrives_at, session=session))
+    return Workload(path.stem, _from_zero(requests))
+
+
+def by_curve(
+    workload: Workload, rate_at: Callable[[float], float], highest_rate: float, duration_s: float, seed: int = 0
+) -> Workload:
+    """The requests in their order, by a Poisson process of `rate_at(seconds)` requests/s, at most `highest_rate`.
+
+    After the last request they begin again, with other block ids, so that nothing of them is cached.
+    """
+    chance = random.Random(f"curve of {seed}")
+    highest_id = max(max(request.hash_ids, default=0) for request in workload.requests) + 1
+    requests: list[TraceRequest] = []
+    at = 0.0
+    while (at := at + chance.expovariate(highest_rate)) < duration_s:
+        if chance.random() * highest_rate < rate_at(at):
+            turn, place = divmod(len(requests), len(workload.requests))
+            request = workload.requests[place]
+            hash_ids = tuple(hash_id + turn * highest_id for hash_id in request.hash_ids)
+            requests.append(replace(request, arrives_at=at, hash_ids=hash_ids))
+    return Workload(workload.name, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Raises `ValueError` naming the field."""
+
+    num_requests: int = 1000
+    rate: float = 1.0  # requests/s
+    burstiness: float = 1.0  # squared coefficient of variation of the gaps: 1 = Poisson, more = Gamma with bursts
+    prompt_tokens: int = 1024  # mean, with the shared prefix
+    output_tokens: int = 128  # mean
+    spread: float = 0.5  # lengths lie within mean x (1 +- spread), with equal probability
+    num_groups: int = 0  # each request belongs to a random group; 0 = no shared prefixes
+    prefix_tokens: int = 0  # that the prompts of a group have in common
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "rate", "burstiness", "prompt_tokens", "output_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, is {getattr(self, name):g}")
+        if not 0 <= self.spread <= 1:
+            raise ValueError(f"spread must be in [0, 1], is {self.spread:g}")
+        if self.num_groups < 0 or (self.num_groups == 0) != (self.prefix_tokens == 0):
+            raise ValueError("num_groups and prefix_tokens must be set together, or both be 0")
+        if not 0 <= self.prefix_tokens < self.prompt_tokens * (1 - self.spread) + 1:
+            raise ValueError(f"prefix_tokens must be less than the shortest prompt, is {self.prefix_tokens}")
+
+
+def synthetic(config: Synthetic, seed: int = 0) -> Workload:
+    chance, size = random.Random(f"synthetic requests of {seed}"), SYNTHETIC_TOKENS_PER_BLOCK
+    num_prefix = -(-config.prefix_tokens // size)  # a prefix is rounded up to whole blocks
+    next_id, at = config.num_groups * num_prefix, 0.0
+    requests = []
+    for _ in range(config.num_requests):
+        num_tokens = max(1, num_prefix * size + 1, _length(chance, config.prompt_tokens, config.spread))
+        num_own = -(-num_tokens // size) - num_prefix
+        group = chance.randrange(config.num_groups) if config.num_groups else 0
+        prefix = range(group * num_prefix, (group + 1) * num_prefix)
+        hash_ids = (*prefix, *range(next_id, next_id + num_own))
+        num_output = _length(chance, config.output_tokens, config.spread)
+        requests.append(TraceRequest(at, hash_ids, num_tokens, num_output, size))
+        next_id += num_own
+        at += chance.gammavariate(1 / config.burstiness, config.burstiness / config.rate)
+    return Workload("synthetic", requests)
+
+
+def _length(chance: random.Random, mean: int, spread: float) -> int:
+    return max(1, round(chance.uniform(mean * (1 - spread), mean * (1 + spread))))
+
+
+# ---- files
+
+
+def _csv_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str, object]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            if limit is not None and number - 2 >= limit:
+                return
+            yield f"{path}, line {number}", row
+
+
+def _json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str, object]]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and number > limit:
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: must be a JSON object, is {line.strip()!r:.40}")
+            yield f"{path}, line {number}", row
+
+
+def _traced(
+    where: str, row: Mapping[str, object], tokens_per_block: int, divisor: int, output_divisor: int
+) -> TraceRequest:
+    """A row with `timestamp` in ms, `input_length`, `output_length` and `hash_ids`."""
+    hash_ids = row.get("hash_ids")
+    if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
+        raise ValueError(f"{where}: hash_ids must be a list of integers, is {hash_ids!r:.40}")
+    num_tokens = max(1, _number(where, row, "input_length", int) // divisor)
+    if num_tokens > len(hash_ids) * tokens_per_block:
+        raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
+    at = _number(where, row, "timestamp", float) / 1e3
+    num_output = max(1, _number(where, row, "output_length", int) // output_divisor)
+    return TraceRequest(at, tuple(hash_ids), num_tokens, num_output, tokens_per_block)
+
+
+def _number(where: str, row: Mapping[str, object], field: str, parse: Callable[[str], _T]) -> _T:
+    if row.get(field) is None:
+        raise ValueError(f"{where}: {field} is missing")
+    try:
+        return parse(str(row[field]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {field} is {row[field]!r:.40}") from error
+
+
+def _require_divisors(divisor: int, output_divisor: int, tokens_per_block: int = 0) -> None:
+    for name, value in (("divisor", divisor), ("output_divisor", output_divisor)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, is {value}")
+    if tokens_per_block % divisor:
+        raise ValueError(f"divisor must divide {tokens_per_block}, is {divisor}")
+
+
+def _from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Sorted by time; the first request arrives at 0."""
+    requests.sort(key=lambda request: request.arrives_at)
+    return [replace(request, arrives_at=request.arrives_at - requests[0].arrives_at) for request in requests]
