@@ -12,6 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
 
+import cli
 from cli.commands import status, trace
 from cli.commands.command_options import console as console_of_all_commands
 from cli.commands.events import event_line
@@ -20,7 +21,7 @@ from cli.screens.terminal import SHOWN, Terminal
 from core.plain_text import escaped, is_plain
 from tandem_client.stubs import cluster_pb2
 
-CLI = Path(status.__file__).parent
+CLI = Path(cli.__file__).parent
 HOSTILE = (
     "[/x]",
     "[red]a[/red]",
@@ -102,7 +103,7 @@ def test_every_command_prints_on_this_console() -> None:
     assert isinstance(console_of_all_commands, Terminal)
     makes = {
         path.name
-        for path in CLI.glob("*.py")
+        for path in CLI.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Console"
     }
