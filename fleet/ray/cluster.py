@@ -29,8 +29,8 @@ from fleet.ray.head import RayHead
 from fleet.ray.hosts import SupervisorActor, kill_hosts, on_this_machine
 from fleet.ray.machines import live_nodes
 from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.notes import FleetUpdate
 from fleet.supervisor.spec import FleetSpec
-from fleet.supervisor.supervisor import FleetUpdate
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"

@@ -12,7 +12,7 @@ from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.host.host import HostDied
 from fleet.ray.calls import await_actor
-from fleet.supervisor.supervisor import Refusal
+from fleet.supervisor.refusal import Refusal
 
 CALL_TIMEOUT_S = 5.0  # a call of a router to the supervisor; beyond: UNAVAILABLE
 APPLY_TIMEOUT_S = 30.0  # the supervisor reads the config, and imports the code for it

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from core.config import ConfigText, TandemConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
 from fleet.law.events import FleetAdopted, FleetMessage, MachineId, RollLeft, ServiceStarted
 from fleet.supervisor.spec import FleetSpec
@@ -52,6 +53,28 @@ class Handover:
     revision: int = 0  # of new starts; 0 = another version has written the configs otherwise
     texts: Mapping[int, str] = field(default_factory=dict)  # by revision, that of new starts and that of `roll.leaves`
     roll: KeptRoll | None = None
+
+    @classmethod
+    def of(
+        cls,
+        started: FleetSpec,
+        specs: Mapping[int, FleetSpec],
+        status: FleetStatus,
+        pinned: Sequence[ServiceRole],
+        can_stop_roll: bool,
+    ) -> Handover:
+        """The record of a fleet. `specs`: by revision."""
+        roll, revisions = None, {status.revision}
+        if status.rolling:
+            live = [slot for slot in status.slots if slot.service_id]
+            leaves = max((slot.revision for slot in live if slot.revision != status.revision), default=status.revision)
+            rolled = tuple(slot.service_id for slot in live if slot.revision == status.revision)
+            roll = KeptRoll(leaves, can_stop_roll, rolled)
+            revisions.add(leaves)
+        sizes = {role.value: size for role, size in status.wanted.items()}
+        texts = {revision: specs[revision].text.as_json() for revision in revisions}
+        roles = tuple(role.value for role in pinned)
+        return cls(started.text.as_json(), sizes, roles, status.revision, texts, roll)
 
     def as_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -16,17 +16,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, assert_never
+from dataclasses import replace
+from typing import Any, TypeVar, assert_never
 
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from core.service import Endpoint, FleetRouter, PoolSizes, join_address
+from core.service import Endpoint, PoolSizes, join_address
 from fleet.host.cores import LocalRanks
 from fleet.host.host import Adoption, Host, HostDied, LocalRank
 from fleet.host.service_host import StartFault
@@ -64,46 +62,20 @@ from fleet.law.machine import FleetMachine
 from fleet.law.slots import OTHER_ROLE
 from fleet.planner.planner import PlanAction, Planner
 from fleet.planner.shell import run_planner
-from fleet.supervisor.handover import Handover, HandoverKeeper, HandoverStore, KeptRoll, take_over
-from fleet.supervisor.notes import NoteRing
+from fleet.supervisor.handover import Handover, HandoverKeeper, HandoverStore, take_over
+from fleet.supervisor.notes import FleetUpdate, NoteRing, UpdateQueue
+from fleet.supervisor.publishing import Publisher
+from fleet.supervisor.refusal import refusing
 from fleet.supervisor.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
-MAX_UPDATES = 1000  # updates that `tandem serve` has not printed; beyond: the oldest is dropped
-
 MACHINES_INTERVAL_S = 1.0
-PUBLISH_TIMEOUT_S = 1.0  # that the drain of a worker waits for a router that does not answer; below DRAIN_GRACE_S
 
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
 # The machines that leave, with the seconds until they end; None = without a time limit.
 LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
 T = TypeVar("T")
-P = ParamSpec("P")
-FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An `InvalidRequest` as a value: Ray would wrap the exception on its way between processes."""
-
-    field: str
-    message: str
-
-
-def _refusing(
-    order: Callable[Concatenate[Supervisor, P], Awaitable[T]],
-) -> Callable[Concatenate[Supervisor, P], Coroutine[Any, Any, T | Refusal]]:
-    """Let an order answer with a `Refusal` where it raises `InvalidRequest`."""
-
-    @wraps(order)
-    async def answer(self: Supervisor, *arguments: P.args, **named: P.kwargs) -> T | Refusal:
-        try:
-            return await order(self, *arguments, **named)
-        except InvalidRequest as refused:
-            return Refusal(refused.field, refused.message)
-
-    return answer
 
 
 class Supervisor:
@@ -129,10 +101,8 @@ class Supervisor:
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._has_begun = False  # after the adoption
         self._hosts: dict[Member, Host] = {}
-        self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
-        self._all_published = asyncio.Event()
-        self._updates: deque[FleetUpdate] = deque(maxlen=MAX_UPDATES)
-        self._has_updates = asyncio.Event()
+        self._publisher = Publisher(self._hosts)
+        self._updates = UpdateQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
@@ -153,8 +123,8 @@ class Supervisor:
         try:
             self._claim = PortClaim(host, port, joins=joins)
         except OSError as error:
-            where = join_address(host, port)
-            self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
+            fault = f"cannot listen on {join_address(host, port)} ({error.strerror})"
+            self._updates.add(FleetFailed(f"{fault}; choose another port with --port"))
             return
         if found:
             await self._adopt(found)
@@ -193,17 +163,8 @@ class Supervisor:
         return answer
 
     def _handover(self) -> Handover:
-        status, roll, revisions = self._fleet_status(), None, {self._revision}
-        if status.rolling:
-            live = [slot for slot in status.slots if slot.service_id]
-            leaves = max((slot.revision for slot in live if slot.revision != status.revision), default=status.revision)
-            rolled = tuple(slot.service_id for slot in live if slot.revision == status.revision)
-            roll = KeptRoll(leaves, self._machine.can_stop_roll, rolled)
-            revisions.add(leaves)
-        sizes = {role.value: size for role, size in status.wanted.items()}
-        pinned = tuple(role.value for role in self._planner.pinned)
-        texts = {revision: self._specs[revision].text.as_json() for revision in revisions}
-        return Handover(self._spec.text.as_json(), sizes, pinned, status.revision, texts, roll)
+        status, pinned = self._fleet_status(), self._planner.pinned
+        return Handover.of(self._spec, self._specs, status, pinned, self._machine.can_stop_roll)
 
     async def alive(self) -> None:
         """Answers while this supervisor lives."""
@@ -211,14 +172,14 @@ class Supervisor:
     async def shutdown(self) -> float:
         """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
         if self._driver is None:  # Ctrl-C came before `start`
-            self._report(FleetStopped())
+            self._updates.add(FleetStopped())
             return 0.0
         if self._planning is not None:
             self._planning.cancel()
         self._post(Shutdown())
         return max(spec.router_drain_timeout_s for spec in self._specs.values())
 
-    @_refusing
+    @refusing
     async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
         """As `FleetControl.scale`. Raises `WorkerUnavailable` if the fleet has failed."""
         if auto and not self._specs[self._revision].planner.enabled:
@@ -227,7 +188,7 @@ class Supervisor:
         self._planner.pin(sizes, only=auto)
         return await self._kept(self._machine.wanted)
 
-    @_refusing
+    @refusing
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
         """As `FleetControl.switch_role`."""
         self._ask(SwitchRole(slot, role))
@@ -288,7 +249,7 @@ class Supervisor:
         """As `FleetControl.config`."""
         return FleetConfig(self._revision, json.dumps(self._specs[self._revision].text.tables))
 
-    @_refusing
+    @refusing
     async def apply(self, config: str, options: str, restart: bool, expected_revision: int = 0) -> ConfigChange:
         """As `FleetControl.apply`."""
         self._check_begun()
@@ -309,7 +270,7 @@ class Supervisor:
             self._specs[self._revision] = new.spec
         return await self._kept(ConfigChange(self._revision, new.changes, new.restarts))
 
-    @_refusing
+    @refusing
     async def stop_roll(self) -> ConfigChange:
         """As `FleetControl.stop_roll`."""
         self._ask(StopRoll())
@@ -325,22 +286,14 @@ class Supervisor:
 
     async def updates(self) -> list[FleetUpdate]:
         """The updates since the last call. Waits until there is one."""
-        await self._has_updates.wait()
-        self._has_updates.clear()
-        updates = list(self._updates)
-        self._updates.clear()
-        return updates
+        return await self._updates.take()
 
     def _post(self, event: FleetEvent) -> None:
         assert self._driver is not None, "start it first"
         self._driver.post(event)
 
     def _fail(self, error: BaseException) -> None:
-        self._report(FleetFailed(f"the supervisor has a bug: {error!r}"))
-
-    def _report(self, update: FleetUpdate) -> None:
-        self._updates.append(update)
-        self._has_updates.set()
+        self._updates.add(FleetFailed(f"the supervisor has a bug: {error!r}"))
 
     def _perform(self, action: FleetAction) -> None:
         match action:
@@ -355,17 +308,14 @@ class Supervisor:
             case KillService():
                 self._kill(action.member)
             case PublishFleet():
-                idle = action.router not in self._unpublished
-                self._unpublished[action.router] = action
-                self._all_published.clear()
-                if idle:
-                    self._spawn(self._publish(action.router))
+                if self._publisher.add(action):
+                    self._spawn(self._publisher.deliver(action.router))
             case FleetMessage():
                 self._notes.add(action, time.time())
                 if action.printed:
-                    self._report(action)
+                    self._updates.add(action)
             case FleetReady() | FleetFailed() | FleetStopped():
-                self._report(action)
+                self._updates.add(action)
             case _:
                 assert_never(action)
 
@@ -447,7 +397,7 @@ class Supervisor:
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
         if member.role is not ServiceRole.ROUTER:
-            await self._until_published()
+            await self._publisher.until_delivered()
         host = self._hosts.get(member)
         if host is None:
             return  # died just now
@@ -457,7 +407,7 @@ class Supervisor:
         self._post(Drained(member))
 
     async def _switch_role(self, member: Member, timeout_s: float) -> None:
-        await self._until_published()
+        await self._publisher.until_delivered()
         host = self._hosts.get(member)
         if host is None:
             return  # died just now
@@ -469,12 +419,6 @@ class Supervisor:
             self._kill(member)
             self._post(SwitchFailed(member, reason))
 
-    async def _until_published(self) -> None:
-        """Wait until every router has the newest lists, or does not answer."""
-        if self._unpublished:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_published.wait(), PUBLISH_TIMEOUT_S)
-
     def _kill(self, member: Member) -> None:
         host = self._hosts.pop(member, None)
         if host is None:
@@ -483,23 +427,6 @@ class Supervisor:
             host.kill()
         except Exception as error:  # noqa: BLE001 (Ray may be away for a moment; the fleet goes on)
             self._perform(FleetMessage(member.name, "could not be killed", f"{type(error).__name__}: {error}"))
-
-    async def _publish(self, router: Member) -> None:
-        """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""
-        try:
-            while True:
-                publication = self._unpublished[router]
-                workers = [serving.endpoint for serving in publication.workers]
-                routers = [FleetRouter(s.service_id, s.address, s.draining) for s in publication.routers]
-                await self._hosts[router].set_fleet(workers, routers)
-                if self._unpublished[router] is publication:
-                    return
-        except (HostDied, KeyError):
-            return  # the router is gone; the next one gets the full lists when it starts
-        finally:
-            self._unpublished.pop(router, None)
-            if not self._unpublished:
-                self._all_published.set()
 
 
 def _started(member: Member, endpoint: Endpoint) -> ServiceStarted:

@@ -8,7 +8,7 @@ from cli.commands.serve import print_notices
 from core.errors import TandemError
 from fleet.law.events import FleetFailed, FleetMessage
 from fleet.ray.cluster import Cluster
-from fleet.supervisor.supervisor import FleetUpdate
+from fleet.supervisor.notes import FleetUpdate
 
 
 class FakeCluster(Cluster):

@@ -32,9 +32,11 @@ from fleet.law.events import (
 )
 from fleet.law.machine import FleetMachine
 from fleet.planner import shell
-from fleet.supervisor import supervisor
+from fleet.supervisor import publishing, supervisor
+from fleet.supervisor.notes import FleetUpdate
+from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
-from fleet.supervisor.supervisor import FleetUpdate, Refusal, Supervisor
+from fleet.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
 
 HERE, THERE = MachineId("here", "10.0.0.1"), MachineId("there", "10.0.0.2")
@@ -244,7 +246,7 @@ async def test_a_worker_drains_when_the_routers_know(site: Site) -> None:
 
 
 async def test_a_router_that_does_not_answer_holds_no_drain_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PUBLISH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(publishing, "PUBLISH_TIMEOUT_S", 0.02)
     site.routers_answer.clear()
     await site.supervisor.scale({ServiceRole.DECODE: 0})
     await site.reports("decode-0", "has drained")

@@ -12,7 +12,7 @@ from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.ray import supervisor_control
 from fleet.ray.supervisor_control import SupervisorControl
-from fleet.supervisor.supervisor import Refusal
+from fleet.supervisor.refusal import Refusal
 
 
 class Supervisor:
