@@ -72,7 +72,6 @@ async def split(dtype: str, requests: Sequence[Request]) -> Streams:
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-        assert answer.finished is not None
         assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         return answer.token_ids
 

@@ -68,7 +68,7 @@ class Tally:
     def count_stream(self, stream: Stream) -> None:
         answer, error = stream.answer, f"{stream.code.name}: {stream.details}" if stream.code else ""
         if answer.indices == list(range(stream.num_tokens)):
-            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.finished, error)
+            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.end, error)
         else:
             self.wrong += 1
 

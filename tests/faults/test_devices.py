@@ -51,12 +51,12 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         error = await asyncio.wait_for(victim.failed(), 10)
         assert isinstance(error, DeviceLost)
         assert faults.num_lost == 1, "a lost device gets a second step"
-        moved = (await streams[id(victim)].right()).answer.finished
+        moved = (await streams[id(victim)].right()).finished
         assert moved is not None
         assert moved.attempts == 2
         assert moved.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert moved.decode_worker == id_of(deployment, other)
-        bystander = (await streams[id(other)].right()).answer.finished
+        bystander = (await streams[id(other)].right()).finished
         assert bystander is not None
         assert bystander.attempts == 1
         await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
@@ -76,7 +76,7 @@ async def test_a_lost_device_of_a_prefill_worker_costs_one_attempt() -> None:
             await stream.right()
         assert faults.num_lost == 1, "no step failed, or more than one"
         assert isinstance(await asyncio.wait_for(victim.failed(), 10), DeviceLost)
-        attempts = [stream.answer.finished.attempts for stream in streams if stream.answer.finished is not None]
+        attempts = [stream.finished.attempts for stream in streams]
         assert set(attempts) == {1, 2}
         await victim.stop()
         deployment.prefill.remove(victim)
@@ -93,8 +93,7 @@ async def test_a_worker_that_fails_each_step_attracts_no_more_requests() -> None
         faults.lost = True
         attempts = []
         for seed in range(1, 13):
-            finished = (await Stream(deployment.inference, prompt_of(seed), 3).right()).answer.finished
-            assert finished is not None
+            finished = (await Stream(deployment.inference, prompt_of(seed), 3).right()).finished
             assert finished.decode_worker == id_of(deployment, other)
             attempts.append(finished.attempts)
         assert faults.num_lost == 1, "no step failed, or more than one"
@@ -158,8 +157,7 @@ async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypat
         monkeypatch.setattr(runner_of(victim).memory, "start_copies", lose)
         streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
         for stream in streams:
-            finished = (await stream.right()).answer.finished
-            assert finished is not None
+            finished = (await stream.right()).finished
             assert finished.decode_worker == id_of(deployment, other)
         assert num_lost == 1, "no copy failed, or the agent went on after the loss"
         assert "illegal memory access" in str(await asyncio.wait_for(victim.failed(), 10))
@@ -184,14 +182,13 @@ async def test_a_sequence_without_memory_goes_on_elsewhere_and_its_neighbours_no
         for faults in all_faults:
             faults.out_of_memory = has_no_memory
         stream = Stream(deployment.inference, large, NUM_OUTPUT)
-        finished = (await stream.right()).answer.finished
-        assert finished is not None
+        finished = (await stream.right()).finished
         assert finished.attempts == 2
         assert sorted(len(faults.failed) for faults in all_faults) == [0, 1], "the fault did not happen once"
         failed_on = deployment.decode[0 if all_faults[0].failed else 1]
         assert finished.decode_worker != id_of(deployment, failed_on)
         for neighbour in small:
-            end = (await neighbour.right()).answer.finished
+            end = (await neighbour.right()).finished
             assert end is not None
             assert end.attempts == 1
         assert all(is_known(deployment, worker) for worker in deployment.decode), "the worker ended, too"
@@ -204,9 +201,8 @@ async def test_a_prompt_without_memory_is_computed_by_the_decode_worker_and_leav
     async with deploy(replace(config, worker=WorkerConfig(report_interval_s=0.05))) as deployment:
         faults = DeviceFaults(deployment.prefill[0])
         faults.out_of_memory = lambda chunk: chunk.start > 0  # its second chunk: the first one is on its way already
-        finished = (await Stream(deployment.inference, prompt_of(1, 100), NUM_OUTPUT).right()).answer.finished
+        finished = (await Stream(deployment.inference, prompt_of(1, 100), NUM_OUTPUT).right()).finished
         assert faults.failed, "the fault did not happen"
-        assert finished is not None
         assert finished.attempts == 2
         await deployment.settle()
 

@@ -64,8 +64,7 @@ async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) ->
         gate.open()
         await other.right()
         await waiting.right()
-        assert waiting.answer.finished is not None
-        assert waiting.answer.finished.attempts == 1
+        assert waiting.finished.attempts == 1
         pool.release(filled)
         await deployment.settle()
 
@@ -118,7 +117,7 @@ async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: Mem
         await asyncio.gather(*(stream.right_or_typed() for stream in streams))
         assert fabric.faults_done["fail"] >= 1
         for stream in streams:  # one failed message loses the peer for all that is under way
-            assert stream.answer.finished is None or stream.answer.finished.attempts > 1, "it met no failure"
+            assert stream.answer.end is None or stream.finished.attempts > 1, "it met no failure"
         await other.right()
         await deployment.settle()
 
@@ -141,8 +140,7 @@ async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> 
         assert fabric.faults_done["flip"] == 1
         assert transfers(deployment.decode[0]).counters.num_digest_mismatches == 1
         await until(lambda: reported(deployment, "decode") == 1, "the router is told of it")
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.attempts == 1, "reading once more was enough"
+        assert stream.finished.attempts == 1, "reading once more was enough"
         await other.right()
         await deployment.settle()
 
@@ -160,9 +158,8 @@ async def test_bytes_that_flip_at_every_reading_end_the_hand_off_and_not_the_req
         stream = await streaming.right()
         assert fabric.faults_done["flip"] == 2
         assert pulls_ended(deployment, PullerState.FAILED) == 1
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.attempts == 2
-        assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        assert stream.finished.attempts == 2
+        assert stream.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         await other.right()
         await deployment.settle()
 
@@ -186,13 +183,11 @@ async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_n
         stream = await Stream(deployment.inference, one_chunk).right()
         assert len(changed) == 1
         assert pulls_ended(deployment, PullerState.FAILED) == 1
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.attempts == 2
+        assert stream.finished.attempts == 2
         await other.right()
         await deployment.settle()
         # The owner's prefix cache does not serve the corrupt block to a later request.
         deployment.drop_caches(deployment.decode)
         again = await Stream(deployment.inference, one_chunk).right()
-        assert again.answer.finished is not None
-        assert again.answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        assert again.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         await deployment.settle()

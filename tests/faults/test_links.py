@@ -86,9 +86,8 @@ async def hands_off(fleet: Fleet) -> None:
     deadline = time.monotonic() + 20.0
     while True:
         stream = await Stream(fleet.inference, prompt_of(next(NEW_SEEDS)), 5).right()
-        assert stream.answer.finished is not None
-        if stream.answer.finished.path == DISAGGREGATED:
-            assert stream.answer.finished.transferred_bytes > 0
+        if stream.finished.path == DISAGGREGATED:
+            assert stream.finished.transferred_bytes > 0
             return
         assert time.monotonic() < deadline, "no hand-off works any more"
 
@@ -118,10 +117,9 @@ async def test_kv_moves_over_the_link_between_two_machines(machines: Machines, f
 async def kv_moves(machines: Machines, fleet: Fleet) -> None:
     before = machines.num_bytes_arrived()
     stream = await Stream(fleet.inference, prompt_of(10, 300), 20).right()
-    assert stream.answer.finished is not None
-    assert stream.answer.finished.path == DISAGGREGATED
-    assert stream.answer.finished.transferred_bytes > 0
-    assert machines.num_bytes_arrived() - before > stream.answer.finished.transferred_bytes
+    assert stream.finished.path == DISAGGREGATED
+    assert stream.finished.transferred_bytes > 0
+    assert machines.num_bytes_arrived() - before > stream.finished.transferred_bytes
 
 
 def cut(machines: Machines) -> None:
@@ -144,13 +142,11 @@ async def test_a_link_that_fails_during_a_hand_off(
     fail(machines)
     try:
         await stream.right()
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.attempts == 2
+        assert stream.finished.attempts == 2
         await until(lambda: not prefill.busy_blocks, "the owner's lease ends, too", LEASE_S + SLACK_S)
         await other.right()
         while_down = await Stream(fleet.inference, prompt_of(40 + len(fail.__name__), 100), 5).right()
-        assert while_down.answer.finished is not None
-        assert while_down.answer.finished.path != DISAGGREGATED
+        assert while_down.finished.path != DISAGGREGATED
         await fleet.settle(within_s=TCP_GIVES_UP_S)  # the fault may have come during a read
         if fail is lose_everything:
             assert machines.num_dropped() > 0
@@ -173,8 +169,7 @@ async def test_a_link_that_fails_during_a_read(
     fail(machines)
     try:
         await stream.right()
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.attempts == 2
+        assert stream.finished.attempts == 2
         (decode,) = fleet.pool("decode")
         assert "incoming" in str(decode.load.ledger), "no read was in flight"
         await fleet.settle(within_s=TCP_GIVES_UP_S)
@@ -202,9 +197,8 @@ async def test_a_slow_link(machines: Machines, fleet: Fleet, rate: str, suffices
     try:
         stream = await Stream(fleet.inference, prompt_of(80 + suffices, 180), 5).right()
         assert machines.num_held_up() > 0
-        assert stream.answer.finished is not None
-        assert (stream.answer.finished.path == DISAGGREGATED) == suffices
-        assert (stream.answer.finished.attempts == 1) == suffices
+        assert (stream.finished.path == DISAGGREGATED) == suffices
+        assert (stream.finished.attempts == 1) == suffices
         await fleet.settle(within_s=5.0)
     finally:
         machines.slow_down_no_more()

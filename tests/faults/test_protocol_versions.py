@@ -49,8 +49,7 @@ async def test_peers_of_two_protocol_versions_recompute_each_request_at_once(
             for seed in range(NUM_REQUESTS):
                 stream = Stream(deployment.inference, prompt_of(seed), timeout_s=LEASE_S / 4)
                 await stream.right()
-                assert stream.answer.finished is not None
-                assert stream.answer.finished.path != inference_pb2.REQUEST_PATH_DISAGGREGATED
+                assert stream.finished.path != inference_pb2.REQUEST_PATH_DISAGGREGATED
             assert pulls_ended(deployment, PullerState.COMPLETE) == (0 if from_start else 1)
             assert pulls_ended(deployment, PullerState.FAILED) >= 1, "the versions met"
             (path,) = transfers(deployment.decode[0]).paths
@@ -75,9 +74,8 @@ async def test_workers_that_state_two_versions_serve_side_by_side_and_no_hand_of
         for seed in range(NUM_REQUESTS):
             stream = Stream(deployment.inference, prompt_of(seed), timeout_s=LEASE_S / 4)
             await stream.right()
-            assert stream.answer.finished is not None
-            assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL
-            assert stream.answer.finished.attempts == 1
+            assert stream.finished.path == inference_pb2.REQUEST_PATH_LOCAL
+            assert stream.finished.attempts == 1
         assert pulls_ended(deployment, PullerState.COMPLETE) == pulls_ended(deployment, PullerState.FAILED) == 0
         assert not list(transfers(deployment.decode[0]).paths), "a worker has met a peer of another version"
         await deployment.settle()

@@ -28,8 +28,7 @@ async def test_prompt_and_output_may_fill_the_context(context: tuple[Deployment,
     for _ in range(2):  # the second time with a cached prompt
         stream = Stream(deployment.inference, prompt_of(1, length - num_output), num_output)
         await stream.right()
-        assert stream.answer.finished is not None
-        assert stream.answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        assert stream.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     await deployment.settle()
 
 

@@ -26,7 +26,6 @@ async def test_the_policy_of_the_document_serves_a_request(tmp_path: Path, monke
     assert type(load_policy(config.router)).__name__ == "FewestRequests"
     async with deploy(config, num_prefill=1, num_decode=1) as deployment:
         answer = await deployment.generate(text="Hello", max_tokens=4)
-    assert answer.finished is not None
     assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL, "the built-in policy may not choose it here"
     assert len(answer.token_ids) == 4
 

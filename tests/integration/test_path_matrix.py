@@ -93,7 +93,6 @@ async def answer_all(deployment: Deployment, prompts: list[tuple[int, ...]], dra
 
 
 def check_drafts(answer: Answer, *, num_right: int = 1) -> None:
-    assert answer.finished is not None
     usage = answer.finished.usage
     assert num_right <= usage.accepted_drafts < usage.drafted_tokens, "no guess was right, or none was wrong"
 
@@ -108,7 +107,6 @@ async def test_two_pools_chunks_and_a_prefix_hit(
     for answer, tokens in zip(await answer_all(deployment, prompts, draw), expected, strict=True):
         assert answer.token_ids == tokens
         assert answer.indices == list(range(len(tokens)))
-        assert answer.finished is not None
         assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         check_drafts(answer, num_right=len(tokens) // 3)
 
@@ -128,7 +126,7 @@ async def test_local_prefill_while_sequences_are_preempted(
         answers = await answer_all(deployment, prompts, draw)
         assert [answer.token_ids for answer in answers] == expected
         assert machine_of(worker).core.scheduler.num_preemptions > 0, "nothing happened"
-        assert all(a.finished and a.finished.path == inference_pb2.REQUEST_PATH_LOCAL for a in answers)
+        assert all(a.finished.path == inference_pb2.REQUEST_PATH_LOCAL for a in answers)
         check_drafts(answers[0])
         pool.release(kept)
         await deployment.settle()
@@ -154,7 +152,7 @@ async def test_a_stream_whose_worker_dies(
         answer = Answer()
         async for response in deployment.inference.Generate(ask(prompt, draw, logprobs=2), timeout=60):
             if response.HasField("finished"):
-                answer.finished = response.finished
+                answer.end = response.finished
             if not response.HasField("tokens"):
                 continue
             answer.token_ids += response.tokens.token_ids
@@ -164,7 +162,6 @@ async def test_a_stream_whose_worker_dies(
                 (busy,) = [worker for worker in deployment.decode if worker._view.load.num_calls]
                 await busy.stop()
         assert answer.token_ids == tokens
-        assert answer.finished is not None
         assert answer.finished.attempts == 2
         assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert answer.finished.usage.drafted_tokens > 0  # of the second attempt, where all may be right
@@ -175,7 +172,6 @@ async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Orac
     tokens = read(oracle, engine, prompt, "greedy")
     (answer,) = await deployment.generate_all(ask(prompt, "greedy", speculation=False))
     assert answer.token_ids == tokens
-    assert answer.finished is not None
     assert answer.finished.usage.drafted_tokens == answer.finished.usage.accepted_drafts == 0
 
 
@@ -191,10 +187,8 @@ async def test_an_output_ends_inside_a_run_of_guesses(
         first = tokens.index(tokens[last])
         stopped = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, stop_token_ids=[tokens[last]])
         assert stopped.token_ids == tokens[: first + 1]
-        assert stopped.finished is not None
         assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
     stop = whole.text[40:44]
     at_string = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, stop_strings=[stop])
     assert at_string.text == whole.text[: whole.text.index(stop)]
-    assert at_string.finished is not None
     assert at_string.finished.stop_match == stop

@@ -89,7 +89,6 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
     staying = [worker, *deployment.decode]  # so that no other worker computes the prompt
     await deployment.router.set_workers([deployment.endpoints[id(each)] for each in staying])
     answer = await deployment.generate(token_ids=moved[-1], max_tokens=8)
-    assert answer.finished is not None
     assert answer.token_ids == expected(deployment, moved[-1], 8)
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
     assert answer.finished.prefill_worker == deployment.endpoints[id(worker)].service_id

@@ -21,7 +21,6 @@ async def test_the_commands_of_the_runbook_answer() -> None:
     assert len(commands) >= 5
     async with deploy(tiny_config()) as deployment:
         answer = await deployment.generate(text="Hello", max_tokens=8)
-        assert answer.finished is not None
         for command in commands:
             _, *arguments = shlex.split(command.replace("REQUEST_ID", answer.finished.request_id))
             arguments += ["--router", deployment.router_address]

@@ -56,13 +56,11 @@ async def test_every_stage_of_every_process_is_a_child_of_one_root(traced: tuple
         assert span["parent_id"] == parent["context"]["span_id"]
     services = {span["resource"]["attributes"]["service.name"] for span in spans}
     assert services == {"tandem-router", "tandem-prefill-worker", "tandem-decode-worker"}
-    assert answer.finished is not None
     assert root["context"]["trace_id"] == f"0x{answer.finished.trace_id}"
 
 
 async def test_each_stage_of_a_worker_has_its_figures(traced: tuple[Answer, list[dict]]) -> None:
     answer, spans = traced
-    assert answer.finished is not None
     attributes = {span["name"]: span["attributes"] for span in spans}
     prefill, transfer = attributes["prefill_worker.prefill"], attributes["decode_worker.transfer"]
     decode, attempt = attributes["decode_worker.decode"], attributes["router.attempt"]
@@ -95,7 +93,6 @@ async def test_the_children_cover_98_percent_of_the_root(traced: tuple[Answer, l
 async def test_the_root_carries_the_semantic_attributes(traced: tuple[Answer, list[dict]]) -> None:
     answer, spans = traced
     attributes = next(span for span in spans if span["name"] == SpanName.REQUEST.value)["attributes"]
-    assert answer.finished is not None
     assert attributes[Attribute.OPERATION] == "text_completion"
     assert attributes[Attribute.REQUEST_MODEL] == "random:llama-tiny"
     assert attributes[Attribute.INPUT_TOKENS] == 80

@@ -63,7 +63,12 @@ class Answer:
     text: str = ""
     indices: list[int] = field(default_factory=list)
     chunks: list[inference_pb2.TokenChunk] = field(default_factory=list)
-    finished: inference_pb2.Finished | None = None
+    end: inference_pb2.Finished | None = None
+
+    @property
+    def finished(self) -> inference_pb2.Finished:
+        assert self.end is not None, "the stream has no end"
+        return self.end
 
 
 @dataclass
@@ -103,8 +108,8 @@ class Deployment:
             event = response.tokens if response.HasField("tokens") else response.finished
             answer = answers[event.choice]
             if response.HasField("finished"):
-                assert answer.finished is None, "two final messages"
-                answer.finished = response.finished
+                assert answer.end is None, "two final messages"
+                answer.end = response.finished
                 continue
             answer.chunks.append(response.tokens)
             answer.indices += range(event.index, event.index + len(event.token_ids))

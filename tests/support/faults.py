@@ -25,7 +25,7 @@ from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos.handoff_codec import decode
-from tandem_client.stubs import inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
 
 LEASE_S = 2.0  # a busy machine delays a process by less than this
@@ -102,8 +102,8 @@ class Stream:
         try:
             async for response in self._call:
                 if response.HasField("finished"):
-                    assert self.answer.finished is None, "two final messages"
-                    self.answer.finished = response.finished
+                    assert self.answer.end is None, "two final messages"
+                    self.answer.end = response.finished
                     continue
                 self.answer.indices += range(
                     response.tokens.index, response.tokens.index + len(response.tokens.token_ids)
@@ -127,6 +127,10 @@ class Stream:
         return len(self.answer.token_ids)
 
     @property
+    def finished(self) -> inference_pb2.Finished:
+        return self.answer.finished
+
+    @property
     def ended(self) -> bool:
         return self._task.done()
 
@@ -146,7 +150,7 @@ class Stream:
         """Wait for the end. The stream must deliver exactly the right tokens, each once and in order."""
         await self.end()
         assert self.code is None, f"{self.code}: {self.details}"
-        assert self.answer.finished is not None
+        assert self.answer.end is not None
         assert self.answer.token_ids == expected(self.prompt, self.num_output)
         assert self.answer.indices == list(range(self.num_output))
         return self
@@ -155,7 +159,7 @@ class Stream:
         """Wait for the end. The stream must end with one of these errors, and every token before must be right."""
         await self.end()
         assert self.code in (codes or TYPED), f"{self.code}: {self.details}"
-        assert self.answer.finished is None
+        assert self.answer.end is None
         assert self.answer.token_ids == expected(self.prompt, self.num_output)[: self.num_tokens]
         return self
 

@@ -20,7 +20,7 @@ class Streams:
     async def _read(self, request: inference_pb2.GenerateRequest, answer: Answer) -> None:
         async for response in self._deployment.inference.Generate(request, timeout=60.0):
             if response.HasField("finished"):
-                answer.finished = response.finished
+                answer.end = response.finished
             else:
                 answer.token_ids += response.tokens.token_ids
 
@@ -32,5 +32,4 @@ class Streams:
 
     async def finished(self) -> list[inference_pb2.Finished]:
         await asyncio.gather(*self._tasks)
-        ends = [answer.finished for answer in self.answers]
-        return [end for end in ends if end is not None]
+        return [answer.finished for answer in self.answers]
