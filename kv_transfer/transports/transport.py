@@ -5,7 +5,8 @@ tests/integration/test_transports.py checks for every transport:
 
   - each read ends exactly once, by `try_complete` or by an event of `poll`, also after `cancel` and after `disconnect`
     of its peer; after its end nothing writes into the target;
-  - a call that fails raises `PeerDisconnected` where the peer is gone, else `TransportError`;
+  - a call that fails raises `PeerDisconnected` where the peer or its connection is gone, else `TransportError`. Soon
+    after the end of a connection, the next one to the same living peer may end so, too: the caller connects again;
   - the owner of the memory takes no part in a read, but both sides must `poll` for a read to progress.
 """
 
@@ -114,7 +115,7 @@ class Transport(Protocol):
         """The lane of reads from a connected peer, or UNKNOWN where the transport leaves the choice to UCX."""
 
     def connect(self, peer: AgentAddress) -> None:
-        """Prepare to read from and notify `peer`. The first use may find that the peer is gone."""
+        """Prepare to read from and notify `peer`. The first use may raise or report `PeerDisconnected`."""
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer, connected or not. Reads from it break."""
