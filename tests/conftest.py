@@ -56,7 +56,6 @@ LONG_FILES = (
     "tests/property/test_fuzz.py",
     "tests/integration/test_cluster.py",
     "tests/integration/test_two_pools.py",
-    "tests/integration/test_machines_on_a_network.py",
     "tests/faults/test_soak.py",
     "tests/faults/test_several_routers.py",
     "tests/integration/test_two_nodes.py",

@@ -1,4 +1,5 @@
-"""Two routers on one port, as `tandem serve --routers 2` starts them: one is killed or drains, the other serves on.
+"""Two routers on one port, as `tandem serve --routers 2` starts them: `tandem apply` reaches every process and fails no
+request; one router is killed or drains, and the other one serves on.
 
 The kernel gives each new connection to one of the routers, so every client here is at one router.
 """
@@ -18,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from cli.credentials import client_of, find_credentials
+from cli.screens.fleet_health import services_without
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import worker_pb2
 from tests.support.command import PATIENCE_S, Served, serving, tandem
@@ -111,32 +113,70 @@ async def answers_at_each(clients: dict[str, list[AsyncClient]]) -> dict[str, li
     return answers
 
 
-async def test_after_kill_nine_of_one_of_two_routers_its_streams_and_new_calls_go_on_at_the_other_one_at_once(
-    served: Served,
-) -> None:
-    async with clients_of_each_router(served.address, 2) as clients:
-        answers = await answers_at_each(clients)
-        victim = listening(served)[0]
-        victim.kill()
-        await asyncio.to_thread(victim.wait, PATIENCE_S)
-        now_at = {router: {await router_after_a_loss(client) for client in found} for router, found in clients.items()}
-        (survivor,) = set.union(*now_at.values())  # else a client waited for the next router
-        (dead,) = answers.keys() - {survivor}
+async def change(client: AsyncClient, **tables: dict[str, int]) -> int:
+    """Change options, and wait until every service has them. Returns the revision."""
+    revision = (await client.apply(options=json.dumps(tables))).config_revision
+    async with asyncio.timeout(PATIENCE_S):
+        while services_without(revision, await client.fleet()):
+            await asyncio.sleep(0.01)
+    return revision
 
-        assert not any(answer.ended for answer in answers[dead]), "the streams had ended: nothing was tested"
-        for seed, client in enumerate(clients[dead]):
-            await Answer(client, prompt_of(100 + seed), num_output=5).right()
-        for answer in answers[dead]:
-            await answer.right()
-        for answer in answers[survivor]:
-            await answer.right()
 
-    async with clients_of_each_router(served.address, 2) as clients:
-        (successor,) = clients.keys() - {survivor}
-        assert successor != dead
-        assert successor.partition(".")[0] == dead.partition(".")[0]
-        await Answer(clients[successor][0], prompt_of(200), num_output=5).right()
-        assert {process.pid for process in listening(served)}.isdisjoint({victim.pid})
+async def decode_load(client: AsyncClient) -> worker_pb2.LoadReport:
+    (found,) = [w for w in (await client.fleet()).workers if w.role == worker_pb2.WORKER_ROLE_DECODE]
+    return found.load
+
+
+async def most_running(client: AsyncClient, load: Load, num_answers: int) -> int:
+    """Most sequences that ran at the same time on the decode worker, in the reports of so many answers."""
+    most, end = 0, load.num_right + num_answers
+    async with asyncio.timeout(PATIENCE_S):
+        while load.num_right < end:
+            most = max(most, (await decode_load(client)).num_running)
+            await asyncio.sleep(0.02)
+    return most
+
+
+async def several_run(client: AsyncClient) -> None:
+    """Wait for load: until the decode worker has several sequences."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await decode_load(client)).num_running <= 1:
+            await asyncio.sleep(0.02)
+
+
+async def test_limits_of_a_running_fleet_fall_and_rise_and_no_request_fails(served: Served) -> None:
+    load = Load(served.address, 2 * NUM_CLIENTS)
+    async with client_of(served.address, find_credentials(None, served.address)) as client:
+        await several_run(client)
+        assert await change(client, scheduler={"max_running": 1}, router={"max_in_flight_per_worker": 3}) == 2
+        async with asyncio.timeout(PATIENCE_S):
+            while (await decode_load(client)).num_running > 1:  # those that ran go on to their ends
+                await asyncio.sleep(0.02)
+        assert await most_running(client, load, num_answers=3) <= 1  # the answers show that the fleet serves on
+        options = ("scheduler.max_running=0", "router.max_in_flight_per_worker=0")
+        code, out, err = await tandem("apply", *options, "--router", served.address)
+        assert code == 0, err
+        assert out.splitlines()[-1].startswith("config 3: every service has it after "), out
+        await several_run(client)
+    await load.end()  # each answer is right, at its first attempt
+
+
+async def test_a_lowered_queue_bound_refuses_new_requests_and_ends_none_that_waits(served: Served) -> None:
+    async with client_of(served.address, find_credentials(None, served.address)) as client:
+        await change(client, router={"max_in_flight_per_worker": 1})
+        runs = await Answer(client, prompt_of(1)).begun()
+        wait = [Answer(client, prompt_of(seed), num_output=5) for seed in (2, 3)]
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.fleet()).num_queued < len(wait):
+                await asyncio.sleep(0.02)
+        await change(client, router={"max_queued": 1})
+        refused = Answer(client, prompt_of(4), num_output=5)
+        await refused.reading
+        assert not runs.ended, "nothing was tested"
+        assert "2 requests are queued, and max_queued is 1" in str(refused.error)
+        await change(client, router={"max_queued": 1024, "max_in_flight_per_worker": 0})
+        for answer in (runs, *wait):
+            await answer.right()
 
 
 class HttpStream:
@@ -166,25 +206,47 @@ class HttpStream:
         self._writer.close()
 
 
-async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone(served: Served) -> None:
+def peer_ports(process: psutil.Process) -> set[int]:
+    return {connection.raddr.port for connection in process.net_connections("tcp") if connection.raddr}
+
+
+async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone_and_calls_go_on_at_the_other_one(
+    served: Served,
+) -> None:
     """The kernel spreads 16 connections over both routers, but for one time in 32 768."""
-    opened = await asyncio.gather(*(HttpStream.open(prompt_of(500 + seed)) for seed in range(16)))
-    async with asyncio.timeout(PATIENCE_S):
-        while not all(stream.events for stream in opened):
-            await asyncio.sleep(0.02)
+    async with clients_of_each_router(served.address, 2) as clients:
+        opened = await asyncio.gather(*(HttpStream.open(prompt_of(500 + seed)) for seed in range(16)))
+        answers = await answers_at_each(clients)
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(stream.events for stream in opened):
+                await asyncio.sleep(0.02)
         ports = {router: peer_ports(router) for router in listening(served)}
         streams = {stream: next(router for router in ports if stream.port in ports[router]) for stream in opened}
         assert not any(stream.ended for stream in streams), "a stream had ended: nothing was tested"
         victim = next(iter(streams.values()))
         victim.kill()
+        await asyncio.to_thread(victim.wait, PATIENCE_S)
+        now_at = {router: {await router_after_a_loss(client) for client in found} for router, found in clients.items()}
+        (survivor,) = set.union(*now_at.values())  # else a client waited for the next router
+        (dead,) = answers.keys() - {survivor}
+
+        assert not any(answer.ended for answer in answers[dead]), "the streams had ended: nothing was tested"
+        for seed, client in enumerate(clients[dead]):
+            await Answer(client, prompt_of(100 + seed), num_output=5).right()
+        for answer in chain(*answers.values()):
+            await answer.right()
         await asyncio.gather(*(stream.reading for stream in streams))
-    assert {stream.ended: router is victim for stream, router in streams.items()} == {False: True, True: False}
-    async with clients_of_each_router(served.address, 2):  # the next tests need the router that follows
-        pass
+        assert {(stream.ended, router is victim) for stream, router in streams.items()} == {
+            (False, True),
+            (True, False),
+        }
 
-
-def peer_ports(process: psutil.Process) -> set[int]:
-    return {connection.raddr.port for connection in process.net_connections("tcp") if connection.raddr}
+    async with clients_of_each_router(served.address, 2) as clients:
+        (successor,) = clients.keys() - {survivor}
+        assert successor != dead
+        assert successor.partition(".")[0] == dead.partition(".")[0]
+        await Answer(clients[successor][0], prompt_of(200), num_output=5).right()
+        assert {process.pid for process in listening(served)}.isdisjoint({victim.pid})
 
 
 async def test_a_removed_router_finishes_its_streams_and_the_other_one_serves_the_new_calls_of_its_clients(
@@ -239,17 +301,16 @@ async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes
     """Stands last: the services have other names afterwards."""
     (tmp_path / "new.toml").write_text(CONFIG + "max_queued = 77\n")
     load = Load(served.address, NUM_CLIENTS)
-    code, out, err = await tandem("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
-    assert code == 0, (out, err)
-    assert "fleet has rolled: every service has config 2" in out
+    code, rolled, err = await tandem("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
+    assert code == 0, (rolled, err)
     num_right = load.num_right
     assert num_right > 0, "no load: nothing was tested"
     await load.end()
     code, out, _ = await tandem("status", "--json", "--router", served.address)
     told = json.loads(out)
-    assert (code, told["config"], told["rolling"]) == (0, 2, False)
-    assert {slot["config"] for slot in told["slots"]} == {2}
-    assert len(told["slots"]) == 4
+    assert (code, told["rolling"]) == (0, False)
+    assert f"fleet has rolled: every service has config {told['config']}" in rolled
+    assert [slot["config"] for slot in told["slots"]] == [told["config"]] * 4
 
 
 async def test_a_roll_to_an_option_that_services_share_is_refused_before_anything_stops(

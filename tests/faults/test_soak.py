@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet
 from tests.support.unreliable_transport import KINDS
-from tools.soak import Tally, soak, soak_processes
+from tools.soak import Tally, soak
 
 NUM_CLIENTS = 8
 NUM_KILLS = 4
@@ -24,14 +26,7 @@ async def test_a_transport_that_fails_one_operation_in_ten() -> None:
     assert counts["(pulls failed)"] > 0
 
 
-async def test_nixl_that_fails_one_operation_in_ten_between_processes_that_a_roll_replaces() -> None:
-    tally, counts = await soak_processes(num_requests=101, fault_rate=0.1, seed=7, num_clients=8, num_of_each=1)
-    assert tally.num_ended == tally.right > 100, tally
-    assert counts["drain"] == 2 * counts["roll"] > 0
-    assert all(counts[kind] for kind in KINDS), counts
-    assert tally.paths["REQUEST_PATH_DISAGGREGATED"] > tally.paths["REQUEST_PATH_RECOMPUTED"] > 0, tally
-
-
+@pytest.mark.slow  # test_processes.py kills workers at each moment of a hand-off
 async def test_workers_killed_all_the_time() -> None:
     """Real processes, real UCX, kill -9 of a random worker as soon as the last one is back."""
     tally, over = Tally(), asyncio.Event()

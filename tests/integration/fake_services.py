@@ -23,6 +23,7 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RequestTotals, RouterTraffic
 from fleet.host.service_host import Placement
+from fleet.law.events import FleetMessage
 from fleet.supervisor.spec import FleetSpec
 
 if TYPE_CHECKING:
@@ -219,3 +220,10 @@ async def wait_for_update(cluster: Cluster, kind: type) -> object:
             for update in await cluster.updates():
                 if isinstance(update, kind):
                     return update
+
+
+async def wait_for_message(cluster: Cluster, text: str) -> None:
+    """Until an update has told the operator this."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(isinstance(update, FleetMessage) and text in update.text for update in await cluster.updates()):
+            pass

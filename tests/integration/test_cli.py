@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,17 +13,22 @@ import socket
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 import pytest_asyncio
+from rich.console import Console
 
+from cli.commands.role import switch_role
 from cli.credentials import client_of, find_credentials
+from tandem_client import AsyncClient
 from tests.support.command import PATIENCE_S, Served, serving, start, tandem
 from tests.support.faults import prompt_of
-from tests.support.served_answers import Answer
+from tests.support.served_answers import Answer, fleet_with
 
 HTTP_PORT = 18_480  # of the gateway beside the fleet
 # Of many machines in companies. Nothing answers there, so a fleet and a command that used it would not work.
@@ -29,15 +36,28 @@ PROXY = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+NUM_STREAMS = 16
+NUM_OUTPUT = 2000  # 4 s at least; one decode worker has room for all streams
+CONFIG = """
+[engine]
+dtype = "float32"
+kv_memory_mb = 128
+"""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[Served]:
-    """One fleet for the tests that do not stop it; one Ctrl-C ends it."""
-    async with serving("--local-prefill", "never", "--http", str(HTTP_PORT), environment=PROXY) as fleet:
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """One fleet for all tests; the last one ends it."""
+    path = tmp_path_factory.mktemp("fleet") / "tandem.toml"
+    path.write_text(CONFIG)
+    options = ("--local-prefill", "never", "--http", str(HTTP_PORT), "--config", str(path))
+    async with serving(*options, environment=PROXY) as fleet:
         assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router, two workers and the gateway"
         yield fleet
-        fleet.process.send_signal(signal.SIGINT)
-        assert await fleet.ended() == (0, [])
+
+
+def client(served: Served) -> AsyncClient:
+    return client_of(served.address, find_credentials(None, served.address))
 
 
 async def test_generate_prints_an_answer_and_the_same_seed_gives_the_same_answer(served: Served) -> None:
@@ -124,14 +144,51 @@ async def test_scale_grows_a_pool_and_status_shows_it(served: Served) -> None:
     assert "decode: must be in [0, 256]" in err
 
 
-async def test_a_second_ctrl_c_ends_every_process_at_once() -> None:
-    async with serving() as fleet, client_of(fleet.address, find_credentials(None, fleet.address)) as client:
-        answer = await Answer(client, prompt_of(1)).begun()  # so the drain lasts longer than the test takes to signal
-        fleet.process.send_signal(signal.SIGINT)
-        fleet.process.send_signal(signal.SIGTERM)
-        code, left = await fleet.ended()
-        assert (code, left) == (130, [])
-        answer.reading.cancel()
+async def slots_of(served: Served) -> dict[str, dict[str, Any]]:
+    _, out, _ = await tandem("status", "--json", "--router", served.address)
+    return {slot["name"]: slot for slot in json.loads(out)["slots"]}
+
+
+async def test_a_decode_worker_with_16_streams_becomes_a_prefill_worker_and_no_token_is_computed_again(
+    served: Served,
+) -> None:
+    async with client(served) as connection:
+        await fleet_with(connection, 3)
+        before = await slots_of(served)
+        answers = [Answer(connection, prompt_of(seed), NUM_OUTPUT) for seed in range(NUM_STREAMS)]
+        for answer in answers:
+            await answer.begun()
+        workers = (await connection.fleet()).workers
+        slot = max(workers, key=lambda worker: (worker.role, worker.num_dispatched)).worker_id.partition(".")[0]
+        # Without the command, whose process starts for seconds on a busy machine.
+        await switch_role(contextlib.nullcontext(connection), slot, "prefill", Console(file=io.StringIO()))  # type: ignore[arg-type]
+        for answer in answers:
+            await answer.right()
+        assert [answer.finished.recomputed_tokens for answer in answers] == [0] * NUM_STREAMS
+        assert any(answer.finished.num_moves for answer in answers), "the worker had no stream: nothing was tested"
+        await asyncio.gather(*(Answer(connection, prompt_of(100 + seed), 5).right() for seed in range(NUM_STREAMS)))
+        notes = [note.what for note in (await connection.events()).events if note.subject == slot]
+        assert notes[-2:] == ["becomes a prefill worker", "serves as prefill worker"]
+    after = await slots_of(served)
+    assert {name: slot["id"] for name, slot in after.items()} == {name: slot["id"] for name, slot in before.items()}
+    assert (after[slot]["role"], after[slot]["state"]) == ("prefill", "serving")
+
+
+async def test_an_idle_worker_changes_its_pool_at_once_and_the_pools_still_scale(served: Served) -> None:
+    code, out, err = await tandem("role", "prefill-0", "decode", "--router", served.address)
+    assert (code, out) == (0, "prefill-0 serves as decode worker; wanted: 1 prefill, 2 decode\n"), err
+    code, out, err = await tandem("scale", "--decode", "1", "--router", served.address)
+    assert (code, out) == (0, "wanted: 1 prefill, 1 decode; `tandem status` shows the progress\n"), err
+    async with client(served) as connection:
+        await asyncio.gather(*(Answer(connection, prompt_of(200 + seed), 5).right() for seed in range(NUM_STREAMS)))
+
+
+async def test_a_switch_that_cannot_begin_ends_with_the_reason(served: Served) -> None:
+    code, _, err = await tandem("role", "router-0", "prefill", "--router", served.address)
+    assert (code, err) == (1, "error: role: router-0 is a router and stays one\n")
+    code, _, err = await tandem("role", "decode-1", "router", "--router", served.address)
+    assert code == 2
+    assert "'router' is not one of 'prefill', 'decode'" in err
 
 
 async def test_without_a_router_the_error_names_the_command_that_starts_one() -> None:
@@ -166,14 +223,18 @@ async def test_demo_answers_paris_sends_every_question_through_both_pools_and_le
     process = await start("demo")
     assert process.stdout is not None
     output = b""
-    async with asyncio.timeout(PATIENCE_S):
-        while b"router at" not in output:
-            line = await process.stdout.readline()
-            assert line, f"no router started: {output.decode()}"
-            output += line
-        fleet = Served(process, "", psutil.Process(process.pid).children(recursive=True))
-        assert len(fleet.family) > 6, "processes of Ray, a router and two workers"
-        rest, err_bytes = await process.communicate()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while b"router at" not in output:
+                line = await process.stdout.readline()
+                assert line, f"no router started: {output.decode()}"
+                output += line
+            fleet = Served(process, "", psutil.Process(process.pid).children(recursive=True))
+            assert len(fleet.family) > 6, "processes of Ray, a router and two workers"
+            rest, err_bytes = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     out, err = (output + rest).decode(), err_bytes.decode()
     assert process.returncode == 0, out + err
     assert await fleet.left() == []
@@ -242,3 +303,14 @@ async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) 
     out, _ = await process.communicate()
     assert "nauthenticated" in errors
     assert "joined" not in out.decode()
+
+
+async def test_a_second_ctrl_c_ends_every_process_at_once(served: Served) -> None:
+    """Stands last: it ends the fleet of this file."""
+    fleet = replace(served, family=psutil.Process(served.process.pid).children(recursive=True))
+    async with client(served) as connection:
+        answer = await Answer(connection, prompt_of(1)).begun()  # the drain must outlast both signals
+        fleet.process.send_signal(signal.SIGINT)
+        fleet.process.send_signal(signal.SIGTERM)
+        assert await fleet.ended() == (130, [])
+        answer.reading.cancel()

@@ -7,8 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +22,18 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.host.cores import share_of_cores, usable_cores
 from fleet.host.host import Host
-from fleet.law.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, MachineId, Member
+from fleet.law.events import FleetFailed, FleetReady, FleetStopped, MachineId, Member
 from fleet.ray.cluster import Cluster, connect
 from fleet.supervisor.spec import FleetSpec
 from fleet.supervisor.supervisor import Supervisor
-from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
+from tests.integration.fake_services import (
+    Journal,
+    build_nothing,
+    fake_fleet,
+    wait_for_message,
+    wait_for_update,
+)
+from tests.support.ray_cluster import RayCluster, driver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,12 +42,6 @@ P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 SIZES = {P: 1, D: 1, R: 1}
 SMALLEST = ["decode-0", "prefill-0"]
 Fleet = tuple[Cluster, Journal]
-
-
-async def wait_for_message(cluster: Cluster, text: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not any(isinstance(update, FleetMessage) and text in update.text for update in await cluster.updates()):
-            pass
 
 
 @pytest.fixture(scope="module")
@@ -329,20 +328,8 @@ async def test_joining_what_is_not_there_says_so_at_once(address: str, message: 
 
 async def test_kill_nine_of_the_driver_leaves_no_process(tmp_path: Path) -> None:
     async with Journal.open(tmp_path / "journal") as journal:
-        driver = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.integration.fleet_driver",
-            str(tmp_path / "journal"),
-            stdin=DEVNULL,
-            stdout=PIPE,
-        )
-        assert driver.stdout is not None
-        line = await asyncio.wait_for(driver.stdout.readline(), PATIENCE_S)
-        family = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        await driver.communicate()
-        assert line == b"ready\n"
+        async with driver(RayCluster("", dict(os.environ)), tmp_path / "journal") as killed:
+            family = psutil.Process(killed.process.pid).children(recursive=True)
         assert len(family) > 6, "Ray's own processes, the supervisor, three services"
         assert journal.pids <= {process.pid for process in family}
     _, left = await asyncio.to_thread(psutil.wait_procs, family, 40)

@@ -22,9 +22,9 @@ from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from fleet.law.claims import GpuUse
-from fleet.law.events import FleetMessage, FleetReady, FleetStopped
+from fleet.law.events import FleetReady, FleetStopped
 from fleet.ray.cluster import Cluster, connect
-from tests.integration.fake_services import Journal, fake_fleet, wait_for_update
+from tests.integration.fake_services import Journal, fake_fleet, wait_for_message, wait_for_update
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,21 +76,26 @@ async def gpus_of(journal: Journal, *names: str) -> list[tuple[object, object]]:
     return [(start["gpus"], start["visible_gpus"]) for start in started]
 
 
-async def test_each_worker_has_a_gpu_of_its_own_and_a_router_sees_none(ray_here: Cluster, tmp_path: Path) -> None:
+async def test_each_worker_has_a_gpu_of_its_own_that_it_keeps_and_one_beyond_the_last_waits_and_the_operator_learns_why(
+    ray_here: Cluster, tmp_path: Path
+) -> None:
     async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
         router, *workers = await gpus_of(journal, "router-0", "prefill-0", "decode-0")
         assert router == (0.0, "")
         assert sorted(workers) == [(1.0, gpu) for gpu in ALL_GPUS]
 
-
-async def test_a_restarted_worker_gets_the_gpu_of_its_dead_predecessor(ray_here: Cluster, tmp_path: Path) -> None:
-    async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
         before = await journal.start_of("decode-0")
         await journal.wait_for(event="workers", workers=["decode-0", "prefill-0"])
         os.kill(int(str(before["pid"])), 9)
-        after = await journal.wait_for(name="decode-0", event="started")
-        assert after["pid"] != before["pid"]
+        after = await journal.start_after(before)
         assert after["visible_gpus"] == before["visible_gpus"], "the other GPU is taken"
+        await journal.wait_for(event="workers", workers=["decode-0", "prefill-0"])
+
+        await ray_here.control.scale({ServiceRole.DECODE: 2})
+        await wait_for_message(ray_here, "decode-1 waits for a machine: no GPU is free")
+        await ray_here.control.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
+        started = await journal.wait_for(name="decode-1", event="started")
+        assert (started["gpus"], started["visible_gpus"]) == (1.0, journal.started["prefill-0"]["visible_gpus"])
 
 
 async def test_explicit_shares_put_a_prefill_and_a_decode_worker_on_each_gpu(ray_here: Cluster, tmp_path: Path) -> None:
@@ -111,20 +116,6 @@ async def test_a_pool_of_cpu_workers_sees_no_gpu(ray_here: Cluster, tmp_path: Pa
         prefill = await gpus_of(journal, "prefill-0", "prefill-1")
         assert sorted(prefill) == [(1.0, gpu) for gpu in ALL_GPUS]
         assert await gpus_of(journal, "decode-0") == [(0.0, "")]
-
-
-async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
-    ray_here: Cluster, tmp_path: Path
-) -> None:
-    async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
-        await gpus_of(journal, "prefill-0", "decode-0")
-        await ray_here.control.scale({ServiceRole.DECODE: 2})
-        notice = await wait_for_update(ray_here, FleetMessage)
-        assert isinstance(notice, FleetMessage)
-        assert notice.text == "decode-1 waits for a machine: no GPU is free"
-        await ray_here.control.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
-        started = await journal.wait_for(name="decode-1", event="started")
-        assert (started["gpus"], started["visible_gpus"]) == (1.0, journal.started["prefill-0"]["visible_gpus"])
 
 
 def memory_set_aside_mb() -> float:

@@ -4,8 +4,6 @@ requests, and KV over UCX on TCP. What a bad link does to a hand-off is in tests
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -18,12 +16,16 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.command import running
 from tests.support.faults import Stream, prompt_of
 from tests.support.namespaces import CONTROL_IP, DATA, Machines, why_not
+from tests.support.ray_cluster import ray_environment
 from tests.support.units import Unit
 
 ROOT = Path(__file__).parents[2]
 HEAD = f"{CONTROL_IP['router']}:6379"
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces are there")
+pytestmark = [
+    pytest.mark.slow,  # `make test` shows the machines in test_two_nodes.py, and the network in test_links.py
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces are there"),
+]
 
 
 def on(machines: Machines, machine: str, *command: str) -> tuple[str, ...]:
@@ -32,14 +34,7 @@ def on(machines: Machines, machine: str, *command: str) -> tuple[str, ...]:
 
 @pytest.mark.timeout(300)
 async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(32))
-    environment = os.environ | {
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_AUTH_MODE": "token",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "COLUMNS": "120",
-    }
+    environment = ray_environment(tmp_path) | {"COLUMNS": "120"}
     kv = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DATA}
 
     def of(machine: str) -> dict[str, str]:

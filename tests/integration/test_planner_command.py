@@ -16,11 +16,10 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 from tests.support.command import Served, serving, tandem
 from tests.support.faults import prompt_of
-from tests.support.served_answers import Answer
+from tests.support.served_answers import Answer, fleet_with
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PATIENCE_S = 60.0  # for starts and drains on a busy machine
 CONFIG = """
 [engine]
 dtype = "float32"
@@ -49,17 +48,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 def client(served: Served) -> AsyncClient:
     return client_of(served.address, find_credentials(None, served.address))
-
-
-async def fleet_with(connection: AsyncClient, num_workers: int) -> cluster_pb2.GetFleetResponse:
-    """The fleet, once it has so many workers, all of which serve."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            fleet = await connection.fleet()
-            states = [slot.state for slot in fleet.slots if slot.role != cluster_pb2.SERVICE_ROLE_ROUTER]
-            if states == [cluster_pb2.SLOT_STATE_SERVING] * num_workers:
-                return fleet
-            await asyncio.sleep(0.1)
 
 
 async def planned(connection: AsyncClient) -> list[cluster_pb2.FleetNote]:

@@ -37,42 +37,31 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ray
             yield RayCluster(head, environment)
 
 
-@pytest.mark.timeout(240)
-async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_path: Path, cluster: RayCluster) -> None:
-    async with Journal.open(tmp_path / "journal") as journal:
-        async with driver(cluster, tmp_path / "journal"):
-            started = {name: await journal.start_of(name) for name in ("router-0", "prefill-0", "decode-0")}
-            services = [psutil.Process(pid) for pid in journal.pids]
-        hosts = {name: start["host"] for name, start in started.items()}
-        assert hosts == {"router-0": HEAD_IP, "prefill-0": PREFILL_IP, "decode-0": DECODE_IP}
-        assert started["router-0"]["shared"].startswith(f"{HEAD_IP}:"), "the supervisor claimed no port"  # type: ignore[attr-defined]
-        assert {start["niceness"] for start in started.values()} == {os.nice(0)}, "a service loses to other programs"
-        assert len(services) == 3
-        _, left = await asyncio.to_thread(psutil.wait_procs, services, 40)
-        assert left == [], "what a driver started ends with it, also on other machines"
-
-
-NAMES = {"router-0", "prefill-0", "decode-0"}
+HOSTS = {"router-0": HEAD_IP, "prefill-0": PREFILL_IP, "decode-0": DECODE_IP}
 
 
 @pytest.mark.timeout(240)
-async def test_services_outlive_their_driver_until_the_next_one_adopts_them(
+async def test_each_pool_lands_on_its_own_machine_and_outlives_its_driver_until_the_next_one_adopts_it(
     tmp_path: Path, cluster: RayCluster
 ) -> None:
     path = tmp_path / "journal"
     async with Journal.open(path) as journal:
         async with driver(cluster, path, KINSHIP="one") as earlier:
-            first = {name: (await journal.start_of(name))["pid"] for name in NAMES}
+            started = {name: await journal.start_of(name) for name in HOSTS}
+            assert {name: start["host"] for name, start in started.items()} == HOSTS
+            assert str(started["router-0"]["shared"]).startswith(f"{HEAD_IP}:"), "the supervisor claimed no port"
+            assert {start["niceness"] for start in started.values()} == {os.nice(0)}, "a service loses to others"
+            first = {name: start["pid"] for name, start in started.items()}
             assert await earlier.scale(ServiceRole.PREFILL, 1) == ["prefill"]
         async with driver(cluster, path, KINSHIP="one") as heir:
             assert await heir.scale(ServiceRole.ROUTER, 1) == ["prefill"], "what an operator has set stays"
             await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
-            assert {name: journal.started[name]["pid"] for name in NAMES} == first, "nothing has started again"
+            assert {name: journal.started[name]["pid"] for name in HOSTS} == first, "nothing has started again"
             psutil.Process(first["decode-0"]).kill()  # type: ignore[arg-type]
             again = await journal.wait_for(name="decode-0", event="started")
             await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
         async with driver(cluster, path, KINSHIP="another", ADOPTION_S="4"):
-            second = {name: journal.started[name]["pid"] for name in NAMES}
+            second = {name: journal.started[name]["pid"] for name in HOSTS}
             assert not set(second.values()) & {*first.values(), again["pid"]}, "services of another config are ended"
             services = [psutil.Process(pid) for pid in second.values()]  # type: ignore[arg-type]
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 1)
@@ -81,16 +70,18 @@ async def test_services_outlive_their_driver_until_the_next_one_adopts_them(
         assert not left, "nobody came"
 
 
-async def test_routers_with_a_resource_run_where_it_is_and_listen_there_alone(
+async def test_routers_with_a_resource_run_where_it_is_and_services_without_kinship_die_with_their_driver(
     tmp_path: Path, cluster: RayCluster
 ) -> None:
-    async with (
-        Journal.open(tmp_path / "journal") as journal,
-        driver(cluster, tmp_path / "journal", "decode"),  # the other place there is for a decode worker
-    ):
-        started = await journal.start_of("router-0")
-        assert (started["host"], started["shared"]) == (DECODE_IP, "")
-        await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+    async with Journal.open(tmp_path / "journal") as journal:
+        async with driver(cluster, tmp_path / "journal", "decode"):  # the other place there is for a decode worker
+            started = await journal.start_of("router-0")
+            assert (started["host"], started["shared"]) == (DECODE_IP, "")
+            await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+            services = [psutil.Process(pid) for pid in journal.pids]
+        assert len(services) == 3
+        _, left = await asyncio.to_thread(psutil.wait_procs, services, 40)
+        assert left == [], "what a driver started ends with it, also on other machines"
 
 
 async def test_a_machine_that_gets_sigterm_ends_after_its_worker_is_replaced_and_has_drained(

@@ -6,6 +6,7 @@ import asyncio
 
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import cluster_pb2
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.command import PATIENCE_S
 from tests.support.faults import Prompt, expected, prompt_of
@@ -74,3 +75,14 @@ class Load:
     async def end(self) -> None:
         self._ending = True
         await asyncio.gather(*self._tasks)
+
+
+async def fleet_with(client: AsyncClient, num_workers: int) -> cluster_pb2.GetFleetResponse:
+    """The fleet, once it has so many workers, all of which serve."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            fleet = await client.fleet()
+            states = [slot.state for slot in fleet.slots if slot.role != cluster_pb2.SERVICE_ROLE_ROUTER]
+            if states == [cluster_pb2.SLOT_STATE_SERVING] * num_workers:
+                return fleet
+            await asyncio.sleep(0.1)
