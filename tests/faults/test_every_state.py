@@ -4,13 +4,16 @@ state, sees it there, and ends it; another request, in the middle of its tokens,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
+import pytest_asyncio
 
+from cli import compose
 from core.handoff import Heartbeat, OwnerState, PullerState, Ready
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos.handoff_codec import encode
@@ -19,7 +22,9 @@ from tests.support.faults import LEASE_S, Stream, Wire, fault_config, prompt_of,
 from tests.support.steps import Gate, slow_down
 from tests.support.waiting import until
 
-PROMPT = prompt_of(5, num_tokens=150)  # three chunks of 64
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NEW_SEEDS = itertools.count(1000)  # of prompts that no cache holds
 TIMEOUT_S = 2.5  # time enough to reach any state; each is held for longer
 
 
@@ -31,11 +36,12 @@ class Scene:
     fabric: MemoryFabric
     wire: Wire
     gate: Gate  # of the prefill worker
-    bystander: Stream
+    bystander: Stream = field(init=False)
     let_go: list[Callable[[], object]] = field(default_factory=list)  # undo what holds the request
 
     def start(self, timeout_s: float) -> Stream:
-        return Stream(self.deployment.inference, PROMPT, num_output=1000, timeout_s=timeout_s)
+        prompt = prompt_of(next(NEW_SEEDS), num_tokens=150)  # three chunks of 64
+        return Stream(self.deployment.inference, prompt, num_output=1000, timeout_s=timeout_s)
 
     def offer_states(self) -> list[OwnerState]:
         return [s.state for s in transfers(self.deployment.prefill[0]).claims()]  # type: ignore[misc]
@@ -77,9 +83,9 @@ async def in_the_prefill_workers_queue(scene: Scene, timeout_s: float) -> Stream
     def num_in_front() -> int:
         return len(scheduler.waiting) + scheduler.num_steps_in_flight  # each of these prompts fills a step
 
-    first = Stream(scene.deployment.inference, prompt_of(6, num_tokens=64), num_output=5)
+    first = Stream(scene.deployment.inference, prompt_of(next(NEW_SEEDS), num_tokens=64), num_output=5)
     await until(lambda: scene.gate.waiting, "another prompt is being computed")
-    second = Stream(scene.deployment.inference, prompt_of(7, num_tokens=64), num_output=5)
+    second = Stream(scene.deployment.inference, prompt_of(next(NEW_SEEDS), num_tokens=64), num_output=5)
     await until(lambda: num_in_front() == 2, "a second prompt is in the next step, or waits for that step")
     scene.let_go += [first.right, second.right]
     stream = scene.start(timeout_s)
@@ -119,10 +125,11 @@ async def reserved(scene: Scene, timeout_s: float) -> Stream:
 
 
 async def reading(scene: Scene, timeout_s: float) -> Stream:
+    num_stalled = scene.fabric.faults_done["stall"]
     scene.fabric.stall_reads = True
     scene.let_go.append(lambda: setattr(scene.fabric, "stall_reads", False))
     stream = scene.start(timeout_s)
-    await until(lambda: scene.fabric.faults_done["stall"], "a read does not end")
+    await until(lambda: scene.fabric.faults_done["stall"] > num_stalled, "a read does not end")
     await scene.pulls(PullerState.READING)
     return stream
 
@@ -171,17 +178,27 @@ STATES: list[Hold] = [
 ]
 
 
-@pytest.fixture
-async def scene(request: pytest.FixtureRequest, fabric: MemoryFabric, wire: Wire) -> AsyncIterator[Scene]:
-    # A puller without answers gives up after two thirds of a lease; VERIFYING is to last longer than that.
-    hold = request.node.callspec.params["hold"]
-    lease_s = (3 if hold is verifying else 2) * LEASE_S
-    num_output = 400 if hold is in_the_routers_queue else 100  # the other one waits in the queue for its end
-    async with deploy(fault_config(lease_s=lease_s)) as deployment:
-        slow_down(deployment.decode[0], 0.01)
-        other = await Stream(deployment.inference, prompt_of(77), num_output).reach(3)
-        await until(lambda: not transfers(deployment.prefill[0]).num_alive, "its hand-off is over")
-        yield Scene(deployment, fabric, wire, Gate(deployment.prefill[0]), other)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Scene]:
+    with pytest.MonkeyPatch.context() as patch:
+        fabric = MemoryFabric()
+        patch.setattr(compose, "FABRIC", fabric)
+        # A puller without answers gives up after two thirds of a lease; VERIFYING is to last longer than TIMEOUT_S.
+        async with deploy(fault_config(lease_s=3 * LEASE_S)) as deployment:
+            slow_down(deployment.decode[0], 0.01)
+            yield Scene(deployment, fabric, Wire(fabric), Gate(deployment.prefill[0]))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def scene(running: Scene, hold: Hold) -> Scene:
+    """Of one test: with a bystander of its own."""
+    num_output = 400 if hold is in_the_routers_queue else 100  # the other request waits in the queue for its end
+    prompt = prompt_of(next(NEW_SEEDS))
+    running.bystander = await Stream(running.deployment.inference, prompt, num_output).reach(3)
+    await until(lambda: not transfers(running.deployment.prefill[0]).num_alive, "its hand-off is over")
+    running.let_go.clear()
+    running.wire.kept.clear()
+    return running
 
 
 async def everything_ends_well(scene: Scene) -> None:

@@ -15,8 +15,7 @@ from protos import handoff_pb2
 from protos.handoff_codec import encode, encode_version
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import deploy, transfers
-from tests.support.faults import Stream, fault_config, prompt_of
-from tests.support.hand_offs import pulls_ended
+from tests.support.faults import Stream, fault_config, prompt_of, pulls_ended
 
 LEASE_S = 12.0  # three unanswered heartbeats take half of it
 NUM_REQUESTS = 3

@@ -21,7 +21,7 @@ from cli import compose
 from kv_transfer.transports.memory_transport import MemoryFabric
 from tandem_client import AsyncClient, Client
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from tests.support.deployment import Deployment, deploy, make_request, trailers_of
+from tests.support.deployment import Answer, Deployment, deploy, make_request, trailers_of
 from tests.support.faults import Prompt, expected, fault_config, prompt_of
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.processes import Fleet
@@ -69,32 +69,25 @@ async def scene(running: Scene) -> AsyncIterator[Scene]:
 
 
 @dataclass
-class Read:
+class Read(Answer):
     """What the caller of a client gets."""
 
-    prompt: Prompt
-    token_ids: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
+    prompt: Prompt = ()
     times: list[float] = field(default_factory=list)
-    finished: list[inference_pb2.Finished] = field(default_factory=list)
     num_started: int = 0
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
+        super().take(response)
         self.num_started += response.HasField("started")
-        if response.HasField("finished"):
-            self.finished.append(response.finished)
-        self.indices += range(response.tokens.index, response.tokens.index + len(response.tokens.token_ids))
-        self.token_ids += response.tokens.token_ids
         self.times.append(time.monotonic())
 
     def is_right(self) -> None:
         assert self.token_ids == expected(self.prompt, NUM_OUTPUT)
         assert self.indices == list(range(NUM_OUTPUT))
         assert self.num_started == 1
-        (finished,) = self.finished
-        assert finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-        assert finished.usage.prompt_tokens == len(self.prompt)
-        assert finished.usage.completion_tokens == NUM_OUTPUT
+        assert self.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        assert self.finished.usage.prompt_tokens == len(self.prompt)
+        assert self.finished.usage.completion_tokens == NUM_OUTPUT
 
 
 def long_request(prompt: Prompt) -> inference_pb2.GenerateRequest:
@@ -115,19 +108,19 @@ def read_blocking(addresses: list[str], prompt: Prompt, into: Read) -> None:
 async def test_streams_of_a_killed_router_go_on_at_the_other_one_with_at_most_one_block_computed_again(
     scene: Scene,
 ) -> None:
-    reads = [Read(prompt_of(seed)) for seed in range(NUM_STREAMS)]
+    reads = [Read(prompt=prompt_of(seed)) for seed in range(NUM_STREAMS)]
     async with AsyncClient(scene.addresses) as client:
         reading = [asyncio.create_task(read(client, each.prompt, each)) for each in reads[1:]]
         blocking = asyncio.to_thread(read_blocking, scene.addresses, reads[0].prompt, reads[0])
         reading.append(asyncio.create_task(blocking))
         await until(lambda: all(len(each.token_ids) >= 5 for each in reads), "all streams run")
-        assert not any(each.finished for each in reads), "a stream had ended: nothing was tested"
+        assert not any(each.end for each in reads), "a stream had ended: nothing was tested"
         await scene.fleet.kill("router-0")
         await asyncio.gather(*reading)
     for each in reads:
         each.is_right()
-        assert 1 <= each.finished[0].recomputed_tokens <= BLOCK_SIZE
-        assert each.finished[0].request_id.startswith("router-0."), "the name of the request changed"
+        assert 1 <= each.finished.recomputed_tokens <= BLOCK_SIZE
+        assert each.finished.request_id.startswith("router-0."), "the name of the request changed"
 
 
 async def test_choices_of_a_killed_router_go_on_one_after_the_other(scene: Scene) -> None:

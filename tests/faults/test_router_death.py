@@ -17,10 +17,8 @@ import pytest_asyncio
 from cli import compose
 from core.handoff import PullerState
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tandem_client import NO_RETRY, AsyncClient, CallFailed
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.deployment import SLACK_S, Deployment, busy_blocks, deploy, machine_of, transfers
-from tests.support.faults import LEASE_S, Stream, expected, fault_config, prompt_of, serves_on
+from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on
 from tests.support.ports import kept_port
 from tests.support.processes import Fleet
 from tests.support.steps import Gate, slow_down
@@ -112,32 +110,3 @@ async def test_a_killed_router_breaks_its_own_streams_alone_and_leaves_nothing_o
     again = await Stream(scene.fleet.inference, streams[1].prompt).right()
     assert again.finished.attempts == 1
     await serves_on(scene.deployment.inference)
-
-
-async def test_the_client_says_that_the_request_may_be_sent_again(scene: Scene) -> None:
-    """The same channel finds the next router."""
-    prompt = prompt_of(60)
-    request = GenerateRequest(
-        token_ids=TokenIds(ids=prompt),
-        sampling=SamplingParams(temperature=0.0),
-        stop=StopConditions(max_tokens=400, ignore_eos=True),
-    )
-    async with AsyncClient(scene.fleet.services["router-0"].endpoint["address"], resume=NO_RETRY) as client:
-        tokens: list[int] = []
-
-        async def follow_until_killed() -> None:
-            async for response in client.generate(request, timeout_s=60.0):
-                tokens.extend(response.tokens.token_ids)
-                if len(tokens) >= 4 and scene.fleet.services["router-0"].alive:
-                    await scene.fleet.kill("router-0")
-
-        with pytest.raises(CallFailed) as failed:
-            await follow_until_killed()
-        assert failed.value.code is grpc.StatusCode.UNAVAILABLE
-        assert failed.value.retryable
-        assert "in the middle of the answer" in str(failed.value)
-        assert tokens == expected(prompt, 400)[: len(tokens)]
-        await scene.deployment.settle()
-        await scene.fleet.heal()
-        again = [token async for answer in client.generate(request, 60.0) for token in answer.tokens.token_ids]
-        assert again == expected(prompt, 400)

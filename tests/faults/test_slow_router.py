@@ -116,9 +116,7 @@ async def generate(fleet: Fleet, seed: int, num_tokens: int) -> Answer:
     request = make_request(token_ids=prompt_of(seed), max_tokens=num_tokens, logprobs=NUM_LOGPROBS)
     answer = Answer()
     async for response in fleet.inference.Generate(request, timeout=90.0):
-        if response.HasField("finished"):
-            answer.end = response.finished
-        answer.token_ids += response.tokens.token_ids
+        answer.take(response)
     return answer
 
 

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from runtime.rpc.grpc_server import FIELD_KEY
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy
 from tests.support.faults import Stream, fault_config, prompt_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(params=[64, 65], ids=["whole_blocks", "one_token_in_the_last_block"])
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[64, 65])  # whole blocks, and one token more
 async def context(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Deployment, int]]:
     config = fault_config()
     length = request.param

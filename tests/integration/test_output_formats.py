@@ -47,6 +47,12 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.875, "presence_penalty
 LONG = 150  # tokens of a prompt: three chunks of the scheduler's 64
 
 
+@pytest.fixture(scope="module")
+def model() -> str:
+    """Of both models, some formats are in test_path_matrix.py."""
+    return "random:llama-tiny"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model: str) -> AsyncIterator[Deployment]:
     async with deploy(tiny_config(model, transport="nixl"), num_decode=2) as deployment:

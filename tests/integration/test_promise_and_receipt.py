@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 import pytest
+import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem_client.client import AsyncClient
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "long enough for two workers, in several blocks"
 RECEIPT = {
@@ -21,6 +25,20 @@ RECEIPT = {
     "tandem-kv-block-seconds",
     "tandem-transferred-bytes",
 }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config()) as deployment:
+        yield deployment
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
+    """Idle, and with empty caches, for every test."""
+    yield running
+    await running.settle()
+    running.drop_caches(running.workers)
 
 
 async def call(
@@ -33,9 +51,8 @@ async def call(
     return promised, dict(await generate.trailing_metadata()), finished
 
 
-async def test_the_promise_comes_first_and_the_receipt_last() -> None:
-    async with deploy(tiny_config()) as deployment:
-        promised, took, (finished,) = await call(deployment, make_request(text=PROMPT, max_tokens=20))
+async def test_the_promise_comes_first_and_the_receipt_last(deployment: Deployment) -> None:
+    promised, took, (finished,) = await call(deployment, make_request(text=PROMPT, max_tokens=20))
     assert promised["tandem-predicted-path"] == "disaggregated"
     assert float(promised["tandem-predicted-ttft-ms"]) == pytest.approx(finished.promise.ttft_ms, abs=1e-3)
     assert 0 < float(promised["tandem-predicted-tpot-ms"]) < 10_000
@@ -57,43 +74,39 @@ async def test_a_decode_worker_that_computes_the_prompt_is_promised_as_local() -
     assert finished.receipt.transferred_bytes == 0
 
 
-async def test_the_receipt_of_a_call_is_the_sum_over_its_choices() -> None:
-    async with deploy(tiny_config()) as deployment:
-        _, took, finished = await call(deployment, make_request(text=PROMPT, n=3, temperature=1.0))
+async def test_the_receipt_of_a_call_is_the_sum_over_its_choices(deployment: Deployment) -> None:
+    _, took, finished = await call(deployment, make_request(text=PROMPT, n=3, temperature=1.0))
     assert len(finished) == 3
     block_seconds = sum(message.receipt.kv_block_seconds for message in finished)
     assert float(took["tandem-kv-block-seconds"]) == pytest.approx(block_seconds, abs=1e-5)
 
 
-async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it() -> None:
-    async with deploy(tiny_config()) as deployment:
-        await deployment.router.set_workers([])
-        generate = deployment.inference.Generate(make_request(text=PROMPT), timeout=30)
-        promise = asyncio.ensure_future(generate.initial_metadata())
-        shell = deployment.router._shell
-        async with asyncio.timeout(10):
-            while not shell.view.num_queued:
-                await asyncio.sleep(0.01)
-        assert not promise.done()
-        await deployment.router.set_workers(list(deployment.endpoints.values()))
-        assert "tandem-predicted-ttft-ms" in dict(await promise)
-        generate.cancel()
+async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(deployment: Deployment) -> None:
+    await deployment.router.set_workers([])
+    generate = deployment.inference.Generate(make_request(text=PROMPT), timeout=30)
+    promise = asyncio.ensure_future(generate.initial_metadata())
+    shell = deployment.router._shell
+    async with asyncio.timeout(10):
+        while not shell.view.num_queued:
+            await asyncio.sleep(0.01)
+    assert not promise.done()
+    await deployment.router.set_workers(list(deployment.endpoints.values()))
+    assert "tandem-predicted-ttft-ms" in dict(await promise)
+    generate.cancel()
 
 
-async def test_a_call_that_is_refused_has_no_promise() -> None:
-    async with deploy(tiny_config()) as deployment:
-        generate = deployment.inference.Generate(make_request(text=PROMPT, temperature=-1.0), timeout=30)
-        assert not any(name.startswith("tandem-predicted") for name, _ in await generate.initial_metadata() or ())
-        with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
-            await generate.read()
+async def test_a_call_that_is_refused_has_no_promise(deployment: Deployment) -> None:
+    generate = deployment.inference.Generate(make_request(text=PROMPT, temperature=-1.0), timeout=30)
+    assert not any(name.startswith("tandem-predicted") for name, _ in await generate.initial_metadata() or ())
+    with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
+        await generate.read()
 
 
-async def test_a_choice_that_a_stop_string_ends_is_charged_for_its_decode_too() -> None:
-    async with deploy(tiny_config()) as deployment:
-        _, _, (whole,) = await call(deployment, make_request(text=PROMPT, max_tokens=30))
-        answer = await deployment.generate(text=PROMPT, max_tokens=30)
-        stop = answer.text[10:12]
-        _, _, (stopped,) = await call(deployment, make_request(text=PROMPT, max_tokens=30, stop_strings=[stop]))
+async def test_a_choice_that_a_stop_string_ends_is_charged_for_its_decode_too(deployment: Deployment) -> None:
+    _, _, (whole,) = await call(deployment, make_request(text=PROMPT, max_tokens=30))
+    answer = await deployment.generate(text=PROMPT, max_tokens=30)
+    stop = answer.text[10:12]
+    _, _, (stopped,) = await call(deployment, make_request(text=PROMPT, max_tokens=30, stop_strings=[stop]))
     assert whole.receipt.kv_block_seconds > 0
     assert stopped.stop_match == stop
     assert stopped.receipt.kv_block_seconds >= stopped.receipt.decode_ms / 1e3 * 3

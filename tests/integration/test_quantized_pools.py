@@ -1,4 +1,4 @@
-"""Two pools on quantized weights say what one engine says, and pools of different weights are kept apart."""
+"""Two pools with quantized weights, 8-bit KV or blocks of two sizes say what one engine says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,35 @@ async def test_two_pools_say_what_one_engine_says(quantization: str, dtype: str)
     engine.close()
 
 
-@pytest.mark.parametrize("prefill_block_size", [BLOCK, BLOCK * 2, BLOCK // 4])
+@pytest.mark.parametrize("prefill_block_size", [BLOCK // 4, BLOCK * 2])
+async def test_pools_with_blocks_of_two_sizes_say_what_one_engine_says_and_either_side_finds_prefixes(
+    prefill_block_size: int,
+) -> None:
+    config = tiny_config(transport="nixl")
+    own = replace(config.engine, block_size=BLOCK)
+    engine = CoLocatedEngine(own)
+    config = replace(config, engine=replace(own, prefill_block_size=prefill_block_size))
+    first = prompt_of(7 * BLOCK + 3)  # ends in the middle of a block of each size
+    longer = first + prompt_of(40, seed=1)
+    async with deploy(config) as deployment:
+        sizes = [worker._parts.agent.address.layout.block_size for worker in deployment.workers]
+        assert sizes == [prefill_block_size, BLOCK]
+        for prompt, least_cached in ((first, 0), (first, 6 * BLOCK), (longer, 6 * BLOCK), (first[:BLOCK], 0)):
+            answer = await deployment.generate(token_ids=prompt, max_tokens=12)
+            assert answer.token_ids == expected_tokens(engine, prompt, 12)
+            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+            assert answer.finished.attempts == 1
+            assert answer.finished.usage.cached_tokens >= least_cached
+        await deployment.settle()
+        deployment.drop_caches(deployment.decode)
+        again = await deployment.generate(token_ids=first, max_tokens=12)
+        assert again.token_ids == expected_tokens(engine, first, 12)
+        assert again.finished.transferred_bytes >= engine.runner.layout.block_bytes * 7, "the whole prompt moves again"
+        await deployment.settle()
+    engine.close()
+
+
+@pytest.mark.parametrize("prefill_block_size", [BLOCK, BLOCK // 4])
 async def test_scales_of_8_bit_pools_move_with_their_blocks(prefill_block_size: int) -> None:
     """The fake engine reads every byte of a slot, its scales too."""
     config = tiny_config("fake:tiny", transport="nixl")

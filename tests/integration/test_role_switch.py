@@ -35,7 +35,6 @@ P, D = ServiceRole.PREFILL, ServiceRole.DECODE
 NUM_OUTPUT = 90
 NUM_STREAMS = 16
 STEP_S = 0.02  # a stream lasts for two seconds
-MAX_IDLE_S, MAX_WITH_STREAMS_S = 3.0, 10.0  # for a busy machine; ADR 0053 has the times
 PROMPTS = [tuple(range(1 + number, 40 + 3 * number)) for number in range(NUM_STREAMS)]
 
 
@@ -73,9 +72,7 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
     await streams.reach(3)
     worker = max(deployment.decode, key=lambda decode: len(machine_of(decode).core.scheduler.running))
     parts = worker._parts
-    began_at = asyncio.get_running_loop().time()
     await deployment.switch_role(worker, P)
-    assert asyncio.get_running_loop().time() - began_at < MAX_WITH_STREAMS_S
     finished = await streams.finished()
     moved = [prompt for prompt, end in zip(PROMPTS, finished, strict=True) if end.num_moves]
     assert moved, "no stream was on the worker"
@@ -99,11 +96,9 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
 async def test_an_idle_worker_goes_there_and_back_and_serves_after_each_switch(deployment: Deployment) -> None:
     (worker,) = deployment.prefill
     for number, role in enumerate((D, P)):
-        began_at = asyncio.get_running_loop().time()
         if role is D:
             await deployment.switch_role(deployment.decode[0], P)
         await deployment.switch_role(worker, role)
-        assert asyncio.get_running_loop().time() - began_at < 2 * MAX_IDLE_S
         await known_as(deployment, worker, role)
         own = deployment.endpoints[id(worker)]
         others = [each for each in deployment.endpoints.values() if each.role is not role]  # so no peer takes its place

@@ -159,7 +159,7 @@ class TestContract:
 @pytest.mark.timeout(240)
 def test_the_contract_holds_over_tcp() -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
-    kinds = ("nixl", "ucxx", "direct")
+    kinds = ("nixl", "ucxx")  # `direct` reads by nixl
     for kind in kinds:
         real_transport(kind)
     which = f"({' or '.join(kinds)}) and (TestContract or owner) and not shared_memory"
@@ -174,4 +174,4 @@ def test_the_contract_holds_over_tcp() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "59 passed" in result.stdout
+    assert "38 passed" in result.stdout

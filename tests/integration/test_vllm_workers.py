@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import struct
 from collections.abc import AsyncIterator
@@ -32,16 +33,16 @@ from vllm_worker.fake_engine import ADAPTERS, FakeEngine
 PROMPT = list(range(1, 41))
 
 
-@pytest.mark.parametrize("seed", [None, 5])
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 40])
-async def test_two_pools_give_the_tokens_of_one_engine(num_tokens: int, seed: int | None) -> None:
-    sampling = {} if seed is None else {"temperature": 1.0, "seed": seed}
+async def test_two_pools_give_the_tokens_of_one_engine() -> None:
+    requests = list(itertools.product((1, 15, 16, 17, 40), (None, 5)))
     async with deploy_fakes() as fleet:
-        answer = await fleet.generate(PROMPT[:num_tokens], 12, **sampling)
-        assert answer.token_ids == expected(PROMPT[:num_tokens], 12, seed)
-        assert (answer.path, answer.num_attempts, answer.finish_reason) == ("disaggregated", 1, "length")
-        assert fleet.cluster.num_handoffs == 1
-        assert not fleet.cluster.kept  # it was read
+        for num_tokens, seed in requests:
+            sampling = {} if seed is None else {"temperature": 1.0, "seed": seed}
+            answer = await fleet.generate(PROMPT[:num_tokens], 12, **sampling)
+            assert answer.token_ids == expected(PROMPT[:num_tokens], 12, seed)
+            assert (answer.path, answer.num_attempts, answer.finish_reason) == ("disaggregated", 1, "length")
+        assert fleet.cluster.num_handoffs == len(requests)
+        assert not fleet.cluster.kept  # each was read
         await fleet.settle()
 
 

@@ -65,6 +65,18 @@ class Answer:
     chunks: list[inference_pb2.TokenChunk] = field(default_factory=list)
     end: inference_pb2.Finished | None = None
 
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        """The next message of this choice."""
+        if response.HasField("finished"):
+            assert self.end is None, "two final messages"
+            self.end = response.finished
+        elif response.HasField("tokens"):
+            tokens = response.tokens
+            self.chunks.append(tokens)
+            self.indices += range(tokens.index, tokens.index + len(tokens.token_ids))
+            self.token_ids += tokens.token_ids
+            self.text += tokens.text
+
     @property
     def finished(self) -> inference_pb2.Finished:
         assert self.end is not None, "the stream has no end"
@@ -103,18 +115,8 @@ class Deployment:
         """Generate every choice to its end."""
         answers = [Answer() for _ in range(request.n or 1)]
         async for response in self.inference.Generate(request, timeout=timeout_s):
-            if response.HasField("started"):
-                continue
-            event = response.tokens if response.HasField("tokens") else response.finished
-            answer = answers[event.choice]
-            if response.HasField("finished"):
-                assert answer.end is None, "two final messages"
-                answer.end = response.finished
-                continue
-            answer.chunks.append(response.tokens)
-            answer.indices += range(event.index, event.index + len(event.token_ids))
-            answer.token_ids += event.token_ids
-            answer.text += event.text
+            event = response.finished if response.HasField("finished") else response.tokens
+            answers[event.choice].take(response)
         return answers
 
     def ledgers(self) -> list[dict[Column, int]]:

@@ -20,13 +20,14 @@ import grpc
 import grpc.aio
 
 from core.config import EngineConfig, TandemConfig, TransferConfig
-from core.handoff import HandoffMessage
+from core.handoff import HandoffMessage, PullerState
 from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos.handoff_codec import decode
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
+from tests.support.deployment import SLACK_S, Answer, Deployment, make_request, tiny_config, trailers_of, transfers
+from tests.support.steps import slow_down
 
 LEASE_S = 2.0  # a busy machine delays a process by less than this
 TYPED = {
@@ -101,14 +102,7 @@ class Stream:
     async def _follow(self) -> None:
         try:
             async for response in self._call:
-                if response.HasField("finished"):
-                    assert self.answer.end is None, "two final messages"
-                    self.answer.end = response.finished
-                    continue
-                self.answer.indices += range(
-                    response.tokens.index, response.tokens.index + len(response.tokens.token_ids)
-                )
-                self.answer.token_ids += response.tokens.token_ids
+                self.answer.take(response)
                 async with self._grown:
                     self._grown.notify_all()
         except grpc.aio.AioRpcError as error:
@@ -204,3 +198,21 @@ async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:
 
 
 _NEW_SEEDS = itertools.count(100_000)
+
+# ---- of one pair of workers
+
+FIRST = prompt_of(1)
+
+
+def pulls_ended(deployment: Deployment, state: PullerState) -> int:
+    return transfers(deployment.decode[0]).counters.pulls[state.value]
+
+
+def agent_name(deployment: Deployment) -> str:
+    return transfers(deployment.prefill[0]).address.name
+
+
+async def bystander(deployment: Deployment, num_output: int = 60) -> Stream:
+    """A request in decode while a fault happens. The fault must not change its stream."""
+    slow_down(deployment.decode[0], 0.01)
+    return await Stream(deployment.inference, prompt_of(77), num_output).reach(3)

@@ -19,10 +19,7 @@ class Streams:
 
     async def _read(self, request: inference_pb2.GenerateRequest, answer: Answer) -> None:
         async for response in self._deployment.inference.Generate(request, timeout=60.0):
-            if response.HasField("finished"):
-                answer.end = response.finished
-            else:
-                answer.token_ids += response.tokens.token_ids
+            answer.take(response)
 
     async def reach(self, num_tokens: int) -> None:
         def enough() -> bool:
