@@ -25,8 +25,7 @@ from kv_transfer.protocol import owner
 from kv_transfer.protocol.events import ComputeDigests, Connect, MessageReceived, PeerLost
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address, assert_completed, assert_freed
 
 
 def offer(pair: Pair, transfer_id: int) -> None:

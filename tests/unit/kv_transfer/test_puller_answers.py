@@ -22,8 +22,16 @@ from kv_transfer.protocol.events import (
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
+from tests.unit.kv_transfer.transfer_pair import (
+    CONFIG,
+    ID,
+    LAYOUT,
+    Pair,
+    address,
+    assert_completed,
+    assert_failed,
+    assert_freed,
+)
 
 
 def known_to_its_owner() -> Pair:

@@ -11,8 +11,7 @@ from core.handoff import Abort, AbortReason, DevicePath, Heartbeat, PoolAccess, 
 from core.paths import PathState, PeerJoined
 from kv_transfer.protocol.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address, assert_completed, assert_failed
 
 
 def test_one_heartbeat_serves_all_pulls_from_an_owner() -> None:

@@ -9,8 +9,7 @@ from core.handoff import Abort, AbortReason, HandoffMessage, OfferedBlocks, Owne
 from kv_transfer.protocol import puller
 from kv_transfer.protocol.events import MessageReceived
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, assert_completed, assert_failed, assert_freed
 
 
 def foreign(message: HandoffMessage) -> HandoffMessage:

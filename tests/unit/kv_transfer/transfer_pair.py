@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, PullerState, Ready, TransferId
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, Ready, TransferId
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
@@ -250,3 +250,27 @@ class Pair:
             return message
         digests = tuple(side.digests[block] for block in message.blocks.blocks)
         return replace(message, blocks=replace(message.blocks, digests=digests))
+
+
+# ---- how the hand-off of a pair has ended
+
+
+def assert_failed(pair: Pair, reason: AbortReason, state: PullerState = PullerState.FAILED) -> None:
+    result = pair.pull_result()
+    assert isinstance(result, PullFailed)
+    assert (result.reason, result.state) == (reason, state)
+    assert not pair.puller.machine.alive
+
+
+def assert_freed(pair: Pair, state: OwnerState, reason: AbortReason | None) -> None:
+    ended = pair.offer_result()
+    assert (ended.state, ended.reason) == (state, reason)
+    assert pair.num_leases() == 0
+    assert not pair.owner.machine.alive
+
+
+def assert_completed(pair: Pair) -> None:
+    assert isinstance(pair.pull_result(), PullCompleted)
+    pair.deliver_all()
+    assert_freed(pair, OwnerState.RELEASED, None)
+    assert all(side.machine.next_deadline() is None for side in pair.sides.values())
