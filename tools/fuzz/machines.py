@@ -169,7 +169,7 @@ def _report(router: FuzzedRouter, rng: random.Random) -> None:
         router.post(event)
     except TandemError:
         router.post(events.WorkerLost(worker_id, "it cannot be read"))
-        router.join(worker_id, role)
+        router.enter(worker_id)
         raise
 
 

@@ -1,24 +1,38 @@
-"""Drives a RouterMachine in a test: workers join by name, the test sets the time, and all actions are kept."""
+"""Drives a RouterMachine in a test. Its methods are the words of transcripts (`tests/support/transcripts.py`):
+
+    a lost prefill worker is replaced                                    the name of a test
+      fleet P1 P2 D
+      arrives r   -> decode r#1 D from P1/1; prefill r#1 P1 for D/1      D reads the KV of P1 by transfer id 1
+      lost P1     -> peers D left P1; cancel r#1
+                  -> decode r#2 D from P2/2; prefill r#2 P2 for D/2
+
+A number that has its usual value is not written: 60 seconds to the deadline, no cached token, one attempt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar, assert_never
 
+import core.errors
+from core.block_hash import sequence_hashes
 from core.config import RouterConfig
-from core.errors import TandemError
+from core.cost.step_cost import PRIOR, StepCost
+from core.errors import QueueFull, TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from core.lifecycle import FinishReason, ServiceRole, WorkerState
+from core.lifecycle import FinishReason, MoveReason, ServiceRole, Stage, WorkerState
 from core.machine import Tick
+from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
-from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from core.step import SampledToken
 from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
+from tests.support.transcripts import Replay, counts, error_words, numbers_of, runs, transcripts_of
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
 NUM_BLOCKS = 64
@@ -38,11 +52,11 @@ def agent(
 
 
 def request(
-    name: str = "r", prompt: Sequence[int] = tuple(range(1, 9)), max_tokens: int = 4, **options: object
+    name: str = "r", prompt: Sequence[int] = tuple(range(1, 9)), max_tokens: int = 4, **options: Any
 ) -> Request:
-    priority = options.pop("priority", 0)
-    sampling = SamplingParams(max_tokens=max_tokens, **options)  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), len(prompt), sampling, priority=int(str(priority)))
+    priority, tenant = options.pop("priority", 0), options.pop("tenant", "")
+    sampling = SamplingParams(max_tokens=max_tokens, **options)
+    return Request(name, tuple(prompt), len(prompt), sampling, priority, tenant=tenant)
 
 
 def step_tokens(*tokens: tuple[int, int, SampledToken]) -> events.StepTokens:
@@ -55,19 +69,26 @@ def step_tokens(*tokens: tuple[int, int, SampledToken]) -> events.StepTokens:
     )
 
 
-class DrivenRouter:
+def transcripts(text: str, setup: str = "") -> Callable[[str], None]:
+    return transcripts_of(lambda: DrivenRouter(prefill=(), decode=()), text, setup)
+
+
+class DrivenRouter(Replay):
+    """A worker whose name begins with P computes prompts; others decode. The test sets the time."""
+
     def __init__(self, config: RouterConfig = CONFIG, prefill: Sequence[str] = ("P",), decode: Sequence[str] = ("D",)):
         self.now = 100.0
         self.tickets = iter(range(1, 1000))
         self.machine = RouterMachine(config, lambda: next(self.tickets), frozenset({EOS}))
         self.actions: list[RouterAction] = []
         self.sent: dict[str, set[int]] = {}  # dispatch id -> indexes that the decode worker has put on its stream
-        for name in prefill:
-            self.join(name, ServiceRole.PREFILL)
-        for name in decode:
-            self.join(name, ServiceRole.DECODE)
+        self.fleet(*prefill, *decode)
 
-    # ---- events
+    def seen(self, action: RouterAction) -> str:
+        return seen(action)
+
+    def check(self) -> None:
+        self.machine.check()
 
     def post(self, event: RouterEvent) -> list[RouterAction]:
         actions = self.machine.handle(event, self.now)
@@ -75,54 +96,136 @@ class DrivenRouter:
         self.actions += actions
         return actions
 
-    def join(self, name: str, role: ServiceRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
-        address = agent(name, incarnation, layout)
-        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
+    def of(self, kind: type[A]) -> list[A]:
+        """All actions of a kind until now."""
+        return [action for action in self.actions if isinstance(action, kind)]
 
-    def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: object) -> list[RouterAction]:
-        reported = replace(SERVING, state=state, **load)  # type: ignore[arg-type]
+    # ---- workers
+
+    def fleet(self, *names: str) -> list[RouterAction]:
+        """Workers join. What they learn of each other is not shown."""
+        for name in names:
+            self.enter(name)
+        return []
+
+    def enter(self, name: str, incarnation: int = 1, blocks: int = NUM_BLOCKS, **options: Any) -> list[RouterAction]:
+        role = ServiceRole(options.get("role", "prefill" if name.startswith("P") else "decode"))
+        layout = replace(LAYOUT, model=options.get("model", LAYOUT.model))
+        load = replace(SERVING, ledger={Column.FREE: blocks}, step_cost=_step_cost(options.get("token_s")))
+        return self.post(events.WorkerJoined(name, role, agent(name, incarnation, layout, blocks), (), load))
+
+    def reports(self, name: str, state: str = "serving", free: int = NUM_BLOCKS, **load: Any) -> list[RouterAction]:
+        """`token_s` is the measured cost of a token of a prompt; `backlog` are seconds of prompts that wait; `routers`
+        are the calls of routers, as name:last:open."""
+        ledger = {Column.FREE: free, Column.HELD: NUM_BLOCKS - free}
+        cost, backlog = _step_cost(load.pop("token_s", None)), (load.pop("backlog"),) if "backlog" in load else ()
+        routers = [words.split(":") for words in load.pop("routers", "").split(",") if words]
+        calls = {name: RouterCalls(int(last), int(num_open)) for name, last, num_open in routers}
+        reported = WorkerLoad(
+            WorkerState(state), ledger=ledger, step_cost=cost, prompt_backlog=backlog, router_calls=calls, **load
+        )
         return self.post(events.WorkerReported(name, WorkerChanges(reported)))
 
-    def store(self, name: str, *sequence_hashes: int) -> list[RouterAction]:
-        """A worker reports new blocks in its prefix cache."""
-        return self.post(events.WorkerReported(name, WorkerChanges(blocks=((sequence_hashes, True),))))
+    def caches(self, name: str, num_tokens: int) -> list[RouterAction]:
+        """A worker has the blocks of the sequence 1, 2, 3 ... in its prefix cache."""
+        hashes = sequence_hashes(range(1, num_tokens + 1), LAYOUT.block_size)
+        return self.post(events.WorkerReported(name, WorkerChanges(blocks=((hashes, True),))))
 
-    def arrive(
-        self, arriving: Request | None = None, timeout_s: float = 60.0, others: Sequence[Request] = ()
-    ) -> list[RouterAction]:
-        arrived = events.RequestArrived(arriving or request(), self.now, self.now + timeout_s, tuple(others))
-        return self.post(arrived)
+    def paths(self, name: str, *peers: str) -> list[RouterAction]:
+        """A worker reports that its paths lead to these peers and to no other."""
+        known, peer_names = self.machine.workers.chosen(name).paths.keys(), {agent(peer).name for peer in peers}
+        changed = tuple(PathStatus(peer, PathState.FINE) for peer in sorted(peer_names - known))
+        changes = WorkerChanges(paths=changed, removed_paths=tuple(known - peer_names))
+        return self.post(events.WorkerReported(name, changes))
 
-    def first_token(self, token: int, dispatch: str = "r#1", index: int = 0) -> list[RouterAction]:
-        result = events.PrefillResult(index, SampledToken(token), None, 0, 0.0, 0.0)
+    def lost(self, name: str) -> list[RouterAction]:
+        return self.post(events.WorkerLost(name, "its process has ended"))
+
+    def stream_lost(self, name: str) -> list[RouterAction]:
+        return self.post(events.TokenStreamLost(name, "reset"))
+
+    def load(self, *names: str) -> list[str]:
+        """What the router believes: seconds of prompts that wait, sequences, and blocks without a taker."""
+        views = {name: self.machine.workers.chosen(name).view for name in names}
+        return [
+            f"{name} {sum(view.backlog) + sum(view.arriving):.6g} s, {view.num_sequences} sequences, "
+            f"{view.num_free_blocks} blocks"
+            for name, view in views.items()
+        ]
+
+    # ---- requests
+
+    def arrive(self, arriving: Request) -> list[RouterAction]:
+        return self.post(events.RequestArrived(arriving, self.now, self.now + 60.0))
+
+    def arrives(self, name: str, prompt: int = 8, max_tokens: int = 4, **options: Any) -> list[RouterAction]:
+        """`others` are the other choices, and `resumed` are the tokens that another router has delivered."""
+        timeout_s, resumed = options.pop("timeout_s", 60.0), numbers_of(options.pop("resumed", ""))
+        names = [name, *(choice for choice in options.pop("others", "").split(",") if choice)]
+        first, *choices = [request(each, range(1, prompt + 1), max_tokens, **options) for each in names]
+        return self.post(events.RequestArrived(first, self.now, self.now + timeout_s, tuple(choices), tuple(resumed)))
+
+    def prefilled(self, dispatch: str, token: int, index: int = 0, **options: Any) -> list[RouterAction]:
+        reason = FinishReason(options["ends"]) if "ends" in options else None
+        sampled, cached = SampledToken(token, options.get("logprob")), options.get("cached", 0)
+        handoff = options.get("handoff", "").encode()
+        result = events.PrefillResult(index, sampled, reason, cached, options.get("queue_s", 0.0), 0.0, handoff=handoff)
         return self.post(events.PrefillReturned(dispatch, result))
 
-    def tokens(self, first: int, *token_ids: int, dispatch: str = "r#1") -> list[RouterAction]:
-        return self.sampled_tokens(first, *map(SampledToken, token_ids), dispatch=dispatch)
-
-    def sampled_tokens(self, first: int, *tokens: SampledToken, dispatch: str = "r#1") -> list[RouterAction]:
-        """A message of the token stream with tokens of one call."""
+    def tokens_from(
+        self, dispatch: str, first: int, *words: int | str, logprob: float | None = None
+    ) -> list[RouterAction]:
+        """A message of a decode worker with tokens of one call."""
+        tokens, call = [SampledToken(token, logprob) for token in numbers_of(*words)], self.call_of(dispatch)
         self.sent.setdefault(dispatch, set()).update(range(first, first + len(tokens)))
-        return self.post(step_tokens(*((self.call_of(dispatch), first + i, token) for i, token in enumerate(tokens))))
+        return self.post(step_tokens(*((call, first + place, token) for place, token in enumerate(tokens))))
+
+    def step(self, *words: str) -> list[RouterAction]:
+        """A message of a decode worker, with tokens of several calls as dispatch:index:token."""
+        tokens = [word.split(":") for word in words]
+        return self.post(step_tokens(*((self.call_of(d), int(i), SampledToken(int(token))) for d, i, token in tokens)))
 
     def call_of(self, dispatch: str) -> int:
         """The number of the decode call; 0 if the dispatch never started."""
         return next((start.call for start in self.of(events.StartDecode) if start.dispatch_id == dispatch), 0)
 
-    def decoded(
-        self, dispatch: str = "r#1", reason: FinishReason = FinishReason.LENGTH, num_tokens: int | None = None
-    ) -> list[RouterAction]:
-        """By default, all tokens of the worker have arrived."""
+    def ends(self, dispatch: str, reason: str = "length", num_tokens: int = 0, **result: Any) -> list[RouterAction]:
+        """The decode call returns. Without `num_tokens`, all of its tokens have arrived."""
         count = num_tokens or len(self.sent.get(dispatch, ())) or 1
-        return self.post(events.DecodeReturned(dispatch, events.DecodeResult(reason, count, 0, 0.0, 0.0, 0.0, 0.0, 0)))
+        returned = events.DecodeResult(FinishReason(reason), count, 0, 0.0, 0.0, 0.0, 0.0, 0)
+        return self.post(events.DecodeReturned(dispatch, replace(returned, **result)))
 
-    def decode_fails(self, error: TandemError, dispatch: str = "r#1") -> list[RouterAction]:
-        return self.post(events.DecodeReturned(dispatch, error))
+    def decode_error(self, dispatch: str, kind: str, *words: object) -> list[RouterAction]:
+        return self.post(events.DecodeReturned(dispatch, _error_of(kind, words)))
 
-    def prefill_fails(self, error: TandemError, dispatch: str = "r#1") -> list[RouterAction]:
-        return self.post(events.PrefillReturned(dispatch, error))
+    def prefill_error(self, dispatch: str, kind: str, *words: object) -> list[RouterAction]:
+        return self.post(events.PrefillReturned(dispatch, _error_of(kind, words)))
 
-    def pass_time(self, seconds: float) -> list[RouterAction]:
+    def cancelled(self, name: str) -> list[RouterAction]:
+        return self.post(events.ClientCancelled(name))
+
+    def stopped(self, name: str) -> list[RouterAction]:
+        return self.post(events.StopMatched(name))
+
+    # ---- moves
+
+    def asks(self, dispatch: str, reason: str = "drain") -> list[RouterAction]:
+        """The decode worker asks to move the request."""
+        return self._notice(events.MoveNotice(self.call_of(dispatch), None, MoveReason(reason)))
+
+    def hands_over(self, dispatch: str, index: int) -> list[RouterAction]:
+        """A side of a move says at which index the part of the target begins."""
+        return self._notice(events.MoveNotice(self.call_of(dispatch), index))
+
+    def _notice(self, notice: events.MoveNotice) -> list[RouterAction]:
+        return self.post(events.StepTokens((), (), (), {}, [notice]))
+
+    def cannot_begin(self, dispatch: str) -> list[RouterAction]:
+        return self.post(events.MoveRefused(dispatch, core.errors.TransferFailed("it has ended")))
+
+    # ---- the router
+
+    def time(self, seconds: float) -> list[RouterAction]:
         """Let time pass, with a Tick at each deadline."""
         end, actions = self.now + seconds, []
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
@@ -131,25 +234,88 @@ class DrivenRouter:
         self.now = end
         return actions
 
-    # ---- actions
+    def config(self, **options: Any) -> list[RouterAction]:
+        return self.post(events.ConfigChanged(replace(self.machine.workers.config, **options)))
 
-    def delivered(self, request_id: str = "r") -> list[int]:
-        """Delivered token ids. Asserts that each index came once and in order."""
-        got: list[int] = []
-        for action in self.of(events.Deliver):
-            if action.request_id == request_id:
-                assert action.first_index == len(got)
-                got += action.token_ids
-        return got
+    def start_expected(self, seconds: float) -> list[RouterAction]:
+        return self.post(events.StartExpected(seconds))
 
-    def of(self, kind: type[A]) -> list[A]:
-        return [action for action in self.actions if isinstance(action, kind)]
+    def counts(self) -> list[str]:
+        view = self.machine.view
+        moves = [f"{move.reason.value} {move.outcome} {count}" for move, count in view.num_moves().items()]
+        deadlines = f"deadlines {len(self.machine._deadlines)}"
+        return [f"queued {view.num_queued}", f"in flight {view.num_in_flight}", deadlines, *moves]
 
-    def only(self, kind: type[A]) -> A:
-        (action,) = self.of(kind)
-        return action
 
-    def dispatches(self) -> list[tuple[str, str | None, str]]:
-        """(dispatch id, prefill worker, decode worker) of each dispatch, in order."""
-        prefill = {action.dispatch_id: action.worker_id for action in self.of(events.StartPrefill)}
-        return [(a.dispatch_id, prefill.get(a.dispatch_id), a.worker_id) for a in self.of(events.StartDecode)]
+def seen(action: RouterAction) -> str:
+    match action:
+        case events.StartDecode():
+            source = [] if action.source is None else [f"from {_name(action.source[1])}/{action.source[0]}"]
+            words = [action.dispatch_id, action.worker_id, *source, *_start(action), *["moves"] * action.is_move]
+            return f"decode {' '.join(words)}"
+        case events.StartPrefill():
+            words = [action.worker_id, f"for {_name(action.reader)}/{action.transfer_id}", *_start(action)]
+            return f"prefill {action.dispatch_id} {' '.join(words)}"
+        case events.StartMove(dispatch_id, source_id, worker_id, ticket, reader, num_tokens):
+            return f"move {source_id} {worker_id} to {dispatch_id} {_name(reader)}/{ticket} {num_tokens} tokens"
+        case events.ResumeSequence(dispatch_id, worker_id, ticket):
+            return f"resume {dispatch_id} {worker_id}/{ticket}"
+        case events.HandOver(dispatch_id, worker_id, ticket, handoff, _):
+            return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()}"
+        case events.CancelDispatch(dispatch_id):
+            return f"cancel {dispatch_id}"
+        case events.Deliver(request_id, first_index, token_ids, logprobs):
+            return f"deliver {request_id} {first_index}: {runs(token_ids)}{' logprobs' * bool(logprobs)}"
+        case events.Finish(request_id, outcome, _):
+            return f"finish {request_id} {_outcome(outcome)}"
+        case events.Fail(request_id, error, _, _):
+            return f"fail {request_id} {_error(error)}"
+        case events.UpdatePeers(worker_id, changes):
+            return f"peers {worker_id} {' '.join(map(_peer, changes))}"
+        case _:
+            assert_never(action)
+
+
+def _start(action: events.StartDecode | events.StartPrefill) -> list[str]:
+    """The delivered tokens behind the prompt, and the time that remains."""
+    delivered = action.request.token_ids[action.request.num_prompt_tokens :]
+    timeout = [] if f"{action.timeout_s:g}" == "60" else [f"in {action.timeout_s:g} s"]
+    return [*(["behind", runs(delivered)] if delivered else []), *timeout]
+
+
+def _outcome(outcome: events.Outcome) -> str:
+    spent = {stage.value: outcome.timeline.seconds_in(stage) for stage in Stage if stage is not Stage.FINISHED}
+    numbers = {
+        "attempts": outcome.attempts if outcome.attempts > 1 else 0, "moves": outcome.num_moves,
+        "cached": outcome.cached_tokens, "recomputed": outcome.recomputed_tokens,
+        "resumed": outcome.num_resumed_tokens, "first token": outcome.first_token_s,
+        "block seconds": outcome.kv_block_seconds, **spent,
+        "queue of the worker": outcome.prefill.queue_s if outcome.prefill else 0.0,
+    }  # fmt: skip
+    words = (outcome.finish_reason.value, outcome.path.value, f"{outcome.num_output_tokens} tokens")
+    return ", ".join([*words, *counts(numbers.items())])
+
+
+def _peer(change: PeerJoined | PeerLeft) -> str:
+    if isinstance(change, PeerLeft):
+        return f"left {change.name.removesuffix('@1')}"
+    return f"{'owner' if change.is_owner else 'reader'} {_name(change.peer)}"
+
+
+def _name(address: AgentAddress) -> str:
+    return address.name.removesuffix("@1")
+
+
+def _error(error: TandemError) -> str:
+    if isinstance(error, QueueFull) and error.retry_after_s != 1.0:
+        return f"{error_words(error)}, retry after {error.retry_after_s:.3g} s"
+    return error_words(error)
+
+
+def _error_of(kind: str, words: Sequence[object]) -> TandemError:
+    error: TandemError = getattr(core.errors, kind)(" ".join(map(str, words)))
+    return error
+
+
+def _step_cost(token_s: float | None) -> StepCost:
+    return PRIOR if token_s is None else StepCost(0.01, 0.001, 0.0, token_s, 0.0)

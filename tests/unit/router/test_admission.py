@@ -1,12 +1,148 @@
-"""With `admission = "shed"`, a request whose first token is predicted too late is refused at once."""
+"""When a request fails in the queue: no worker serves for too long, or its first token is predicted too late."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from router.requests.admission import QueueWait, refusal
-from tests.unit.router.driving_router import CONFIG
-from tests.unit.router.transcript import transcripts
+from tests.unit.router.driving_router import CONFIG, transcripts
+
+# One worker for one request at a time, and a request that has waited for it longer than worker_wait_s.
+QUEUED = """
+  config max_in_flight_per_worker=1 report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet D
+  arrives runs max_tokens=99 timeout_s=1000 -> decode runs#1 D in 1000 s
+  arrives waits timeout_s=1000
+  time 39.5
+"""
+
+test_a_time_without_a_worker = transcripts(
+    """
+a short absence of the only worker fails no request in the queue
+  lost D  -> cancel runs#1
+  time 19
+  enter D -> decode runs#2 D in 941.5 s
+  time 40
+
+a short drain of the only worker fails no request in the queue
+  reports D draining
+  time 19
+  reports D
+  time 40
+
+a loss of one second fails no request in the queue
+  lost D  -> cancel runs#1
+  time 1
+  enter D -> decode runs#2 D in 959.5 s
+  time 40
+
+the wait ends worker_wait_s after the last worker was lost
+  # Between two checks of the router.
+  time 7
+  lost D   -> cancel runs#1
+  time 19.9
+  time 0.2 -> fail runs WorkerUnavailable: no decode worker is serving, the last attempt failed: worker D was lost: \
+              its process has ended
+           -> fail waits WorkerUnavailable: no decode worker is serving
+
+the wait ends worker_wait_s after the last worker drains
+  time 7
+  reports D draining
+  time 19.9
+  time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
+
+each absence of the worker starts a new wait
+  reports D draining
+  time 12
+  reports D
+  time 12
+  reports D draining
+  time 12
+  reports D
+  time 12
+""",
+    QUEUED,
+)
+
+test_a_request_without_a_worker = transcripts(
+    """
+a request that arrives while no worker serves waits from its arrival
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet D
+  reports D draining
+  time 19
+  arrives r
+  time 19.9
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
+
+the loss of another worker does not begin the wait again
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet P D
+  reports D draining
+  arrives r
+  time 10
+  lost P    -> peers D left P
+  time 10.1 -> fail r WorkerUnavailable: no decode worker is serving
+
+a dispatched request does not wait for a worker
+  config report_stale_s=1000.0 worker_lost_s=1000.0
+  fleet P D
+  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
+  reports D draining
+  time 25
+
+requests wait as long as a start takes that the planner begins
+  config worker_wait_s=7.0
+  arrives r timeout_s=1000
+  start_expected 60
+  time 89
+  time 2 -> fail r WorkerUnavailable: no decode worker is serving
+
+a worker that starts within that time serves the request
+  config worker_wait_s=7.0
+  arrives r timeout_s=1000
+  start_expected 60
+  time 89
+  enter D -> decode r#1 D in 911 s
+
+a shorter time without workers ends requests that wait already
+  arrives r
+  time 5
+  config worker_wait_s=7.0
+  time 1.9
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
+"""
+)
+
+test_a_change_of_the_config = transcripts(
+    """
+calls beyond a lowered limit go on and a raised one is used at once
+  fleet D
+  arrives a                         -> decode a#1 D
+  arrives b                         -> decode b#1 D
+  config max_in_flight_per_worker=1
+  reports D
+  arrives c
+  counts                            -> queued 1; in flight 2; deadlines 4
+  config max_in_flight_per_worker=3 -> decode c#1 D
+
+requests beyond a lowered queue bound wait on and new ones are refused
+  arrives a
+  arrives b
+  config max_queued=1
+  arrives c -> refused QueueFull: 2 requests are queued, and max_queued is 1
+  counts    -> queued 2; in flight 0; deadlines 4
+
+a silent worker is lost by the new limit
+  fleet P D
+  time 5
+  reports P
+  config worker_lost_s=4.0
+  time 0.1 -> peers P left D
+  time 4
+  counts   -> queued 0; in flight 0; deadlines 0
+"""
+)
 
 # A prompt of 8 tokens takes 0.41 s on workers that have measured their steps (`token_s`).
 SHEDDING = """

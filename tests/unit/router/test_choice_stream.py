@@ -1,10 +1,13 @@
-"""A choice gives the client the same tokens, text and log-probabilities, however messages join the tokens."""
+"""A choice gives the client the same tokens, text and log-probabilities, however messages join the tokens, and its
+writer gives each token once, in order, however slow the reader is."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,22 +16,22 @@ from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.requests.events import Deliver, Fail
-from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream
+from router.serving.call_messages import CallMessages
+from router.serving.call_writer import SinkWriter, StreamWriter
+from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 
 PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND", b""]  # the texts of token ids 0 to 7
+OVER = Fail("r", RequestCancelled("over"), Timeline(Stage.TOKENIZE, 0.0))
 
 
-def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceStream:
+def choice(*stop_strings: str, changed: Callable[[], object] = lambda: None, number: int = 0) -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100_000))
     text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), StopStrings(stop_strings))
-    return ChoiceStream(
-        0, "model", "chat", request, "r", 0.0, text, cast(Any, None), (changed or asyncio.Event()).set,
-        PIECES.__getitem__,
-    )  # fmt: skip
+    return ChoiceStream(number, "model", "chat", request, "r", 0.0, text, cast(Any, None), changed, PIECES.__getitem__)
 
 
 def take(stream: ChoiceStream) -> inference_pb2.TokenChunk:
@@ -38,28 +41,28 @@ def take(stream: ChoiceStream) -> inference_pb2.TokenChunk:
     return message
 
 
-def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
-    return stream.deliver(Deliver("r", first_index, token_ids, ()))
+def deliver(stream: ChoiceStream, *token_ids: int) -> bool:
+    return stream.deliver(Deliver("r", len(stream.token_ids), token_ids, ()))
 
 
 def test_the_writer_is_woken_once_for_the_tokens_of_one_chunk() -> None:
     changed = asyncio.Event()
-    stream = choice(changed=changed)
-    deliver(stream, 0, 0)
+    stream = choice(changed=changed.set)
+    deliver(stream, 0)
     assert changed.is_set()
     changed.clear()
-    deliver(stream, 1, 1)
+    deliver(stream, 1)
     assert not changed.is_set()
     take(stream)
-    deliver(stream, 2, 1)
+    deliver(stream, 1)
     assert changed.is_set()
 
 
 def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> None:
     stream = choice("END")
-    assert not deliver(stream, 0, 0, 5)
-    assert deliver(stream, 2, 6, 1, 1), "its text is complete before anybody takes a chunk"
-    assert not deliver(stream, 5, 0), "told once"
+    assert not deliver(stream, 0, 5)
+    assert deliver(stream, 6, 1, 1), "its text is complete before anybody takes a chunk"
+    assert not deliver(stream, 0), "told once"
     chunk = take(stream)
     assert (list(chunk.token_ids), chunk.text) == ([0, 5, 6], "a")
     assert stream.last_chunk() is None
@@ -69,8 +72,8 @@ def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> 
 def test_each_chunk_has_the_text_of_its_own_tokens_when_many_tokens_wait() -> None:
     """A client may go on at another router behind any chunk, and gets the text behind its tokens there."""
     stream = choice("END")
-    deliver(stream, 0, *[0] * (MAX_CHUNK_ITEMS + 2))
-    deliver(stream, MAX_CHUNK_ITEMS + 2, *[1] * MAX_CHUNK_ITEMS)
+    deliver(stream, *[0] * (MAX_CHUNK_ITEMS + 2))
+    deliver(stream, *[1] * MAX_CHUNK_ITEMS)
     chunks = []
     while stream.has_chunk:
         chunks.append(take(stream))
@@ -89,16 +92,16 @@ def test_each_log_probability_has_the_bytes_of_its_token() -> None:
 
 async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> None:
     changed = asyncio.Event()
-    stream = choice(changed=changed)
-    deliver(stream, 0, 0)
+    stream = choice(changed=changed.set)
+    deliver(stream, 0)
     assert stream.is_due, "the first token does not wait"
     stream.pause(60.0)
     take(stream)
     changed.clear()
-    deliver(stream, 1, 1)
+    deliver(stream, 1)
     assert not stream.is_due
     assert not changed.is_set(), "the writer sleeps"
-    stream.end(Fail("r", RequestCancelled("cancelled"), Timeline(Stage.TOKENIZE, 0.0)))
+    stream.end(OVER)
     assert stream.is_due
     assert changed.is_set()
     stream.end_pause()
@@ -106,12 +109,12 @@ async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> 
 
 async def test_after_the_interval_the_writer_is_woken() -> None:
     changed = asyncio.Event()
-    stream = choice(changed=changed)
-    deliver(stream, 0, 0)
+    stream = choice(changed=changed.set)
+    deliver(stream, 0)
     stream.pause(0.001)
     take(stream)
     changed.clear()
-    deliver(stream, 1, 1)
+    deliver(stream, 1)
     async with asyncio.timeout(5):
         await changed.wait()
     assert stream.is_due
@@ -146,3 +149,119 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
     assert answer(runs) == one_by_one
     assert answer([(all_ids, False)] if all_ids else []) == one_by_one
     assert one_by_one[0] == one_by_one[1]
+
+
+# ---- writers
+
+
+def call_of(writer: StreamWriter | SinkWriter, num_choices: int = 1) -> tuple[list[ChoiceStream], CallMessages]:
+    streams = [choice(changed=writer.changed, number=number) for number in range(num_choices)]
+    return streams, CallMessages(streams, 0.0, lambda: 0.0)
+
+
+class SlowContext:
+    """A gRPC context whose client reads a message each time `may_read` is released."""
+
+    def __init__(self) -> None:
+        self.may_read = asyncio.Semaphore(0)
+        self.written: list[inference_pb2.GenerateResponse] = []
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        await self.may_read.acquire()
+        self.written.append(message)
+
+
+async def test_tokens_that_come_while_a_long_message_is_written_do_not_wait_for_the_end() -> None:
+    context = SlowContext()
+    writer = StreamWriter(cast(Any, context))
+    (stream,), messages = call_of(writer)
+    writing = asyncio.create_task(writer.write_all(messages))
+    deliver(stream, *[0] * MAX_CHUNK_ITEMS, 1)
+    await asyncio.sleep(0)
+    deliver(stream, *[0] * MAX_CHUNK_ITEMS)  # while the first of two messages is written
+    for _ in range(3):
+        context.may_read.release()
+    async with asyncio.timeout(5):
+        while len(context.written) < 3:
+            await asyncio.sleep(0)
+    sent = [token_id for message in context.written for token_id in message.tokens.token_ids]
+    assert sent == stream.token_ids
+    stream.end(OVER)
+    with pytest.raises(RequestCancelled):
+        await writing
+
+
+class Collected:
+    """A sink that may be full."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.chunks: list[Chunk] = []
+        self._callbacks: list[Callable[[], None]] = []
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def make_room(self) -> None:
+        self.is_full = False
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def chunk(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+
+    def finished(self, finished: inference_pb2.Finished) -> None:
+        raise AssertionError(f"no choice of these tests finishes: {finished}")
+
+
+async def test_a_sink_gets_tokens_after_the_event_that_brought_them() -> None:
+    sink = Collected()
+    writer = SinkWriter(sink, (), 1.0)
+    streams, messages = call_of(writer, num_choices=2)
+    writing = asyncio.create_task(writer.write_all(messages))
+    await asyncio.sleep(0)
+    for stream in streams:
+        deliver(stream, 0, 1)
+    assert sink.chunks == []
+    await asyncio.sleep(0)
+    assert [(chunk.choice, chunk.text) for chunk in sink.chunks] == [(0, "ab"), (1, "ab")]
+    streams[0].end(OVER)
+    with pytest.raises(RequestCancelled):
+        await writing
+
+
+async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() -> None:
+    sink = Collected()
+    writer = SinkWriter(sink, (), 1.0)
+    (stream,), messages = call_of(writer)
+    writing = asyncio.create_task(writer.write_all(messages))
+    sink.is_full = True
+    for token_id in (0, 1, 0):
+        deliver(stream, token_id)
+        await asyncio.sleep(0)
+    assert sink.chunks == []
+    sink.make_room()
+    assert [(chunk.index, chunk.text) for chunk in sink.chunks] == [(0, "aba")]
+    deliver(stream, 0)
+    await asyncio.sleep(0)
+    assert [chunk.text for chunk in sink.chunks] == ["aba", "a"]
+    writing.cancel()
+    sink.make_room()
+    deliver(stream, 1)
+    await asyncio.sleep(0)
+    assert len(sink.chunks) == 2, "a cancelled call writes nothing more"
+
+
+async def test_an_error_of_a_sink_ends_the_call() -> None:
+    class Broken(Collected):
+        def chunk(self, chunk: Chunk) -> None:
+            raise OSError(f"no place for {chunk.text}")
+
+    writer = SinkWriter(Broken(), (), 1.0)
+    (stream,), messages = call_of(writer)
+    writing = asyncio.create_task(writer.write_all(messages))
+    await asyncio.sleep(0)
+    deliver(stream, 0)
+    with pytest.raises(OSError, match="no place for a"):
+        await writing

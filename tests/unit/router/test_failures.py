@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.config import RouterConfig
-from tests.unit.router.transcript import transcripts
+from tests.unit.router.driving_router import transcripts
 
 test_failures = transcripts(
     """

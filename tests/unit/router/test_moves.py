@@ -1,6 +1,6 @@
 """A decode worker asks to move a request: the router chooses the target, and takes each token from one of the two."""
 
-from tests.unit.router.transcript import transcripts
+from tests.unit.router.driving_router import transcripts
 
 # r#1 has four of its twenty tokens from D1, which drains.
 MOVING = """

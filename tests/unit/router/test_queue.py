@@ -1,8 +1,15 @@
-"""Requests that wait in the router: choices of a call, tenants, unequal pools, and the time without a worker."""
+"""Requests that wait in the router: choices, tenants, unequal pools and room.
+
+The queue is priced again only when room has changed. `test_admission.py` has the requests that fail in it.
+"""
 
 from __future__ import annotations
 
-from tests.unit.router.transcript import transcripts
+from dataclasses import replace
+from unittest.mock import Mock
+
+from router.requests import events
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, request, transcripts
 
 test_choices_of_a_call = transcripts(
     """
@@ -233,139 +240,79 @@ a request too large for every decode worker is refused at once
 """
 )
 
-# One worker for one request at a time, and a request that has waited for it longer than worker_wait_s.
-QUEUED = """
-  config max_in_flight_per_worker=1 report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet D
-  arrives runs max_tokens=99 timeout_s=1000 -> decode runs#1 D in 1000 s
-  arrives waits timeout_s=1000
-  time 39.5
-"""
-
-test_a_time_without_a_worker = transcripts(
+test_room = transcripts(
     """
-a short absence of the only worker fails no request in the queue
-  lost D  -> cancel runs#1
-  time 19
-  enter D -> decode runs#2 D in 941.5 s
-  time 40
-
-a short drain of the only worker fails no request in the queue
-  reports D draining
-  time 19
-  reports D
-  time 40
-
-a loss of one second fails no request in the queue
-  lost D  -> cancel runs#1
-  time 1
-  enter D -> decode runs#2 D in 959.5 s
-  time 40
-
-the wait ends worker_wait_s after the last worker was lost
-  # Between two checks of the router.
-  time 7
-  lost D   -> cancel runs#1
-  time 19.9
-  time 0.2 -> fail runs WorkerUnavailable: no decode worker is serving, the last attempt failed: worker D was lost: \
-              its process has ended
-           -> fail waits WorkerUnavailable: no decode worker is serving
-
-the wait ends worker_wait_s after the last worker drains
-  time 7
-  reports D draining
-  time 19.9
-  time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
-
-each absence of the worker starts a new wait
-  reports D draining
-  time 12
-  reports D
-  time 12
-  reports D draining
-  time 12
-  reports D
-  time 12
-""",
-    QUEUED,
-)
-
-test_a_request_without_a_worker = transcripts(
-    """
-a request that arrives while no worker serves waits from its arrival
-  config report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet D
-  reports D draining
-  time 19
-  arrives r
-  time 19.9
-  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
-
-the loss of another worker does not begin the wait again
-  config report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet P D
-  reports D draining
-  arrives r
-  time 10
-  lost P    -> peers D left P
-  time 10.1 -> fail r WorkerUnavailable: no decode worker is serving
-
-a dispatched request does not wait for a worker
-  config report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet P D
-  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
-  reports D draining
-  time 25
-
-requests wait as long as a start takes that the planner begins
-  config worker_wait_s=7.0
-  arrives r timeout_s=1000
-  start_expected 60
-  time 89
-  time 2 -> fail r WorkerUnavailable: no decode worker is serving
-
-a worker that starts within that time serves the request
-  config worker_wait_s=7.0
-  arrives r timeout_s=1000
-  start_expected 60
-  time 89
-  enter D -> decode r#1 D in 911 s
-
-a shorter time without workers ends requests that wait already
-  arrives r
-  time 5
-  config worker_wait_s=7.0
-  time 1.9
-  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
-"""
-)
-
-test_a_change_of_the_config = transcripts(
-    """
-calls beyond a lowered limit go on and a raised one is used at once
-  fleet D
-  arrives a                         -> decode a#1 D
-  arrives b                         -> decode b#1 D
+a request waits while the calls of another router fill the worker
   config max_in_flight_per_worker=1
-  reports D
-  arrives c
-  counts                            -> queued 1; in flight 2; deadlines 4
-  config max_in_flight_per_worker=3 -> decode c#1 D
+  fleet D
+  reports D num_calls=1 routers=another:9:1
+  arrives r
+  reports D -> decode r#1 D
 
-requests beyond a lowered queue bound wait on and new ones are refused
-  arrives a
-  arrives b
-  config max_queued=1
-  arrives c -> refused QueueFull: 2 requests are queued, and max_queued is 1
-  counts    -> queued 2; in flight 0; deadlines 4
+the end of a running request makes room
+  config max_in_flight_per_worker=1
+  fleet D
+  arrives runs   -> decode runs#1 D
+  arrives waits
+  cancelled runs -> cancel runs#1; fail runs RequestCancelled: cancelled by the client; decode waits#1 D
 
-a silent worker is lost by the new limit
-  fleet P D
-  time 5
-  reports P
-  config worker_lost_s=4.0
-  time 0.1 -> peers P left D
-  time 4
-  counts   -> queued 0; in flight 0; deadlines 0
+a prompt that waits for the last prefill worker runs without it once that is gone
+  config max_in_flight_per_worker=1
+  fleet P D1 D2
+  arrives runs       -> decode runs#1 D1 from P/1; prefill runs#1 P for D1/1
+  arrives waits
+  reports P draining -> decode waits#1 D2
 """
 )
+
+
+def count_prices(router: DrivenRouter) -> Mock:
+    """Called once for each request that is priced."""
+    workers = router.machine.workers
+    counted = Mock(wraps=workers.choose)
+    workers.choose = counted  # type: ignore[method-assign]
+    return counted
+
+
+def full_router() -> DrivenRouter:
+    """Request `runs` fills the only decode worker; `waits` is queued."""
+    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, max_queued=2_000), prefill=())
+    router.arrives("runs")
+    router.arrives("waits")
+    return router
+
+
+def test_reports_tokens_and_later_requests_price_nothing_while_no_room_is_gained() -> None:
+    router = full_router()
+    prices = count_prices(router)
+    for number in range(50):
+        router.reports("D", num_running=1, num_queued_tokens=50 - number)
+        router.caches("D", 4 * number)
+        router.tokens_from("runs#1", 0, 11)
+        router.arrives(f"later-{number}")
+    assert prices.call_count == 0
+    assert [router.seen(action) for action in router.ends("runs#1")][1:] == ["decode waits#1 D"]
+    assert prices.call_count == 2, "the first of the queue finds room, and the next one finds none"
+
+
+def test_a_request_that_is_first_in_the_queue_is_priced_even_if_the_one_before_found_no_room() -> None:
+    """The prefill worker is full. The second request avoids it, so the decode worker may serve that one alone."""
+    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), decode=("D1", "D2", "D3"))
+    for name in ("runs", "waits", "fails"):
+        router.arrives(name)
+    router.machine._requests["fails"].failed_workers = frozenset({"P"})
+    assert "decode fails#1 D2" in [router.seen(action) for action in router.cancelled("waits")]
+
+
+def test_a_thousand_queued_requests_are_served_in_rank_order() -> None:
+    router = full_router()
+    names = ["runs", "waits", *(f"r{number:05}" for number in range(998))]
+    for name in names[2:]:
+        router.machine.handle(events.RequestArrived(request(name), router.now, router.now + 1000.0), router.now)
+    prices = count_prices(router)
+    for name, next_name in zip(names, [*names[1:], None], strict=True):
+        actions = router.machine.handle(events.ClientCancelled(name), router.now)
+        started = [action.dispatch_id for action in actions if isinstance(action, events.StartDecode)]
+        assert started == ([f"{next_name}#1"] if next_name else [])
+    assert prices.call_count <= 2 * len(names)
+    router.check()

@@ -1,4 +1,4 @@
-"""Workers learn of the workers of the other pool that join and leave."""
+"""What the router tells workers of each other, and what it knows of their load: their reports and its calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections import Counter
 
 import pytest
 
-from core.lifecycle import ServiceRole
 from core.paths import PeerJoined
 from router.operations.fleet_metrics import readings
 from router.requests.events import UpdatePeers
 from router.requests.peer_discovery import MAX_ANNOUNCED_PEERS
 from router.routing.worker_record import WorkerRecord
 from runtime.prometheus.metrics import Metric
-from tests.unit.router.driving_router import DrivenRouter, agent
-from tests.unit.router.transcript import RouterReplay, transcripts
+from tests.unit.router.driving_router import DrivenRouter, agent, transcripts
 
 test_peers = transcripts(
     """
@@ -75,13 +73,70 @@ a worker learns of an absent peer that it reports later
 """
 )
 
+test_loads = transcripts(
+    """
+a load is the report and the calls that had not arrived
+  fleet D
+  arrives a prompt=20 -> decode a#1 D
+  arrives b prompt=30 -> decode b#1 D
+  load D              -> D 0.05013 s, 2 sequences, 51 blocks
+  # Call 2 was on the way, and stands for a call of the other router too.
+  reports D backlog=0.1 num_calls=4 routers=another:70:3,router:1:1
+  load D              -> D 0.16018 s, 5 sequences, 48 blocks
+  reports D backlog=0.09 num_calls=5 routers=another:70:3,router:2:2
+  load D              -> D 0.09 s, 5 sequences, 64 blocks
+  # The end is faster than the next report.
+  decode_error b#1 WorkerUnavailable reset
+  load D              -> D 0.09 s, 4 sequences, 64 blocks
+
+a call on the way counts once for each router with open calls
+  # Every router sees the same reports and chooses alike, and their calls on the way are unseen.
+  fleet D E
+  arrives a prompt=20 -> decode a#1 D
+  load D              -> D 0.02004 s, 1 sequences, 59 blocks
+  reports E num_calls=2 routers=second:9:1,third:5:1
+  load D E            -> D 0.06012 s, 1 sequences, 49 blocks; E 0 s, 2 sequences, 64 blocks
+  reports D backlog=0.007 num_calls=1 routers=second:8:1
+  load D              -> D 0.06712 s, 2 sequences, 49 blocks
+  # The second router has a call on D, the third none.
+  reports E
+  load D              -> D 0.04708 s, 2 sequences, 54 blocks
+  reports D backlog=0.02 num_calls=1 routers=router:1:1
+  load D              -> D 0.02 s, 1 sequences, 64 blocks
+
+calls that no router has sent are no other router
+  fleet D
+  reports D num_calls=1 routers=:0:1
+  arrives a prompt=20 -> decode a#1 D
+  load D              -> D 0.02004 s, 2 sequences, 59 blocks
+
+a call that never arrives counts until it ends
+  fleet D
+  arrives a prompt=20 -> decode a#1 D
+  cancelled a         -> cancel a#1; fail a RequestCancelled: cancelled by the client
+  load D              -> D 0 s, 0 sequences, 64 blocks
+
+the calls of a pair bring prompt work to one worker and blocks to the other
+  fleet P D
+  arrives a prompt=21 -> decode a#1 D from P/1; prefill a#1 P for D/1
+  load P D            -> P 0.0210441 s, 1 sequences, 64 blocks; D 0 s, 1 sequences, 58 blocks
+  reports P backlog=0.021 num_calls=1 routers=router:2:1
+  # The report promises the blocks, so the call does not take them again.
+  reports D num_promised_blocks=6 num_calls=1 routers=router:1:1
+  load P D            -> P 0.021 s, 1 sequences, 64 blocks; D 0 s, 1 sequences, 58 blocks
+  # The call has ended, and the next report tells the work.
+  prefilled a#1 11    -> deliver a 0: 11
+  load P              -> P 0.021 s, 0 sequences, 64 blocks
+"""
+)
+
 
 def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     owners = [f"P{number}" for number in range(40)]
     router = DrivenRouter(prefill=owners, decode=[])
     peers: Counter[str] = Counter()
     for name in (f"D{number}" for number in range(20)):
-        first, *others = [a for a in router.join(name, ServiceRole.DECODE) if isinstance(a, UpdatePeers)]
+        first, *others = [a for a in router.enter(name) if isinstance(a, UpdatePeers)]
         assert (first.worker_id, len(first.changes)) == (name, MAX_ANNOUNCED_PEERS)
         assert [other.changes for other in others] == [(PeerJoined(agent(name), False),)] * MAX_ANNOUNCED_PEERS
         peers.update(other.worker_id for other in others)
@@ -91,7 +146,7 @@ def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    router = RouterReplay()
+    router = DrivenRouter(prefill=(), decode=())
     router.fleet("P", "D")
     router.paths("D", "P", "late")
     view, worker = router.machine.view, router.machine.view.worker
