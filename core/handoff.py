@@ -149,6 +149,16 @@ class AgentAddress:
         return self.num_blocks * self.layout.block_bytes + self.probe_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A peer that offers the cached blocks of a prefix, for a worker that would have to compute it."""
+
+    transfer_id: TransferId
+    agent: AgentAddress  # of the peer
+    num_tokens: int  # of the prefix, as the router knows it; the peer may have fewer
+    limit_s: float  # after this time, the worker computes what it does not have
+
+
 class OfferedBlock(NamedTuple):
     position: int  # index of the block in its sequence
     block: int  # id in the owner's pool

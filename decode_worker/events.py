@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.errors import TandemError
-from core.handoff import AgentAddress, TransferId
+from core.handoff import AgentAddress, PrefixSource, TransferId
 from core.lifecycle import FinishReason, MoveReason, Timeline
 from core.machine import Tick
 from core.request import Request
@@ -14,6 +14,7 @@ from core.step import TokenEvent
 from kv_transfer.protocol.events import AgentAction, PullStats, TransferEvent
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished
+from worker.prefixes import PrefixRequested, PulledPrefix
 
 # ---- events
 
@@ -25,6 +26,7 @@ class DecodeArrived:
     deadline: float
     call: CallId = NO_CALL
     is_move: bool = False  # the source still generates tokens of the sequence
+    prefix: PrefixSource | None = None  # without a source: a peer that has cached what this worker has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ DecodeEvent = (
     | StepFailed
     | ConfigChanged
     | DrainRequested
+    | PrefixRequested
     | TransferEvent
     | Tick
 )
@@ -99,6 +102,7 @@ class DecodeDone:
     num_right_drafts: int = 0  # ... and that were right
     num_recomputed_tokens: int = 0
     moved_bytes: int = 0  # that the reader of a move lacked
+    prefix: PulledPrefix | None = None  # from a peer
     record: CallRecord = field(default_factory=CallRecord)
 
 

@@ -2,6 +2,7 @@
 
     with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
     without a source: DecodeArrived -> queue -> prefill here ---------^
+                                    `-> read the prefix that a peer has cached -> queue       (worker/prefixes.py)
 
 A worker that drains sends back what it has not begun, and asks the routers to move what runs (decode_worker/moves.py).
 A move arrives as a hand-off whose source is a decode worker: it grows until it completes.
@@ -61,6 +62,7 @@ from kv_transfer.protocol.events import (
 )
 from kv_transfer.protocol.machine import TransferMachine
 from worker.core import ConfigChanged, DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
+from worker.prefixes import Prefixes, PrefixRequested
 
 LOST_ITS_BLOCKS = "the KV hand-off lost its blocks to a sequence that ranks higher"
 
@@ -81,11 +83,13 @@ class DecodeMachine:
     max_pulls_waiting: int
     pulls: PullQueue = field(init=False)
     moves: Moves = field(init=False)
+    prefixes: Prefixes = field(init=False)
     _calls: dict[str, _OpenCall] = field(default_factory=dict)  # open calls, by request id
 
     def __post_init__(self) -> None:
         self.pulls = PullQueue(self.core.scheduler, self.core.pool)
         self.moves = Moves(self.core, self.transfers)
+        self.prefixes = Prefixes(self.core, self.transfers)
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """Raises `TandemError` if it refuses a `DecodeArrived` or a `MoveArrived`."""
@@ -112,14 +116,17 @@ class DecodeMachine:
                 actions += self._apply_results(self.moves.advance(now), now)
             case DrainRequested():
                 self.core.draining = True
-                for sequence in self.core.unbegun():
+                for sequence in [*self.core.unbegun(), *self.prefixes.waiting]:
                     drains = WorkerDrains("this decode worker drains, and has not begun with the request")
                     actions += self._end(sequence.sequence_id, drains, AbortReason.CANCELLED, now)
             case ConfigChanged(scheduler, worker):
                 self.core.scheduler.set_config(scheduler)
                 self.max_pulls_waiting = worker.max_pulls_waiting
+            case PrefixRequested():
+                actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks, now), now)
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
+                actions += self._apply_results(self.prefixes.on_tick(now), now)
                 for request_id in self.core.open_calls.deadlines.expire(now):
                     stage = self.core.open_calls.timelines[request_id].stage.value
                     late = DeadlineExceeded(f"the deadline passed on the decode worker in stage {stage}")
@@ -140,7 +147,7 @@ class DecodeMachine:
         return [*steps, *actions, *asked]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
-        parts = (self.core, self.transfers, self.pulls, self.moves)
+        parts = (self.core, self.transfers, self.pulls, self.moves, self.prefixes)
         known = [part.next_deadline() for part in parts]
         return min((when for when in known if when is not None), default=None)
 
@@ -157,6 +164,7 @@ class DecodeMachine:
             self.transfers,
             num_pulls_waiting=self.pulls.num_waiting,
             num_promised_blocks=self.pulls.num_promised_blocks,
+            prompts_left=self.prefixes.prompts_left(),
             takes_moves=True,
         )
 
@@ -166,7 +174,11 @@ class DecodeMachine:
             claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
             for pull in self.pulls.by_id.values()
         ]
-        return [*self.core.claims(), *pulled, *self.transfers.claims()]
+        return [*self.core.claims(), *pulled, *self.prefixes.claims(), *self.transfers.claims()]
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        return self.core.num_spare_blocks(self.pulls.num_promised_blocks)
 
     # ---- a sequence arrives
 
@@ -184,8 +196,13 @@ class DecodeMachine:
 
     def _enqueue(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if event.source is None:
-            self.core.scheduler.add(sequence)
-            return []
+            self.core.scheduler.refuse(sequence)
+            begun = None
+            if event.prefix is not None:
+                begun = self.prefixes.begin(sequence, event.prefix, self._num_spare_blocks, now)
+            if begun is None:
+                self.core.scheduler.add(sequence)
+            return self._apply_results(begun or [], now)
         self.core.scheduler.refuse_oversized(sequence)
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
@@ -221,6 +238,8 @@ class DecodeMachine:
         mine: list[DecodeAction] = []
         for action in actions:
             match action:
+                case PullCompleted() | PullFailed() | PullGivenUp() if self.prefixes.owns(action):
+                    self.prefixes.end(action, now)
                 case PullCompleted():
                     mine += self._on_pulled(action, now)
                 case TargetsNeeded(transfer_id, positions, is_last):
@@ -340,6 +359,7 @@ class DecodeMachine:
             num_right_drafts=sequence.num_right_drafts,
             num_recomputed_tokens=sequence.num_recomputed_tokens,
             moved_bytes=0 if move is None else move.num_announced * self.transfers.address.layout.block_bytes,
+            prefix=self.prefixes.take_pulled(request_id),
             record=record,
         )
         return [done, *self._apply_results(self.moves.forget(request_id), now)]
@@ -350,7 +370,8 @@ class DecodeMachine:
             return []
         self.core.scheduler.abort(request_id)
         transfer_id = self._calls[request_id].transfer_id
-        actions = self._fail_call(request_id, error)
+        read = self.prefixes.cancel(request_id, reason, now)
+        actions = [*self._fail_call(request_id, error), *self._apply_results(read, now)]
         actions += self._apply_results(self.moves.forget(request_id), now)
         pull = None if transfer_id is None else self.pulls.by_id.get(transfer_id)
         if pull is not None:
@@ -364,14 +385,17 @@ class DecodeMachine:
         return [DecodeFailed(request_id, error)]
 
     def check(self) -> None:
-        """Each open call is in the scheduler or in a pull, and the pulls have all INCOMING blocks."""
+        """Each open call is in the scheduler or waits for a pull, and the pulls have all INCOMING blocks."""
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
         self.pulls.check()
         self.moves.check()
+        self.prefixes.check()
         pulls = self.pulls.by_id.values()
         pulled = {pull.sequence.sequence_id for pull in pulls if not pull.call_ended}
+        pulled |= {sequence.sequence_id for sequence in self.prefixes.waiting}
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)
-        assert sum(len(pull.targets) for pull in pulls) == self.core.pool.ledger()[Column.INCOMING]
+        num_targets = sum(len(pull.targets) for pull in pulls) + self.prefixes.num_targets
+        assert num_targets == self.core.pool.ledger()[Column.INCOMING]

@@ -4,6 +4,8 @@
                                |  each full block is offered to the reader as soon as it is computed
                                +--> the reader pulls and releases, or its lease ends
 
+A call may name a peer that has cached a part of the prompt; that part is read first (worker/prefixes.py).
+
 The sequence leaves the scheduler with its first token. Its blocks stay leased until the reader has read them. The
 machine leases blocks before it completes the step, because the scheduler then releases the blocks of a finished
 sequence.
@@ -18,10 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerDrains
-from core.handoff import AbortReason, AgentAddress, TransferId
+from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
 from core.lifecycle import FinishReason, Timeline
 from core.machine import Tick
 from core.request import Request
+from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, check_claims
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
@@ -30,6 +33,7 @@ from kv_transfer.protocol.events import AgentAction, TransferAction, TransferEve
 from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.prefixes import Prefixes, PrefixRequested, PulledPrefix, PullResult
 
 MAX_STALL_S = 1.0  # a prompt without blocks whose reader has room; beyond: another offer is withdrawn
 
@@ -41,6 +45,7 @@ class PrefillArrived:
     reader: AgentAddress
     deadline: float
     call: CallId = NO_CALL
+    prefix: PrefixSource | None = None  # a peer that has cached what this worker has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ PrefillEvent = (
     | StepFailed
     | ConfigChanged
     | DrainRequested
+    | PrefixRequested
     | TransferEvent
     | Tick
 )
@@ -72,6 +78,7 @@ class PrefillDone:
     num_blocks: int = 0  # of the sequence
     record: CallRecord = field(default_factory=CallRecord)
     kv_block_seconds: float = 0.0  # of the sequence, up to now
+    prefix: PulledPrefix | None = None  # from a peer
     handoff: bytes = b""  # for the engine of the decode worker, if the engines move the blocks by themselves
 
 
@@ -96,6 +103,7 @@ class PrefillMachine:
     def __init__(self, core: WorkerCore, transfers: TransferMachine) -> None:
         self.core = core
         self.transfers = transfers
+        self.prefixes = Prefixes(core, transfers)
         self._calls: dict[str, _OpenCall] = {}  # by request id
         self._stalled_since: float | None = None
 
@@ -106,30 +114,35 @@ class PrefillMachine:
             case PrefillArrived():
                 actions += self._on_arrived(event, now)
             case PrefillCancelled(request_id):
-                actions += self._end(request_id, RequestCancelled("the router cancelled the call"))
+                actions += self._end(request_id, RequestCancelled("the router cancelled the call"), now)
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
                 for sequence in self.core.fail_step(now):
-                    actions += self._end(sequence.sequence_id, error)
+                    actions += self._end(sequence.sequence_id, error, now)
             case DrainRequested():
                 self.core.draining = True
-                for sequence in self.core.unbegun():
+                for sequence in [*self.core.unbegun(), *self.prefixes.waiting]:
                     drains = WorkerDrains("this prefill worker drains, and has not begun with the prompt")
-                    actions += self._end(sequence.sequence_id, drains)
+                    actions += self._end(sequence.sequence_id, drains, now)
             case ConfigChanged(scheduler):
                 self.core.scheduler.set_config(scheduler)
+            case PrefixRequested():
+                offered = self.prefixes.offer(event, self.core.num_spare_blocks(), now)
+                actions += self._apply_results(offered, now)
             case Tick():
-                actions += self._agent_actions(self.transfers.handle(event, now))
+                actions += self._apply_results(self.transfers.handle(event, now), now)
+                actions += self._apply_results(self.prefixes.on_tick(now), now)
                 for request_id in self.core.open_calls.deadlines.expire(now):
-                    actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
+                    actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"), now)
             case _:
-                actions += self._agent_actions(self.transfers.handle(event, now))
+                actions += self._apply_results(self.transfers.handle(event, now), now)
         return [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
         stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S
-        known = (self.core.next_deadline(), self.transfers.next_deadline(), stalled_until)
+        parts = (self.core, self.transfers, self.prefixes)
+        known = [stalled_until, *(part.next_deadline() for part in parts)]
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -142,11 +155,11 @@ class PrefillMachine:
         return self.transfers.alive
 
     def load(self) -> WorkerLoad:
-        return self.core.load(self.transfers)
+        return self.core.load(self.transfers, prompts_left=self.prefixes.prompts_left())
 
     def claims(self) -> list[Claim]:
         """Every holder of blocks, and every live transfer."""
-        return [*self.core.claims(), *self.transfers.claims()]
+        return [*self.core.claims(), *self.prefixes.claims(), *self.transfers.claims()]
 
     # ---- prompts
 
@@ -155,13 +168,18 @@ class PrefillMachine:
             raise WorkerDrains("this prefill worker drains")
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
-            self.core.scheduler.add(sequence)
-            actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
+            self.core.scheduler.refuse(sequence)
+            offered = self.transfers.offer(event.transfer_id, event.reader, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _OpenCall(sequence, event.transfer_id)
-        return actions
+        begun = None
+        if event.prefix is not None:
+            begun = self.prefixes.begin(sequence, event.prefix, self.core.num_spare_blocks(), now)
+        if begun is None:
+            self.core.scheduler.add(sequence)
+        return self._apply_results(offered + (begun or []), now)
 
     def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
         plan = self.core.scheduler.oldest_step
@@ -171,7 +189,7 @@ class PrefillMachine:
             actions += self._offer_computed(chunk, output, now)
         tokens = self.core.complete_step(output, now)
         for request_id, error in output.failed.items():
-            actions += self._end(request_id, error)
+            actions += self._end(request_id, error, now)
         for event in tokens:
             # The offer stays even if the first token ends the request: an abort could reach the reader before the
             # router has the answer, and the router would retry.
@@ -189,6 +207,7 @@ class PrefillMachine:
                     num_blocks=-(-(call.sequence.num_tokens - 1) // self.core.scheduler.block_size),
                     record=self.core.open_calls.records[event.sequence_id],
                     kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
+                    prefix=self.prefixes.take_pulled(event.sequence_id),
                 )
             )
             self.core.forget_request(event.sequence_id)
@@ -206,20 +225,19 @@ class PrefillMachine:
         token_ids = tuple(token.token_id for token in sampled)
         blocks = enumerate(chunk.sequence.block_table[:num_ready])
         offered = self.transfers.owner.add_ready(call.transfer_id, blocks, chunk.samples, token_ids, now)
-        return self._agent_actions(offered)
+        return self._apply_results(offered, now)
 
-    def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
+    def _end(self, request_id: str, error: TandemError, now: float) -> list[PrefillAction]:
         """End an open call without a token, and abort its offer."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return []
         self.core.scheduler.abort(request_id)
+        ended = self.prefixes.cancel(request_id, AbortReason.CANCELLED, now)
         self.core.forget_request(request_id)
-        failed = PrefillFailed(request_id, error)
-        if call.transfer_id is None:
-            return [failed]
-        aborted = self.transfers.owner.abort(call.transfer_id, AbortReason.PREFILL_FAILED)
-        return [*self._agent_actions(aborted), failed]
+        if call.transfer_id is not None:
+            ended += self.transfers.owner.abort(call.transfer_id, AbortReason.PREFILL_FAILED)
+        return [*self._apply_results(ended, now), PrefillFailed(request_id, error)]
 
     # ---- deadlocks of prompts and readers
 
@@ -239,7 +257,7 @@ class PrefillMachine:
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.owner.abort(withdrawn, AbortReason.OVERLOADED)
-                return [*self._agent_actions(aborted), *self.core.next_step(now)]
+                return [*self._apply_results(aborted, now), *self.core.next_step(now)]
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
@@ -256,14 +274,23 @@ class PrefillMachine:
         unfinished = [offer for offer in offers if self.transfers.num_leased(offer)]
         return unfinished[-1] if unfinished else None
 
-    def _agent_actions(self, actions: list[TransferAction]) -> list[PrefillAction]:
-        """Drop the results, keep the agent's actions. An offer that has ended needs no action: its blocks are free."""
-        return [action for action in actions if not isinstance(action, TransferResult)]
+    def _apply_results(self, actions: list[TransferAction], now: float) -> list[PrefillAction]:
+        """Act on the ends of prefix pulls, and keep the agent's actions. The end of an offer needs no action: its
+        blocks are free."""
+        mine: list[PrefillAction] = []
+        for action in actions:
+            if isinstance(action, PullResult):
+                self.prefixes.end(action, now)
+            elif not isinstance(action, TransferResult):
+                mine.append(action)
+        return mine
 
     def check(self) -> None:
-        """Every open call has its sequence in the scheduler."""
+        """Every open call has its sequence in the scheduler, or waits for its prefix."""
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
         for request_id, call in self._calls.items():
-            assert self.core.scheduler.get(request_id) is call.sequence
+            assert self.core.scheduler.get(request_id) is call.sequence or call.sequence in self.prefixes.waiting
+        self.prefixes.check()
+        assert self.prefixes.num_targets == self.core.pool.ledger()[Column.INCOMING]

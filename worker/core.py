@@ -15,6 +15,7 @@ k. If step k fails, step k + 1 fails, too. If one sequence of step k fails alone
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -265,6 +266,16 @@ class WorkerCore:
         if self._step_works:
             self._on_step_started(now)
 
+    def num_spare_blocks(self, num_promised_blocks: int = 0) -> int:
+        """Available blocks that no running sequence, half-computed prompt or hand-off needs, nor the next prompt."""
+        queues, block_size = self.scheduler.queues, self.scheduler.block_size
+        prompts = dict(queues.prefilling)
+        if (first := queues.prompts.first()) is not None:
+            prompts[first.sequence_id] = first
+        needed = sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in prompts.values())
+        needed += len(self.scheduler.running) + len(queues.waiting_with_blocks) + num_promised_blocks
+        return max(0, self.pool.num_available - needed)
+
     def unbegun(self) -> list[Sequence]:
         """Waiting sequences of which nothing is computed or held here: another worker loses nothing with them."""
         return [s for s in self.scheduler.waiting if not (s.block_table or s.num_lost_tokens)]
@@ -275,19 +286,22 @@ class WorkerCore:
         num_pulls_waiting: int = 0,
         num_promised_blocks: int = 0,
         *,
+        prompts_left: Iterable[tuple[int, int]] = (),
         takes_moves: bool = False,
     ) -> WorkerLoad:
+        """`prompts_left`: of sequences that have yet to join the scheduler."""
         counters, stats = transfers.counters, self.stats
         step_cost = self._reported_cost.update(self.costs.cost)
         contexts = decode_contexts(self.scheduler.running)
+        joining = list(prompts_left)
         return WorkerLoad(
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(joining),
             num_calls=len(self.open_calls),
             router_calls=dict(self.open_calls.router_calls),
             num_pulls_waiting=num_pulls_waiting,
-            num_queued_tokens=self.scheduler.num_waiting_tokens,
+            num_queued_tokens=self.scheduler.num_waiting_tokens + sum(num_tokens for num_tokens, _ in joining),
             ledger=self.pool.ledger(),
             num_prefilled_tokens=self.scheduler.num_prefilled_tokens,
             num_sampled_tokens=self.num_sampled_tokens,
@@ -304,7 +318,7 @@ class WorkerCore:
             step_limit_s=self.scheduler.step_limit_s,
             num_decoding=len(contexts),
             decode_context=sum(contexts),
-            prompt_backlog=backlog_of(self.scheduler.prompts_left(), step_cost),
+            prompt_backlog=backlog_of(self.scheduler.prompts_left() + joining, step_cost),
             num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
             batch_sequences=stats.num_sequences,
@@ -320,6 +334,7 @@ class WorkerCore:
             num_drafts=self.scheduler.num_drafts,
             num_right_drafts=self.scheduler.num_right_drafts,
             takes_moves=takes_moves,
+            gives_prefixes=True,
         )
 
     def take_role(self, *, speculates: bool) -> None:

@@ -4,6 +4,7 @@
     FREE --reserve---> INCOMING --arrive--> HELD        (target blocks of a pull)
     CACHED --share---> HELD        CACHED --evict (least recently used)--> FREE
     HELD --lease--> HELD and leased --release--> LEASED --unlease--> FREE or CACHED
+    CACHED --lease--> LEASED                            (a peer reads a cached prefix)
 
 Many sequences may hold a block (shared prefix), and many readers may lease it. Only the sequence that allocated a block
 writes it, and only before the block is registered or leased. A block that is held and leased counts as HELD; a LEASED
@@ -197,7 +198,8 @@ class BlockPool:
     def lease(self, blocks: Collection[int]) -> None:
         """Let one more peer read these blocks. The pool does not reuse a block before its last `unlease`."""
         for block in blocks:
-            assert self._claims[block].column in (Column.HELD, Column.LEASED), f"block {block} has no content to lease"
+            has_content = self._claims[block].column in (Column.HELD, Column.LEASED, Column.CACHED)
+            assert has_content, f"block {block} has no content to lease"
         self._change(blocks, leases=1)
 
     def unlease(self, blocks: Sequence[int]) -> None:

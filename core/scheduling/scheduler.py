@@ -123,8 +123,9 @@ class Scheduler:
 
     # ---- sequences
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. A sequence with computed tokens must hold their blocks.
+    def add(self, sequence: Sequence, *, has_waited: bool = False) -> None:
+        """Queue a sequence. A sequence with computed tokens must hold their blocks. `has_waited`: `refuse` has been
+        called, and the sequence has waited in another queue since, which has a bound of its own.
 
         Raises `QueueFull`, or `InvalidRequest` for a sequence that is larger than the pool. The caller then releases
         the blocks of the sequence.
@@ -133,13 +134,19 @@ class Scheduler:
         assert sequence.num_tokens < sequence.max_num_tokens, f"{sequence.sequence_id} has all its tokens"
         assert sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to compute"
         assert sequence.num_computed_tokens <= len(sequence.block_table) * self.block_size
-        self.refuse_oversized(sequence)
-        # A sequence with blocks has waited in another queue, which has a bound of its own.
-        if not sequence.block_table and len(self.waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{len(self.waiting)} sequences wait already (max_waiting)")
+        if has_waited or sequence.block_table:  # then it has waited, too
+            self.refuse_oversized(sequence)
+        else:
+            self.refuse(sequence)
         sequence.num_planned_tokens = sequence.num_computed_tokens
         sequence.stop_token_ids = sequence.request.sampling.stop_tokens(self.eos_token_ids)
         self.queues.add(sequence)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """Raise what `add` would raise."""
+        self.refuse_oversized(sequence)
+        if len(self.waiting) >= self.config.max_waiting:
+            raise QueueFull(f"{len(self.waiting)} sequences wait already (max_waiting)")
 
     def refuse_oversized(self, sequence: Sequence) -> None:
         """Raise `InvalidRequest` if the whole pool is too small for all tokens of this sequence."""

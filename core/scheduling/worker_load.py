@@ -86,6 +86,7 @@ class WorkerLoad:
     num_drafts: int = 0  # guessed tokens that steps have computed since the start
     num_right_drafts: int = 0  # ... and that were right
     takes_moves: bool = False  # a decode worker that can take running sequences of others, and ask for moves
+    gives_prefixes: bool = False  # it offers cached prefixes to peers, and reads those of peers
 
 
 @dataclass(frozen=True, slots=True)

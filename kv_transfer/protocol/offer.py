@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ class Offer:
     plan: TransferPlan
     created_at: float
     renewed_at: float  # last sign of life of the puller; the lease runs from here
+    want_until: float = math.inf  # without a WANT by then, the offer is withdrawn
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
     wanted_pieces: frozenset[int] = frozenset()
@@ -32,6 +34,10 @@ class Offer:
     num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
     aborting: AbortReason | None = None  # the offer ends with this reason, once no read can be running
     detail: str = ""
+
+    @property
+    def want_deadline(self) -> float:
+        return self.want_until if self.wanted is None and self.aborting is None else math.inf
 
     @property
     def may_be_read(self) -> bool:

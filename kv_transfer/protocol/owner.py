@@ -78,9 +78,10 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float, want_within_s: float) -> Actions:
         """Call `TransferMachine.offer` instead, which also connects to the peer."""
-        self.offers[transfer_id] = Offer(transfer_id, peer, self._plan_for(peer), created_at=now, renewed_at=now)
+        plan = self._plan_for(peer)
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, now, now, want_until=now + want_within_s)
         early = self._early.pop(transfer_id, None)
         if early is None:
             return []
@@ -213,6 +214,8 @@ class Owner:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
                 actions += self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
+        for offer in [offer for offer in self.offers.values() if now >= offer.want_deadline]:
+            actions += self.abort(offer.transfer_id, AbortReason.DEADLINE, "no WANT in time")
         for transfer_id, early in list(self._early.items()):
             if now >= early.arrived_at + self._early_kept_s:
                 del self._early[transfer_id]
@@ -223,7 +226,7 @@ class Owner:
         return actions
 
     def deadlines(self) -> list[float]:
-        leases = [offer.renewed_at + self.config.lease_s for offer in self.offers.values()]
+        leases = [min(o.renewed_at + self.config.lease_s, o.want_deadline) for o in self.offers.values()]
         return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property

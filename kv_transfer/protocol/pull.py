@@ -31,6 +31,7 @@ class Pull:
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
     num_known_tokens: int | None = None  # of a sequence that grows during the pull; None: it does not
+    may_be_short: bool = False  # the owner may end with the first of the wanted blocks only
     num_pieces: int = 0  # of the longest sequence that fits: piece numbers are smaller
     ending: PullFailed | None = None  # the result that follows the end of the reads, once the pull has failed
     newest: int = 0  # counter of the owner's newest READY or ABORT
@@ -89,6 +90,11 @@ class Pull:
         num_pieces = -(-num_computed // self.plan.piece_tokens)
         self.wanted = self.wanted.intersection(range(num_pieces))
         return num_pieces <= self.num_pieces
+
+    def end_early(self) -> None:
+        """The owner has announced all it has. Want no more, if these are the first of the wanted pieces."""
+        if self.may_be_short and self.announced == (first := set(sorted(self.wanted)[: len(self.announced)])):
+            self.wanted = frozenset(first)
 
     def can_read(self, offered: OfferedBlocks) -> bool:
         """Whether these blocks lie in the owner's pool, and their positions are wanted and not yet announced."""
@@ -175,7 +181,7 @@ class Pull:
 
     def stats(self, now: float) -> PullStats:
         return PullStats(
-            num_blocks=len(self.targets),
+            num_blocks=len(self.wanted) if self.may_be_short else len(self.targets),
             num_bytes=len(self.wanted) * self.plan.piece_bytes,
             num_reads=self.num_reads,
             num_blocks_reread=self.mismatches.total(),

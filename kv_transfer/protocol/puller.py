@@ -102,15 +102,18 @@ class Puller:
         now: float,
         num_tokens: int | None = None,
         num_known_tokens: int | None = None,
+        *,
+        may_be_short: bool = False,
     ) -> Actions:
         """Ask the owner for these positions. Without positions, the pull gets only the tokens.
 
         `num_tokens`, the length of the sequence, gives the number of pieces where the owner's blocks are smaller than
         ours: the owner may have no blocks for the end of our last one. A sequence that grows during the pull has
-        `num_known_tokens` now, and `num_tokens` at most: fewer blocks may come.
+        `num_known_tokens` now, and `num_tokens` at most: fewer blocks may come. With `may_be_short`, the owner may have
+        only the first of the blocks, and the pull completes with those.
         """
         pull = self.pulls[transfer_id]
-        pull.num_known_tokens = num_known_tokens
+        pull.num_known_tokens, pull.may_be_short = num_known_tokens, may_be_short
         parts = pull.plan.target_parts
         pull.wanted = frozenset(position * parts + part for position in positions for part in range(parts))
         if num_tokens is not None:
@@ -160,6 +163,7 @@ class Puller:
             pull.all_announced, pull.token_ids = True, ready.token_ids
             if not pull.end_growth(ready.token_ids):
                 return self._fail(pull, AbortReason.READ_FAILED, "the sequence has outgrown the wanted blocks", now)
+            pull.end_early()
             if len(pull.announced) < len(pull.wanted):
                 detail = f"the owner ended with {len(pull.announced)} of {len(pull.wanted)} blocks"
                 return self._fail(pull, AbortReason.PREFILL_FAILED, detail, now)

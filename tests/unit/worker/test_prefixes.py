@@ -1,0 +1,294 @@
+"""Cached prefixes that workers read from each other, in the machines of both roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from core.handoff import PrefixSource
+from decode_worker.events import DecodeArrived, DecodeDone
+from prefill_worker.machine import PrefillArrived, PrefillDone
+from tests.support.driven_worker import LAYOUT, address, request
+from tests.support.transcripts import transcripts_of
+from tests.support.worker_words import WorkerReplay
+from worker.prefixes import PrefixRequested
+
+
+class PrefixReplay(WorkerReplay):
+    """The peer, which is the other side of every hand-off, is also the source of prefix 9 or its reader."""
+
+    def seek(self, name: str, tokens: int, prefix: int, **options: Any) -> list[Any]:
+        """A prompt of which the peer has the first `prefix` tokens, as the router says."""
+        agent = address("other", layout=replace(LAYOUT, dtype="float16")) if options.pop("other", 0) else self.peer
+        source = PrefixSource(options.pop("ticket", 9), agent, prefix, options.pop("limit", 0.5))
+        salt, deadline = str(options.pop("salt", "")), self.now + options.pop("timeout", 60)
+        prompt = replace(request(name, tokens, options.pop("max", 2), **options), cache_salt=salt)
+        if hasattr(self.machine, "pulls"):
+            return self.post(DecodeArrived(prompt, None, deadline, prefix=source))
+        return self.post(PrefillArrived(prompt, 1, self.peer, deadline, prefix=source))
+
+    def asked(
+        self, ticket: int, tokens: int, first: int = 1, salt: str = "", limit: float = 0.5, **options: int
+    ) -> Any:
+        """The router says that the peer will read this prefix."""
+        reader = address("other", layout=replace(LAYOUT, dtype="float16")) if options.get("other") else self.peer
+        return self.post(PrefixRequested(ticket, reader, tuple(range(first, first + tokens)), salt, limit))
+
+    def cached(self) -> list[str]:
+        return [f"{len(self.pool.registered_hashes())}"]
+
+    def seen(self, action: Any) -> str:
+        words = super().seen(action)
+        if isinstance(action, PrefillDone | DecodeDone) and action.prefix is not None:
+            words += f", read {action.prefix.num_tokens}"
+        return words
+
+
+def transcripts(text: str, setup: str) -> Callable[[str], None]:
+    return transcripts_of(PrefixReplay, text, setup)
+
+
+test_decode_reader = transcripts(
+    """
+a prompt waits for its prefix and computes only the rest
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  blocks                        -> incoming 2
+  ready 9 0 1 last=1            -> read 9: 0 1
+  reads                         -> first step a 8+2; release 9; path peer fine
+  blocks                        -> held 3
+  cached                        -> 2
+  run                           -> tokens a 0: 10 11; done a length, cached 8, read 8
+  blocks
+
+steps belong to others meanwhile
+  arrive b 4 first=40 max=3     -> first step b 0+4
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  run                           -> tokens b 0: 4..6; done b length
+  ready 9 0 1 last=1            -> read 9: 0 1
+  reads                         -> first step a 8+2; release 9; path peer fine
+  run                           -> tokens a 0: 10 11; done a length, cached 8, read 8
+
+a part that the worker has is not read
+  arrive b 4 max=1              -> first step b 0+4
+  run                           -> tokens b 0: 4; done b length
+  seek a 14 prefix=12           -> connect peer; want 9: 1 2
+  blocks                        -> held 1; incoming 2
+  ready 9 1 2 last=1            -> read 9: 1 2
+  reads                         -> first step a 12+2; release 9; path peer fine
+  run                           -> tokens a 0: 14 15; done a length, cached 12, read 8
+
+the source has less than was promised
+  seek a 14 prefix=12           -> connect peer; want 9: 0..2
+  ready 9 0 last=1              -> read 9: 0
+  blocks                        -> incoming 3
+  reads                         -> first step a 4+8; release 9; path peer fine
+  run                           -> tokens a 0: 14 15; done a length, cached 4, read 4
+  blocks
+
+the source has nothing
+  seek a 14 prefix=12           -> connect peer; want 9: 0..2
+  ready 9 last=1                -> first step a 0+8; release 9; path peer fine
+  run                           -> tokens a 0: 14 15; done a length, read 0
+
+a source that is late costs its time
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  deadline                      -> in 0.5
+  wait 0.4
+  wait 0.2                      -> first step a 0+8; release 9 deadline
+  blocks                        -> held 2
+  run                           -> tokens a 0: 10 11
+                                -> done a length, block seconds 0.2, queue 0.5, prefill 0.1, read 0
+  blocks
+
+a late read keeps its targets until it ends
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  ready 9 0 1 last=1            -> read 9: 0 1
+  wait 0.6                      -> first step a 0+8
+  blocks                        -> held 2; incoming 2
+  run                           -> tokens a 0: 10 11
+                                -> done a length, block seconds 0.2, queue 0.5, prefill 0.1, read 0
+  blocks                        -> incoming 2
+  reads                         -> release 9 deadline
+  blocks
+
+a read that fails costs its time
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  ready 9 0 1 last=1            -> read 9: 0 1
+  read_fails                    -> first step a 0+8; release 9 read_failed
+  blocks                        -> held 2
+  run                           -> tokens a 0: 10 11; done a length, read 0
+
+a source that is gone costs its time
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  peer_lost                     -> first step a 0+8
+  run                           -> tokens a 0: 10 11; done a length, read 0
+  blocks
+
+the last token is computed even if the source has it
+  seek a 8 prefix=8             -> connect peer; want 9: 0
+  ready 9 0 last=1              -> read 9: 0
+  reads                         -> first step a 4+4; release 9; path peer fine
+  run                           -> tokens a 0: 8 9; done a length, cached 4, read 4
+
+without spare blocks the prompt is computed
+  decode blocks=4
+  arrive b 8 first=40 max=4     -> first step b 0+8
+  seek a 10 prefix=8
+  blocks                        -> held 2
+
+a hand-off that waits for blocks goes first
+  decode blocks=4
+  arrive h 12 first=40 ticket=1 -> connect peer; want 1: 0..2
+  seek a 10 prefix=8            -> first step a 0+8
+  load                          -> serving; promised 3
+
+a source with another layout is not read
+  seek a 10 prefix=8 other=1    -> first step a 0+8
+
+a cancelled call ends its pull
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  ready 9 0 1 last=1            -> read 9: 0 1
+  cancel a                      -> fail a RequestCancelled: the router cancelled the call
+  blocks                        -> incoming 2
+  reads                         -> release 9 cancelled
+  blocks
+  idle                          -> yes
+
+the deadline of a call ends its pull
+  seek a 10 prefix=8 limit=5 timeout=1 -> connect peer; want 9: 0 1
+  wait 2                        -> fail a DeadlineExceeded: the deadline passed on the decode worker in stage queue
+                                -> release 9 deadline
+  blocks
+  idle                          -> yes
+
+a drain sends the waiting prompt back
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  drain                         -> fail a WorkerDrains: this decode worker drains, and has not begun with the request
+                                -> release 9 cancelled
+  blocks
+
+a salted prompt is cached under its salt
+  seek a 10 prefix=8 salt=s     -> connect peer; want 9: 0 1
+  ready 9 0 1 last=1            -> read 9: 0 1
+  reads                         -> first step a 8+2; release 9; path peer fine
+  run                           -> tokens a 0: 10 11; done a length, cached 8, read 8
+  seek b 10 prefix=8 ticket=8   -> want 8: 0 1
+  cancel b                      -> fail b RequestCancelled: the router cancelled the call; release 8 cancelled
+  seek c 10 prefix=8 salt=s ticket=7 -> first step c 8+2
+""",
+    "  decode\n",
+)
+
+test_prefill_reader = transcripts(
+    """
+a prefix is read before the prompt is computed and offered with it
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  want 1 0..2                   -> ready 1:
+  ready 9 0 1 last=1            -> read 9: 0 1
+  reads                         -> first step a 8+2; release 9; path peer fine
+  run                           -> digests 3; ready 1: 0..2 last 10; done a 0: 10, cached 8, read 8
+  release 1
+  blocks
+
+the load counts a prompt that waits for its prefix
+  seek a 20 prefix=8            -> connect peer; want 9: 0 1
+  load                          -> serving; waiting 1
+
+a full queue refuses a prompt with a source
+  prefill max_waiting=1
+  arrive b 8 first=40 ticket=2  -> first step b 0+8; connect peer
+  arrive c 8 first=60 ticket=3
+  arrive d 8 first=80 ticket=4  -> refused QueueFull: 1 sequences wait already (max_waiting)
+  seek a 10 prefix=8            -> refused QueueFull: 1 sequences wait already (max_waiting)
+
+the end of the call aborts its offer and its pull
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  cancel a                      -> release 9 cancelled; abort 1 prefill_failed
+                                -> fail a RequestCancelled: the router cancelled the call
+  blocks
+  idle                          -> yes
+""",
+    "  prefill\n",
+)
+
+CACHED = """
+  decode
+  arrive x 12 max=1             -> first step x 0+8
+  run                           -> tokens x 0: 12; done x length
+"""
+
+test_owner = transcripts(
+    """
+a cached prefix is offered at once
+  asked 9 12                    -> connect peer; digests 3
+  blocks                        -> leased 3
+  want 9 0..2                   -> ready 9: 0..2 last
+  release 9
+  blocks
+  cached                        -> 3
+
+only what the reader lacks stays leased
+  want 9 1 2
+  asked 9 12                    -> connect peer; ready 9:; digests 2; ready 9: 1 2 last
+  blocks                        -> leased 2
+
+a prefix of other tokens is not offered
+  asked 9 12 first=2            -> connect peer
+  want 9 0..2                   -> ready 9: last
+  release 9
+
+a prefix with another salt is not offered
+  asked 9 12 salt=s             -> connect peer
+  blocks
+
+the source has only the first blocks
+  asked 9 16                    -> connect peer; digests 3
+  want 9 0..3                   -> ready 9: 0..2 last
+
+a reader that never comes keeps no block
+  asked 9 12 limit=0.5          -> connect peer; digests 3
+  wait 0.6                      -> abort 9 deadline (no WANT in time)
+  blocks
+
+a silent reader keeps the blocks for a lease
+  asked 9 12                    -> connect peer; digests 3
+  want 9 0..2                   -> ready 9: 0..2 last
+  wait 11
+  blocks                        -> leased 3
+  wait 2
+  blocks
+
+a worker that drains still gives
+  drain
+  asked 9 12                    -> connect peer; digests 3
+  want 9 0..2                   -> ready 9: 0..2 last
+  idle                          -> no
+  release 9
+  idle                          -> yes
+
+a source under pressure gives what it has left
+  decode blocks=6
+  arrive x 12 max=1             -> first step x 0+8
+  run                           -> tokens x 0: 12; done x length
+  arrive y 12 first=40 max=2    -> first step y 0+8
+  asked 9 12                    -> connect peer; digests 2
+  blocks                        -> held 2; leased 2
+
+blocks of a running sequence cost nothing
+  decode blocks=5
+  arrive x 12 max=4             -> first step x 0+8
+  step                          -> step x 8+4
+  step                          -> step x 12+1; tokens x 0: 12
+  asked 9 12                    -> connect peer; digests 3
+  want 9 0..2                   -> ready 9: 0..2 last
+
+another layout is refused
+  asked 9 12 other=1            -> refused LayoutMismatch: KV layouts differ in dtype: 'float32' here, 'float16' there
+
+a ticket is used once
+  asked 9 12                    -> connect peer; digests 3
+  asked 9 12                    -> refused TransferFailed: transfer 00000000 was offered before
+""",
+    CACHED,
+)

@@ -1,0 +1,204 @@
+"""Cached prefixes that workers read from each other, as hand-offs without a prefill (docs/adr/0060).
+
+    owner    PrefixRequested -> an offer of cached blocks, complete at once -> the reader releases them
+    reader   `begin` -> all targets are INCOMING, WANT is sent -> the pull ends, or its time is over -> the scheduler
+
+While a prefix is on its way, its sequence waits here, and holds the part of the prefix that the worker has. At the end
+of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. A pull that
+failed or was late has cost its time only. Its targets stay reserved until no read can write into them.
+
+Neither side takes a block that others need (`WorkerCore.num_spare_blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.block_hash import FullBlock, extend_full_blocks, root_hash
+from core.errors import LayoutMismatch, TandemError
+from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
+from core.scheduling.block_pool import Column
+from core.scheduling.ledger import Claim, SequenceState
+from core.scheduling.sequence import Sequence
+from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats, TransferAction
+from kv_transfer.protocol.machine import TransferMachine
+from worker.core import WorkerCore, claim_of
+
+MAX_PREFIX_PULLS = 16  # prefixes on their way to a worker; beyond: computed
+PullResult = PullCompleted | PullFailed | PullGivenUp
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequested:
+    """A router tells an owner who will read a prefix."""
+
+    transfer_id: TransferId
+    reader: AgentAddress
+    token_ids: tuple[int, ...]  # of the prefix
+    cache_salt: str
+    limit_s: float  # the reader sends its WANT within this time, or never
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPull:
+    sequence: Sequence  # while it waits, its block table is the cached prefix
+    transfer_id: TransferId
+    targets: list[int]  # INCOMING, in order of position
+    begun_at: float
+    late_at: float
+    is_awaited: bool = True  # the sequence waits here
+
+
+@dataclass(frozen=True, slots=True)
+class PulledPrefix:
+    """What a source has brought, for the trace of its call."""
+
+    num_tokens: int  # 0: the pull failed, was late, or found nothing
+    wait_s: float
+    stats: PullStats | None = None
+
+
+class Prefixes:
+    """The prefixes that one worker gives to its peers, and those that it reads from them."""
+
+    def __init__(self, core: WorkerCore, transfers: TransferMachine) -> None:
+        self._core, self._transfers = core, transfers
+        self.pulls: dict[TransferId, PrefixPull] = {}  # until no read is in flight
+        self._pulled: dict[str, PulledPrefix] = {}  # of open calls, by request id
+
+    # ---- the owner
+
+    def offer(self, event: PrefixRequested, num_spare_blocks: int, now: float) -> Actions:
+        """Offer what the prefix cache has. Blocks that no sequence holds are leased while others are to spare.
+
+        Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the ticket is not new.
+        """
+        own, pool = self._transfers.address.layout, self._core.pool
+        if event.reader.layout != own:
+            raise LayoutMismatch(own.differences(event.reader.layout))
+        actions = self._transfers.offer(event.transfer_id, event.reader, now, event.limit_s)
+        full: list[FullBlock] = []
+        extend_full_blocks(full, event.token_ids, own.block_size, root_hash(event.cache_salt))
+        given: list[int] = []
+        for found in pool.match_prefix(full, event.cache_salt):
+            num_spare_blocks -= pool.column_of(found.block) is Column.CACHED
+            if num_spare_blocks < 0:
+                break
+            given.append(found.block)
+        return actions + self._transfers.owner.add_ready(event.transfer_id, enumerate(given), True, (), now)
+
+    # ---- the reader
+
+    def begin(self, sequence: Sequence, source: PrefixSource, num_spare_blocks: int, now: float) -> Actions | None:
+        """Read the prefix before the sequence joins the scheduler. None if the sequence should join at once."""
+        scheduler, transfers = self._core.scheduler, self._transfers
+        if len(self.pulls) >= MAX_PREFIX_PULLS or source.agent.layout != transfers.address.layout:
+            return None
+        block_size, most_tokens = scheduler.block_size, sequence.num_tokens - 1
+        scheduler.hold_cached_prefix(sequence, most_tokens)
+        positions = range(len(sequence.block_table), min(source.num_tokens, most_tokens) // block_size)
+        if not 0 < len(positions) <= num_spare_blocks - len(sequence.block_table):
+            scheduler.drop_blocks(sequence)
+            return None
+        try:
+            actions = transfers.reserve_pull(source.transfer_id, source.agent, now)
+        except TandemError:
+            scheduler.drop_blocks(sequence)
+            return None
+        targets = self._core.pool.reserve(len(positions))
+        assert targets is not None, "spare blocks are available"
+        late_at = now + source.limit_s
+        self.pulls[source.transfer_id] = PrefixPull(sequence, source.transfer_id, targets, now, late_at)
+        puller = transfers.puller
+        actions += puller.start(source.transfer_id, positions, now, may_be_short=True)
+        return actions + puller.add_targets(source.transfer_id, dict(zip(positions, targets, strict=True)), now)
+
+    def owns(self, action: object) -> bool:
+        """Whether this is the result of a pull that began here."""
+        return isinstance(action, PullResult) and action.transfer_id in self.pulls
+
+    def end(self, result: PullResult, now: float) -> None:
+        """A pull has ended, or will fail: its sequence joins the scheduler."""
+        pull, pool = self.pulls[result.transfer_id], self._core.pool
+        if isinstance(result, PullGivenUp):
+            self._join(pull, now)
+            return
+        del self.pulls[result.transfer_id]
+        num_arrived = 0
+        if isinstance(result, PullCompleted) and pull.is_awaited:
+            num_arrived = result.stats.num_blocks
+            self._register(pull.sequence, pull.targets[:num_arrived])
+        pool.cancel_reservation(pull.targets[num_arrived:])
+        self._join(pull, now, num_arrived, result.stats if isinstance(result, PullCompleted) else None)
+
+    def _register(self, sequence: Sequence, blocks: list[int]) -> None:
+        scheduler = self._core.scheduler
+        self._core.pool.arrive(blocks)
+        sequence.block_table += blocks
+        sequence.num_computed_tokens = sequence.num_planned_tokens = len(sequence.block_table) * scheduler.block_size
+        scheduler.blocks.register_full_blocks(sequence)
+
+    def _join(self, pull: PrefixPull, now: float, num_blocks: int = 0, stats: PullStats | None = None) -> None:
+        if not pull.is_awaited:
+            return
+        pull.is_awaited, sequence, scheduler = False, pull.sequence, self._core.scheduler
+        scheduler.drop_blocks(sequence)
+        num_tokens = num_blocks * scheduler.block_size
+        self._pulled[sequence.sequence_id] = PulledPrefix(num_tokens, now - pull.begun_at, stats)
+        scheduler.add(sequence, has_waited=True)
+
+    def take_pulled(self, request_id: str) -> PulledPrefix | None:
+        """What the source of a call has brought; None without one. Call it at the end of each call."""
+        return self._pulled.pop(request_id, None)
+
+    def cancel(self, request_id: str, reason: AbortReason, now: float) -> Actions:
+        """The call has ended. Its sequence joins nothing any more."""
+        self._pulled.pop(request_id, None)
+        for pull in self.pulls.values():
+            if pull.is_awaited and pull.sequence.sequence_id == request_id:
+                pull.is_awaited = False
+                self._core.scheduler.drop_blocks(pull.sequence)
+                return self._transfers.puller.cancel(pull.transfer_id, reason, now)
+        return []
+
+    # ---- time
+
+    def on_tick(self, now: float) -> list[TransferAction]:
+        """Give up the pulls that are late."""
+        actions: Actions = []
+        for pull in [pull for pull in self.pulls.values() if pull.is_awaited and now >= pull.late_at]:
+            actions += self._transfers.puller.cancel(pull.transfer_id, AbortReason.DEADLINE, now)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return min((pull.late_at for pull in self.pulls.values() if pull.is_awaited), default=None)
+
+    # ---- view
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [pull.sequence for pull in self.pulls.values() if pull.is_awaited]
+
+    @property
+    def num_targets(self) -> int:
+        return sum(len(pull.targets) for pull in self.pulls.values())
+
+    def prompts_left(self) -> Iterable[tuple[int, int]]:
+        """As `Scheduler.prompts_left`: what a waiting sequence will have to compute if its pull completes."""
+        block_size = self._core.scheduler.block_size
+        for pull in self.pulls.values():
+            if pull.is_awaited:
+                start = (len(pull.sequence.block_table) + len(pull.targets)) * block_size
+                yield pull.sequence.num_tokens - start, start
+
+    def claims(self) -> list[Claim]:
+        return [claim_of(s, SequenceState.TRANSFER) for s in self.waiting if s.block_table]
+
+    def check(self) -> None:
+        assert len(self.pulls) <= MAX_PREFIX_PULLS
+        assert self.pulls.keys() <= self._transfers.puller.pulls.keys()
+        assert self._pulled.keys() <= self._core.open_calls.timelines.keys()
+        for sequence in self.waiting:
+            assert self._core.scheduler.get(sequence.sequence_id) is None, "a waiting sequence is in the scheduler"
+            assert sequence.sequence_id in self._core.open_calls.timelines
