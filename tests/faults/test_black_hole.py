@@ -102,7 +102,7 @@ async def test_a_worker_behind_a_black_hole_loses_its_streams_to_another_and_fre
         assert stream.finished.attempts == 1
     await scene.deployment.settle()
     scene.link.mend()
-    behind = scene.deployment.endpoints[id(scene.behind_the_link)].service_id
+    behind = scene.deployment.id_of(scene.behind_the_link)
     await until(lambda: is_known(scene.deployment, behind), "the router has the worker again")
     await serves_on(scene.deployment.inference)
 

@@ -22,12 +22,8 @@ from worker.service import MAX_FAILED_STEPS, WorkerService
 NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
 
-def id_of(deployment: Deployment, worker: WorkerService) -> str:
-    return deployment.endpoints[id(worker)].service_id
-
-
 def is_known(deployment: Deployment, worker: WorkerService) -> bool:
-    return deployment.router._shell.view.worker(id_of(deployment, worker)) is not None
+    return deployment.router._shell.view.worker(deployment.id_of(worker)) is not None
 
 
 async def a_stream_on_each(deployment: Deployment) -> dict[int, Stream]:
@@ -55,7 +51,7 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         assert moved is not None
         assert moved.attempts == 2
         assert moved.path == inference_pb2.REQUEST_PATH_RECOMPUTED
-        assert moved.decode_worker == id_of(deployment, other)
+        assert moved.decode_worker == deployment.id_of(other)
         bystander = (await streams[id(other)].right()).finished
         assert bystander is not None
         assert bystander.attempts == 1
@@ -94,7 +90,7 @@ async def test_a_worker_that_fails_each_step_attracts_no_more_requests() -> None
         attempts = []
         for seed in range(1, 13):
             finished = (await Stream(deployment.inference, prompt_of(seed), 3).right()).finished
-            assert finished.decode_worker == id_of(deployment, other)
+            assert finished.decode_worker == deployment.id_of(other)
             attempts.append(finished.attempts)
         assert faults.num_lost == 1, "no step failed, or more than one"
         assert sum(attempts) <= len(attempts) + 1, f"later requests went to the lost worker: {attempts}"
@@ -158,7 +154,7 @@ async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypat
         streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
         for stream in streams:
             finished = (await stream.right()).finished
-            assert finished.decode_worker == id_of(deployment, other)
+            assert finished.decode_worker == deployment.id_of(other)
         assert num_lost == 1, "no copy failed, or the agent went on after the loss"
         assert "illegal memory access" in str(await asyncio.wait_for(victim.failed(), 10))
         await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
@@ -186,7 +182,7 @@ async def test_a_sequence_without_memory_goes_on_elsewhere_and_its_neighbours_no
         assert finished.attempts == 2
         assert sorted(len(faults.failed) for faults in all_faults) == [0, 1], "the fault did not happen once"
         failed_on = deployment.decode[0 if all_faults[0].failed else 1]
-        assert finished.decode_worker != id_of(deployment, failed_on)
+        assert finished.decode_worker != deployment.id_of(failed_on)
         for neighbour in small:
             end = (await neighbour.right()).finished
             assert end is not None

@@ -27,10 +27,6 @@ PATIENCE_S = 10.0
 NEW_SEEDS = itertools.count(1000)  # of prompts that no cache knows
 
 
-def id_of(deployment: Deployment, worker: WorkerService) -> str:
-    return deployment.endpoints[id(worker)].service_id
-
-
 def num_sequences(worker: WorkerService) -> int:
     return len(machine_of(worker).core.open_calls.timelines)
 
@@ -84,7 +80,7 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
 
         draining = asyncio.gather(*(worker.drain(PATIENCE_S) for worker in leaving))
         known = deployment.router._shell.view
-        names = {id_of(deployment, worker) for worker in leaving}
+        names = {deployment.id_of(worker) for worker in leaving}
 
         def drain_known() -> bool:
             draining = (record for record in known.workers() if record.load.state is WorkerState.DRAINING)
@@ -157,7 +153,6 @@ async def test_a_router_that_drains_finishes_its_streams_and_takes_no_new_one() 
         streams = [await Stream(deployment.inference, prompt_of(seed), 200).reach(2) for seed in (2, 3)]
         streams.append(Stream(deployment.inference, prompt_of(4, 150), 20))
         shell = deployment.router._shell
-        assert shell is not None
         await until(lambda: shell.num_open == 3, "the router has all of them")
         watched = health_pb2_grpc.HealthStub(deployment.channel).Watch(
             health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=PATIENCE_S
@@ -183,8 +178,6 @@ async def test_streams_that_are_left_after_the_drain_of_a_router_end_with_a_stat
         slow_down(deployment.decode[0], 0.01)
         bystander = await Stream(other.inference, prompt_of(1), 120).reach(2)
         stream = await Stream(deployment.inference, prompt_of(2), 1000).reach(2)
-        shell = deployment.router._shell
-        assert shell is not None
         await deployment.router.drain(1.0)
         await deployment.router.stop()
         await stream.typed(grpc.StatusCode.UNAVAILABLE)

@@ -111,7 +111,6 @@ async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: Mem
 def reported(deployment: Deployment, role: str) -> int:
     """Corrupt blocks of a pool, as the router knows of them."""
     shell = deployment.router._shell
-    assert shell is not None
     return sum(record.load.num_corrupt_blocks for record in shell.view.workers() if record.role.value == role)
 
 

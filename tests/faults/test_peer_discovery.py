@@ -63,7 +63,7 @@ async def test_a_worker_that_dies_while_no_router_runs_is_forgotten_by_its_peers
     config = replace(impatient(), router=RouterConfig(port=0, worker_lost_s=1.0, report_stale_s=0.5))
     async with deploy(config, num_prefill=2) as deployment:
         (reader,), (dead, alive) = deployment.decode, deployment.prefill
-        name_of = {worker: deployment.endpoints[id(worker)].service_id for worker in (dead, alive)}
+        name_of = {worker: deployment.id_of(worker) for worker in (dead, alive)}
 
         def peers() -> set[str]:
             return {path.peer for path in transfers(reader).paths}

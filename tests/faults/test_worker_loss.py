@@ -28,7 +28,7 @@ NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
 def serving(deployment: Deployment, answer_worker: str) -> WorkerService:
     """The worker service with this id."""
-    return next(w for w in deployment.workers if deployment.endpoints[id(w)].service_id == answer_worker)
+    return next(w for w in deployment.workers if deployment.id_of(w) == answer_worker)
 
 
 async def busy_worker(pool: list[WorkerService]) -> WorkerService:
@@ -115,8 +115,7 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         answer = (await stream.right()).answer
         assert serving(deployment, answer.finished.decode_worker) is not victim
         shell = deployment.router._shell
-        assert shell is not None
-        lost = deployment.endpoints[id(victim)].service_id
+        lost = deployment.id_of(victim)
         await until(lambda: shell.view.worker(lost) is None, "the router knows it no more")
         gate.open()
         deployment.decode.remove(victim)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from core.paths import Lane, PathState
-from core.request import Request, SamplingParams
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from tandem_client.stubs import inference_pb2
@@ -40,8 +39,7 @@ async def test_every_token_is_that_of_one_engine_and_the_lane_is_in_the_reports(
     assert measured.expected_bytes_per_s == 1e6, "both pools are on one GPU"
     monkeypatch.undo()
     reference = CoLocatedEngine(deployment.config.engine)
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT)
-    tokens = reference.generate(Request("reference", PROMPT, len(PROMPT), sampling))
+    tokens = reference.tokens(PROMPT, NUM_OUTPUT)
     for _ in range(2):
         answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert answer.token_ids == tokens

@@ -112,9 +112,7 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
 
 async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:
     async with deploy(tiny_config()) as deployment:
-        (worker,) = (
-            await look(deployment, worker_ids=[deployment.endpoints[id(deployment.decode[0])].service_id])
-        ).values()
+        (worker,) = (await look(deployment, worker_ids=[deployment.id_of(deployment.decode[0])])).values()
         assert worker.ledger.worker_id == worker.worker_id
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await look(deployment, worker_ids=["decode-9"])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest_asyncio
 
 from core.lifecycle import WorkerState
-from core.request import Request, SamplingParams
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import OutputFormat
 from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
@@ -42,13 +41,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 def expected(deployment: Deployment, prompt: tuple[int, ...], **sampling: Any) -> list[int]:
-    params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True, **sampling)
-    engine = CoLocatedEngine(deployment.config.engine)
-    return engine.generate(Request("reference", prompt, len(prompt), params))
-
-
-def id_of(deployment: Deployment, worker: WorkerService) -> str:
-    return deployment.endpoints[id(worker)].service_id
+    return CoLocatedEngine(deployment.config.engine).tokens(prompt, NUM_OUTPUT, **sampling)
 
 
 def by_load(deployment: Deployment) -> list[WorkerService]:
@@ -62,7 +55,7 @@ async def drain(deployment: Deployment, worker: WorkerService) -> None:
     await worker.drain(DRAIN_TIMEOUT_S)
     assert asyncio.get_running_loop().time() - began_at < DRAIN_TIMEOUT_S - 1.0, "it had work left"
     shell = deployment.router._shell
-    record = shell.view.worker(id_of(deployment, worker))
+    record = shell.view.worker(deployment.id_of(worker))
     assert record is not None
     await until(lambda: record.load.state is WorkerState.DRAINING, "the router has the worker's last report")
 
@@ -81,7 +74,7 @@ async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_c
     assert len(finished) == len(PROMPTS)
     for end in moved:
         assert end.path == inference_pb2.REQUEST_PATH_MIGRATED
-        assert end.decode_worker == id_of(deployment, staying)
+        assert end.decode_worker == deployment.id_of(staying)
         assert end.transferred_bytes > 0
     assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
     for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
@@ -110,7 +103,7 @@ async def test_sequences_move_from_a_full_pool_to_an_empty_one_instead_of_being_
 ) -> None:
     full, empty = deployment.decode
     known = list(deployment.endpoints.values())
-    await deployment.router.set_workers([each for each in known if each.service_id != id_of(deployment, empty)])
+    await deployment.router.set_workers([each for each in known if each.service_id != deployment.id_of(empty)])
     scheduler = machine_of(full).core.scheduler
     needed = sum(-(-(len(prompt) + NUM_OUTPUT) // scheduler.block_size) for prompt in PROMPTS)
     filled = scheduler.pool.allocate(scheduler.pool.num_available - int(needed / 1.3))
@@ -124,7 +117,7 @@ async def test_sequences_move_from_a_full_pool_to_an_empty_one_instead_of_being_
     assert scheduler.num_preemptions == 0
     moved = [end for end in finished if end.num_moves]
     assert moved, "the pool was large enough: nothing was tested"
-    assert all(end.decode_worker == id_of(deployment, empty) for end in moved)
+    assert all(end.decode_worker == deployment.id_of(empty) for end in moved)
     for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
         assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
     scheduler.pool.release(filled)

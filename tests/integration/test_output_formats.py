@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,12 +15,11 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest
 from core.output_grammar import GrammarRow
-from core.request import Request, SamplingParams
 from router.serving.output_formats import format_grammar
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
-from tests.support.reference import CoLocatedEngine
+from tests.support.reference import CoLocatedEngine, random_prompt
 from text.grammars import GrammarReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,14 +64,8 @@ async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
     running.drop_caches(running.workers)
 
 
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed * 10_007 + length)
-    return tuple(generator.randrange(1, 250) for _ in range(length))
-
-
 def expected(engine: CoLocatedEngine, prompt: tuple[int, ...], form: str, **sampling: Any) -> list[int]:
-    params = SamplingParams(max_tokens=NUM_OUTPUT, grammar=format_grammar(FORMATS[form]), **sampling)
-    return engine.generate(Request("reference", prompt, len(prompt), params))
+    return engine.tokens(prompt, NUM_OUTPUT, ignore_eos=False, grammar=format_grammar(FORMATS[form]), **sampling)
 
 
 def ask(prompt: tuple[int, ...], form: str, **fields: Any) -> inference_pb2.GenerateRequest:
@@ -100,7 +92,7 @@ def is_right(form: str, text: str, finished: inference_pb2.Finished) -> bool:
 async def test_two_pools_give_the_tokens_of_one_engine(
     deployment: Deployment, engine: CoLocatedEngine, form: str, sampling: dict[str, Any]
 ) -> None:
-    prompt = prompt_of(LONG)
+    prompt = random_prompt(LONG)
     answers = await asyncio.gather(
         *(deployment.generate_all(ask(prompt, form, **(sampling | {"seed": seed}))) for seed in range(3))
     )
@@ -111,9 +103,9 @@ async def test_two_pools_give_the_tokens_of_one_engine(
 
 
 async def test_prefix_hits_and_other_requests_change_no_token(deployment: Deployment, engine: CoLocatedEngine) -> None:
-    prompt = prompt_of(LONG, seed=1)
+    prompt = random_prompt(LONG, seed=1)
     forms = [*FORMATS, *FORMATS]
-    plain = [deployment.generate(token_ids=prompt_of(40 + i, seed=2), max_tokens=40) for i in range(6)]
+    plain = [deployment.generate(token_ids=random_prompt(40 + i, seed=2), max_tokens=40) for i in range(6)]
     written = [deployment.generate_all(ask(prompt, form, **SAMPLED)) for form in forms]
     _, answers = await asyncio.gather(asyncio.gather(*plain), asyncio.gather(*written))
     for form, (answer,) in zip(forms, answers, strict=True):
@@ -123,7 +115,7 @@ async def test_prefix_hits_and_other_requests_change_no_token(deployment: Deploy
 async def test_a_grammar_that_becomes_too_complex_ends_its_stream_alone(
     deployment: Deployment, engine: CoLocatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow, prompts = GrammarReader._follow, [prompt_of(20, seed) for seed in (5, 6)]
+    follow, prompts = GrammarReader._follow, [random_prompt(20, seed) for seed in (5, 6)]
     failed_at: set[int] = set()
 
     def fails_late(reader: GrammarReader, row: GrammarRow) -> Any:

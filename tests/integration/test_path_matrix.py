@@ -8,7 +8,6 @@ guesses are right, wrong, and right for a while.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from core.request import Request, SamplingParams
 from router.serving.output_formats import format_grammar
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import OutputFormat
 from tests.support.deployment import Answer, Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.drafts import Oracle, compute_every_guess
-from tests.support.reference import CoLocatedEngine
+from tests.support.reference import CoLocatedEngine, random_prompt
 from tests.support.steps import slow_down
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -60,24 +58,13 @@ async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
     running.drop_caches(running.workers)
 
 
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed * 10_007 + length)
-    return tuple(generator.randrange(1, 250) for _ in range(length))
-
-
 def read(oracle: Oracle, engine: CoLocatedEngine, prompt: tuple[int, ...], draw: str) -> list[int]:
     """The tokens of one engine that computes no guesses. From now on the oracle knows them."""
     given = dict(DRAWS[draw])
     form = given.pop("output_format", None)
     given["stop_token_ids"] = frozenset(given.pop("stop_token_ids", ()))
-    params = SamplingParams(
-        max_tokens=NUM_OUTPUT,
-        ignore_eos=form is None,
-        speculation=False,
-        grammar=format_grammar(form) if form is not None else "",
-        **given,
-    )
-    tokens = engine.generate(Request("reference", prompt, len(prompt), params))
+    grammar = format_grammar(form) if form is not None else ""
+    tokens = engine.tokens(prompt, NUM_OUTPUT, ignore_eos=form is None, speculation=False, grammar=grammar, **given)
     oracle.texts.append([*prompt, *tokens])
     return tokens
 
@@ -102,7 +89,7 @@ async def test_two_pools_chunks_and_a_prefix_hit(
     deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine, draw: str
 ) -> None:
     """The prompts need three chunks, and one of them is computed already."""
-    prompts = [prompt_of(150, seed) for seed in (1, 2, 3)] + [prompt_of(150, 1)[:100]]
+    prompts = [random_prompt(150, seed) for seed in (1, 2, 3)] + [random_prompt(150, 1)[:100]]
     expected = [read(oracle, engine, prompt, draw) for prompt in prompts]
     for answer, tokens in zip(await answer_all(deployment, prompts, draw), expected, strict=True):
         assert answer.token_ids == tokens
@@ -130,7 +117,7 @@ async def test_local_prefill_while_sequences_are_preempted(
     small: Deployment, oracle: Oracle, engine: CoLocatedEngine, draw: str
 ) -> None:
     first = 20 + 4 * list(DRAWS).index(draw)  # no prompt is in the prefix cache
-    prompts = [prompt_of(60, seed) for seed in range(first, first + 4)]
+    prompts = [random_prompt(60, seed) for seed in range(first, first + 4)]
     expected = [read(oracle, engine, prompt, draw) for prompt in prompts]
     scheduler = machine_of(small.decode[0]).core.scheduler
     num_before = scheduler.num_preemptions
@@ -149,7 +136,7 @@ async def test_a_stream_whose_worker_dies(
 ) -> None:
     """The other worker reads the prompt and the delivered tokens anew, and with them where the format stands. When
     the test stops the first worker, the other one has at least three steps to compute, each of up to seven tokens."""
-    prompt = prompt_of(80, 7)
+    prompt = random_prompt(80, 7)
     tokens = read(oracle, engine, prompt, draw)
     config = tiny_config(model, report_stale_s=2.0, worker_lost_s=3.0)
     config = replace(config, transfer=replace(config.transfer, transport="memory", lease_s=4.0))
@@ -171,7 +158,7 @@ async def test_a_stream_whose_worker_dies(
 
 
 async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine) -> None:
-    prompt = prompt_of(50, 4)
+    prompt = random_prompt(50, 4)
     tokens = read(oracle, engine, prompt, "greedy")
     (answer,) = await deployment.generate_all(ask(prompt, "greedy", speculation=False))
     assert answer.token_ids == tokens
@@ -181,7 +168,7 @@ async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Orac
 async def test_an_output_ends_inside_a_run_of_guesses(
     deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine
 ) -> None:
-    prompt = prompt_of(50, 5)
+    prompt = random_prompt(50, 5)
     tokens = read(oracle, engine, prompt, "greedy")
     whole = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT)
     for last in range(20, 30):

@@ -12,7 +12,6 @@ import pytest_asyncio
 
 from core.errors import WorkerDrains, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.request import Request, SamplingParams
 from runtime.rpc.grpc_server import error_from, open_channel
 from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import (
@@ -45,14 +44,13 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 def expected(deployment: Deployment, prompt: tuple[int, ...], num_output: int) -> list[int]:
-    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-    return CoLocatedEngine(deployment.config.engine).generate(Request("reference", prompt, len(prompt), params))
+    return CoLocatedEngine(deployment.config.engine).tokens(prompt, num_output)
 
 
 async def known_as(deployment: Deployment, worker: WorkerService, role: ServiceRole) -> None:
     """The router has the worker in its new role, and the worker has met the others."""
     shell = deployment.router._shell
-    view, worker_id = shell.view, deployment.endpoints[id(worker)].service_id
+    view, worker_id = shell.view, deployment.id_of(worker)
 
     def is_known() -> bool:
         record = view.worker(worker_id)
@@ -88,7 +86,7 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
     answer = await deployment.generate(token_ids=moved[-1], max_tokens=8)
     assert answer.token_ids == expected(deployment, moved[-1], 8)
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-    assert answer.finished.prefill_worker == deployment.endpoints[id(worker)].service_id
+    assert answer.finished.prefill_worker == deployment.id_of(worker)
     assert answer.finished.usage.cached_tokens == len(moved[-1]) // 16 * 16
     await deployment.settle()
 

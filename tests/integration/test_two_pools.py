@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
-from tests.support.reference import CoLocatedEngine
+from tests.support.reference import CoLocatedEngine, random_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,23 +34,11 @@ async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
     running.drop_caches(running.workers)
 
 
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed * 10_007 + length)
-    return tuple(generator.randrange(1, 250) for _ in range(length))
-
-
-def expected_tokens(
-    engine: CoLocatedEngine, prompt: tuple[int, ...], num_output: int = NUM_OUTPUT, **sampling: float
-) -> list[int]:
-    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling), max_tokens=num_output)  # type: ignore[arg-type]
-    return engine.generate(Request("reference", prompt, len(prompt), params))
-
-
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 async def test_greedy_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine, length: int) -> None:
-    prompt = prompt_of(length)
+    prompt = random_prompt(length)
     answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT)
-    assert answer.token_ids == expected_tokens(engine, prompt)
+    assert answer.token_ids == engine.tokens(prompt, NUM_OUTPUT)
     assert answer.indices == list(range(NUM_OUTPUT))
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
     assert answer.finished.transferred_bytes == -(-length // BLOCK) * engine.runner.layout.block_bytes
@@ -64,8 +50,8 @@ async def test_prefix_hits_change_no_token(
     deployment: Deployment, engine: CoLocatedEngine, shared_blocks: int, warm: str
 ) -> None:
     """4 of 4 blocks shared is a full hit, 1 of 4 a partial one; the warm side has them, the other one does not."""
-    first = prompt_of(4 * BLOCK, seed=1)
-    second = first[: shared_blocks * BLOCK] + prompt_of((4 - shared_blocks) * BLOCK, seed=2)
+    first = random_prompt(4 * BLOCK, seed=1)
+    second = first[: shared_blocks * BLOCK] + random_prompt((4 - shared_blocks) * BLOCK, seed=2)
     await deployment.generate(token_ids=first, max_tokens=2)
     await deployment.settle()
     if warm == "prefill":
@@ -75,7 +61,7 @@ async def test_prefix_hits_change_no_token(
 
     answer = await deployment.generate(token_ids=second, max_tokens=NUM_OUTPUT)
 
-    assert answer.token_ids == expected_tokens(engine, second)
+    assert answer.token_ids == engine.tokens(second, NUM_OUTPUT)
     block_bytes = engine.runner.layout.block_bytes
     num_moved = 4 if warm == "prefill" else 4 - shared_blocks
     assert answer.finished.transferred_bytes == num_moved * block_bytes
@@ -87,14 +73,14 @@ async def test_prefix_hits_change_no_token(
 async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
     deployment: Deployment, engine: CoLocatedEngine
 ) -> None:
-    shared = prompt_of(3 * BLOCK, seed=3)
-    prompts = [shared[: 16 * (i % 4)] + prompt_of(1 + 7 * i % 90, seed=100 + i) for i in range(32)]
+    shared = random_prompt(3 * BLOCK, seed=3)
+    prompts = [shared[: 16 * (i % 4)] + random_prompt(1 + 7 * i % 90, seed=100 + i) for i in range(32)]
     lengths = [1 + i % 13 for i in range(32)]
     answers = await asyncio.gather(
         *(deployment.generate(token_ids=p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True))
     )
     for answer, prompt, length in zip(answers, prompts, lengths, strict=True):
-        assert answer.token_ids == expected_tokens(engine, prompt, length)
+        assert answer.token_ids == engine.tokens(prompt, length)
         assert answer.indices == list(range(length))
 
 
@@ -102,7 +88,7 @@ async def test_the_prompt_of_several_choices_moves_once_and_is_held_once(
     deployment: Deployment, engine: CoLocatedEngine
 ) -> None:
     num_prompt, num_output = 1000, 24
-    prompt = prompt_of(num_prompt, seed=8)
+    prompt = random_prompt(num_prompt, seed=8)
     request = make_request(token_ids=prompt, max_tokens=num_output, temperature=0.75, seed=7, n=4)
     token_ids: list[list[int]] = [[] for _ in range(4)]
     ends: dict[int, inference_pb2.Finished] = {}
@@ -122,4 +108,4 @@ async def test_the_prompt_of_several_choices_moves_once_and_is_held_once(
     assert num_prompt // BLOCK < held <= num_prompt // BLOCK + 4 * own
     for choice in range(4):
         assert ends[choice].seed == 7 + choice
-        assert token_ids[choice] == expected_tokens(engine, prompt, num_output, temperature=0.75, seed=7 + choice)
+        assert token_ids[choice] == engine.tokens(prompt, num_output, temperature=0.75, seed=7 + choice)

@@ -105,6 +105,9 @@ class Deployment:
     def workers(self) -> list[WorkerService]:
         return self.prefill + self.decode
 
+    def id_of(self, worker: WorkerService) -> str:
+        return self.endpoints[id(worker)].service_id
+
     async def generate(self, timeout_s: float = CALL_TIMEOUT_S, **request: Any) -> Answer:
         """Generate one choice to its end."""
         return (await self.generate_all(make_request(**request), timeout_s))[0]
