@@ -1,16 +1,21 @@
-"""Each key stays inside its limits, and the refusal says which limit and when to come back."""
+"""Each key stays inside its limits, and each call belongs to the tenant of its key, or to its peer."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config import ApiKeyConfig
-from core.errors import InvalidRequest, KeyLimitReached
+from core.config import ApiKeyConfig, RouterConfig
+from core.errors import InvalidRequest, KeyLimitReached, QueueFull, Unauthenticated
 from core.request import MAX_CACHE_SALT_CHARS
+from router.serving.call_writer import SinkWriter
+from router.serving.inference_servicer import InferenceServicer
 from router.serving.key_limits import WINDOW_S, KeyLimits
 from router.serving.tenant_admission import TenantAdmission, tenant_salt
 from runtime.owner_ledger import Owner
@@ -22,8 +27,19 @@ STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=
 MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)
 
 
+BOTH = ApiKeys((STREAMS, MINUTE))
+
+
 def headers(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
+
+
+@contextlib.contextmanager
+def admitted(key: ApiKeyConfig, *metadata: tuple[str, str], **fields: Any) -> Iterator[inference_pb2.GenerateRequest]:
+    """A request that comes with a key, as the router goes on with it."""
+    request = inference_pb2.GenerateRequest(**fields)
+    with TenantAdmission(ApiKeys((key,))).admit(request, LocalContext([*headers(f"{key.name}'s key"), *metadata]), 0.0):
+        yield request
 
 
 def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when_the_next_may_come() -> None:
@@ -45,19 +61,16 @@ def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when
 def test_calls_that_can_never_be_open_together_are_refused_for_good(
     key: ApiKeyConfig, num_calls: int, limit: str
 ) -> None:
-    tenants, allowed = TenantAdmission(ApiKeys((key,))), num_calls - 1
-    metadata = [*headers(f"{key.name}'s key"), (SIBLINGS, str(num_calls))]
+    allowed = num_calls - 1
     with (
         pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused,
-        tenants.admit(inference_pb2.GenerateRequest(), LocalContext(metadata), 0.0),
+        admitted(key, (SIBLINGS, str(num_calls))),
     ):
         pass
     assert (refused.value.field, refused.value.retryable) == ("prompt", False)
     for hint in (str(allowed), "many", "-1", "9" * 5000):
-        call = LocalContext([*headers(f"{key.name}'s key"), (SIBLINGS, hint)])
-        with tenants.admit(inference_pb2.GenerateRequest(), call, 99.0):
+        with admitted(key, (SIBLINGS, hint)):
             pass
-        tenants = TenantAdmission(ApiKeys((key,)))
 
 
 def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
@@ -84,7 +97,7 @@ def test_the_law_of_the_limits(steps: list[tuple[float, bool]], max_streams: int
 
 
 def test_a_request_belongs_to_the_tenant_of_its_key_whatever_it_says() -> None:
-    tenants = TenantAdmission(ApiKeys((STREAMS, MINUTE)))
+    tenants = TenantAdmission(BOTH)
     request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
     with tenants.admit(request, LocalContext(headers("bob's key")), 0.0):
         assert (request.user, request.cache_salt) == ("builders", tenant_salt("builders", "mine"))
@@ -99,9 +112,7 @@ def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
 
 
 def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
-    tenants = TenantAdmission(ApiKeys((STREAMS,)))
-    request = inference_pb2.GenerateRequest(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1))
-    with tenants.admit(request, LocalContext(headers("alice's key")), 0.0):
+    with admitted(STREAMS, cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)) as request:
         assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
 
 
@@ -112,9 +123,7 @@ def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
 def test_no_request_goes_before_the_priority_of_its_key(min_priority: int, asked: int, priority: int) -> None:
     """What no request may have stays, for validation to refuse."""
     key = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), min_priority=min_priority)
-    tenants = TenantAdmission(ApiKeys((key,)))
-    request = inference_pb2.GenerateRequest(priority=asked)
-    with tenants.admit(request, LocalContext(headers("alice's key")), 0.0):
+    with admitted(key, priority=asked) as request:
         assert request.priority == priority
 
 
@@ -157,8 +166,47 @@ def test_without_keys_a_call_belongs_to_its_peer_whatever_it_says(call: _Call, o
 
 
 def test_with_keys_a_call_belongs_to_the_tenant_wherever_it_comes_from() -> None:
-    tenants = TenantAdmission(ApiKeys((STREAMS, MINUTE)))
+    tenants = TenantAdmission(BOTH)
     for peer in ("ipv4:192.0.2.7:5005", "ipv4:192.0.2.8:5005", ""):
         call = _Call(peer, *headers("bob's key"), (CLIENT, peer))
         with tenants.admit(inference_pb2.GenerateRequest(), call, 0.0) as admitted:
             assert admitted == tenants.owner_of(call) == ("builders", "")
+
+
+class FullPool:
+    """Refuses every call, and remembers whose it was."""
+
+    def __init__(self) -> None:
+        self.owners = list[object]()
+
+    async def run(self, owner: object, *_: object) -> None:
+        self.owners.append(owner)
+        raise QueueFull("full")
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(method: str) -> None:
+    pool, shell = FullPool(), SimpleNamespace(
+        config=RouterConfig(), now=lambda: 0.0, new_request_id=lambda: "r", refuse=lambda *_: None,
+        count_refusal=lambda _: None, view=SimpleNamespace(decode_limits=()),
+    )  # fmt: skip
+    tokenizer: Any = SimpleNamespace(info=SimpleNamespace(name="m"), decode=None)
+    parts: Any = (tokenizer, shell, pool, TenantAdmission(BOTH), SimpleNamespace(is_quick=lambda _: True))
+    servicer = InferenceServicer(*parts)
+
+    async def call(*metadata: tuple[str, str]) -> None:
+        match method:
+            case "Generate":
+                sink: Any = None
+                await servicer.serve(inference_pb2.GenerateRequest(user="alice"), SinkWriter(sink, metadata, 1.0))
+            case "Tokenize":
+                await servicer.Tokenize(inference_pb2.TokenizeRequest(), LocalContext(metadata))
+            case "Detokenize":
+                await servicer.Detokenize(inference_pb2.DetokenizeRequest(), LocalContext(metadata))
+
+    with pytest.raises(QueueFull):
+        await call(("authorization", "Bearer bob's key"))
+    assert pool.owners == [("builders", "")]
+    with pytest.raises(Unauthenticated):
+        await call()
+    assert len(pool.owners) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,13 +27,20 @@ VALUES = st.one_of(
 )
 
 
-def request_of(**parameters: kserve_pb2.InferParameter) -> kserve_pb2.ModelInferRequest:
-    request = kserve_pb2.ModelInferRequest(model_name="m")
-    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    tensor.contents.bytes_contents.append(b"hello")
-    for name, value in parameters.items():
-        request.parameters[name].CopyFrom(value)
-    return request
+PARAMETER, TENSOR = kserve_pb2.InferParameter, kserve_pb2.ModelInferRequest.InferInputTensor
+OUTPUT = kserve_pb2.ModelInferRequest.InferRequestedOutputTensor
+IDS: dict[str, Any] = {"name": "input_ids", "datatype": "INT32", "shape": [1]}
+
+
+def tensor_of(*texts: bytes, ids: tuple[int, ...] = (), **fields: Any) -> kserve_pb2.ModelInferRequest.InferInputTensor:
+    contents = kserve_pb2.InferTensorContents(bytes_contents=texts, int_contents=ids)
+    return TENSOR(**{"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents} | fields)
+
+
+def request_of(
+    tensor: kserve_pb2.ModelInferRequest.InferInputTensor | None = None, **parameters: kserve_pb2.InferParameter
+) -> kserve_pb2.ModelInferRequest:
+    return kserve_pb2.ModelInferRequest(model_name="m", inputs=[tensor or tensor_of(b"hello")], parameters=parameters)
 
 
 def refusal_of(request: kserve_pb2.ModelInferRequest) -> InvalidRequest:
@@ -62,30 +70,51 @@ def test_any_request_is_read_or_refused_in_words_that_grpc_can_carry(
 
 @pytest.mark.parametrize("name", ["größe", "a\nb", "\x00"])
 def test_a_name_that_is_no_header_value_is_in_the_message_only(name: str) -> None:
-    refused = refusal_of(request_of(**{name: kserve_pb2.InferParameter(bool_param=True)}))
+    refused = refusal_of(request_of(**{name: PARAMETER(bool_param=True)}))
     assert f"parameters.{name}: is unknown" in str(refused)
     assert FIELD_KEY not in dict(trailers_of(refused))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("stop", '["\\ud800"]', "half a surrogate pair"),
-        ("stop", "[" * 100_000, "at most 65536 characters, has 100000"),
-        ("max_tokens", "9" * 100_000, "must be of type int, is str"),
-        ("temperature", "x" * 100_000, "must be a number, is 'xxx"),
-    ],
-)
-def test_a_refusal_says_what_is_wrong_and_stays_short(name: str, value: str, says: str) -> None:
-    refused = refusal_of(request_of(**{name: kserve_pb2.InferParameter(string_param=value)}))
-    assert refused.field == f"parameters.{name}"
-    assert says in refused.message
-    assert len(str(refused)) < 300
+MALFORMED: list[tuple[kserve_pb2.ModelInferRequest, str, str]] = [
+    (kserve_pb2.ModelInferRequest(), "inputs", "must be one tensor"),
+    (request_of(tensor_of(b"a", name="image")), "inputs.image", "text_input"),
+    (request_of(tensor_of(b"a", datatype="FP32")), "inputs.text_input", "BYTES"),
+    (request_of(tensor_of(b"a", b"b", shape=[2])), "inputs.text_input", "[1]"),
+    (request_of(tensor_of(b"\xff")), "inputs.text_input", "UTF-8"),
+    (kserve_pb2.ModelInferRequest(inputs=[tensor_of()], raw_input_contents=[b"hello"]), "inputs.text_input", "4 bytes"),
+    (request_of(tensor_of(ids=(1,), **IDS | {"shape": [7]})), "inputs.input_ids", "shape"),
+    (request_of(tensor_of(ids=(-1,), **IDS)), "inputs.input_ids", "0 or more"),
+    (
+        kserve_pb2.ModelInferRequest(inputs=[tensor_of(**IDS)], raw_input_contents=[bytes(404)]),
+        "inputs.input_ids",
+        "has 101",
+    ),
+    (request_of(beam_width=PARAMETER(int64_param=2)), "parameters.beam_width", "is unknown"),
+    (request_of(top_p=PARAMETER(string_param="high")), "parameters.top_p", "must be a number, is 'high'"),
+    (request_of(max_tokens=PARAMETER(int64_param=-4)), "parameters.max_tokens", "out of range"),
+    (request_of(max_tokens=PARAMETER(string_param="9" * 100_000)), "parameters.max_tokens", "type int, is str"),
+    (request_of(temperature=PARAMETER(string_param="x" * 100_000)), "parameters.temperature", "number, is 'xxx"),
+    (request_of(stop=PARAMETER(string_param="[1]")), "parameters.stop", "array of strings"),
+    (request_of(stop=PARAMETER(string_param='["\\ud800"]')), "parameters.stop", "half a surrogate pair"),
+    (request_of(stop=PARAMETER(string_param="[" * 100_000)), "parameters.stop", "at most 65536 characters, has 100000"),
+    (
+        kserve_pb2.ModelInferRequest(inputs=[tensor_of(b"a")], outputs=[OUTPUT(name="logits")]),
+        "outputs.logits",
+        "one of",
+    ),
+]
+
+
+def test_a_refusal_names_what_is_wrong_and_stays_short() -> None:
+    for wire, field, says in MALFORMED:
+        refused = refusal_of(wire)
+        assert (refused.field, says in refused.message) == (field, True), refused
+        assert len(str(refused)) < 300
 
 
 def test_stop_strings_are_one_text_or_a_json_list() -> None:
     for text, stops in (("END", ["END"]), ("[END]", ["[END]"]), ('["a", "[b]"]', ["a", "[b]"])):
-        read = decode_request(request_of(stop=kserve_pb2.InferParameter(string_param=text)), 100)
+        read = decode_request(request_of(stop=PARAMETER(string_param=text)), 100)
         assert list(read.generate.stop.stop_strings) == stops
 
 
@@ -98,7 +127,7 @@ class Unread(list[int]):
 
 def test_a_million_outputs_or_dimensions_are_refused_before_they_are_read() -> None:
     request = request_of()
-    request.outputs.extend([kserve_pb2.ModelInferRequest.InferRequestedOutputTensor(name="text_output")] * 17)
+    request.outputs.extend([OUTPUT(name="text_output")] * 17)
     assert "outputs: must have at most 16 items, has 17" in str(refusal_of(request))
     tensor = SimpleNamespace(name="text_input", shape=Unread([1] * 1000))
     with pytest.raises(InvalidRequest, match=r"shape must be \[1\] or \[1, 1\], is \[1, 1, 1, 1, 1, 1, 1, 1\]"):

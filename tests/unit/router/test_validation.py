@@ -1,7 +1,8 @@
 """What each field of a request may hold: an error names the field and its limit.
 
 The limits of sampling parameters are in tests/unit/core/test_request_limits.py; one row here shows each on the wire.
-Millions of ids are refused before any id is converted.
+Millions of ids are refused before any id is converted. A client may bring the start of an answer: each token is
+checked, and the text goes on behind the last one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
+from core.lifecycle import FinishReason
 from router.serving.output_formats import RequestGrammars
-from router.serving.validation import default_limit, prepare, prompt_work_of, tokenize_prompt, work_of
+from router.serving.resumed_answer import ResumedAnswer
+from router.serving.validation import Generation, default_limit, prepare, prompt_work_of, tokenize_prompt, work_of
 from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
     ChatPrompt,
+    Choices,
     GenerateRequest,
+    OutputFormat,
     SamplingParams,
     StopConditions,
     TokenIds,
@@ -28,10 +33,19 @@ from tandem_client.stubs.inference_pb2 import (
     Tool,
     ToolCall,
 )
-from text.tokenizer import load_tokenizer
+from text.tokenizer import ModelTokenizer, load_tokenizer
 
 MANY = 2_000_000
-GRAMMARS = RequestGrammars(load_tokenizer("fake:tiny"))
+TOKENIZER = load_tokenizer("fake:tiny")  # a token is a byte
+GRAMMARS = RequestGrammars(TOKENIZER)
+(EOS,) = TOKENIZER.eos_token_ids
+VOCAB_SIZE = TOKENIZER.info.vocab_size
+
+
+def prepared(wire: GenerateRequest, tokenizer: ModelTokenizer = TOKENIZER) -> Generation:
+    return prepare(wire, tokenizer, RouterConfig(), "id", lambda: 7, (), GRAMMARS)
+
+
 HUGE = {
     "token_ids": GenerateRequest(token_ids=TokenIds(ids=[1] * MANY)),
     "stop_token_ids": GenerateRequest(text="a", stop=StopConditions(stop_token_ids=range(MANY))),
@@ -41,10 +55,9 @@ HUGE = {
 
 @pytest.mark.parametrize("field", HUGE)
 def test_a_field_of_millions_of_items_is_refused_by_its_length_within_milliseconds(field: str) -> None:
-    tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match=r"at most \d+|context of 8192 tokens") as refused:
-        prepare(HUGE[field], tokenizer, config, "id", lambda: 0, (), GRAMMARS)
+        prepared(HUGE[field])
     assert refused.value.field == field
     assert time.thread_time() - started_at < 0.005
 
@@ -107,14 +120,13 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
 
 
 def test_an_error_names_the_field_that_is_wrong_and_its_limit() -> None:
-    tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
     for wire, field, says in REFUSED:
         with pytest.raises(InvalidRequest) as refused:
-            prepare(wire, tokenizer, config, "id", lambda: 0, (), GRAMMARS)
+            prepared(wire)
         assert refused.value.field == field
         assert says in refused.value.message
     longest = text(user="u" * 256, cache_salt="s" * 256, request_id="r" * 128, priority=-100, n=16)
-    assert len(prepare(longest, tokenizer, config, "id", lambda: 0, (), GRAMMARS).choices) == 16
+    assert len(prepared(longest).choices) == 16
 
 
 OF_THE_MODEL = {
@@ -140,14 +152,14 @@ def test_a_request_that_says_nothing_is_sampled_as_the_model_says(
 ) -> None:
     tokenizer = load_tokenizer("fake:tiny")
     tokenizer.info = replace(tokenizer.info, default_sampling=OF_THE_MODEL)
-    sampling = prepare(wire, tokenizer, RouterConfig(), "id", lambda: 0, (), GRAMMARS).choices[0].sampling
+    sampling = prepared(wire, tokenizer).choices[0].sampling
     assert {name: getattr(sampling, name) for name in OF_THE_MODEL} == OF_THE_MODEL | others
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])
 def test_an_unknown_model_is_quoted_in_short(name: str) -> None:
     with pytest.raises(ModelNotFound) as refused:
-        prepare(text(model=name), load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, (), GRAMMARS)
+        prepared(text(model=name))
     assert len(str(refused.value)) < 200
     assert f"'{name[:3]}" in str(refused.value)
     assert "'fake:tiny'" in str(refused.value)
@@ -155,7 +167,7 @@ def test_an_unknown_model_is_quoted_in_short(name: str) -> None:
 
 def test_a_prompt_to_tokenize_has_two_forms() -> None:
     with pytest.raises(InvalidRequest, match="prompt: one of text, chat must be set"):
-        tokenize_prompt(TokenizeRequest(), load_tokenizer("fake:tiny"), RouterConfig())
+        tokenize_prompt(TokenizeRequest(), TOKENIZER, RouterConfig())
 
 
 @pytest.mark.parametrize(
@@ -163,8 +175,7 @@ def test_a_prompt_to_tokenize_has_two_forms() -> None:
 )
 def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: str, tenant: str) -> None:
     wire = GenerateRequest(text="a", user=user, cache_salt=salt, n=2)
-    choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, (), GRAMMARS).choices
-    assert [choice.tenant for choice in choices] == [tenant, tenant]
+    assert [choice.tenant for choice in prepared(wire).choices] == [tenant, tenant]
 
 
 CALLS = [ToolCall(id="1", name="a")] * 8
@@ -209,3 +220,78 @@ def test_the_default_length_fits_the_smallest_pool_with_half_the_room_for_output
 def test_small_workers_do_not_cut_answers_of_large_ones_to_a_tenth() -> None:
     assert default_limit(100, 100_000, (2_001, 50_001, 50_501)) == 50_001
     assert default_limit(100, 8192, ()) == 8192, "no decode worker serves yet"
+
+
+# ---- a resumed answer
+
+
+def resuming(output: str | list[int], **fields: object) -> GenerateRequest:
+    own = {name: fields.pop(name) for name in ("n", "output_format") if name in fields}
+    ids = list(output.encode()) if isinstance(output, str) else output
+    stop = StopConditions(**({"max_tokens": 20} | fields))  # type: ignore[arg-type]
+    return GenerateRequest(text="a prompt", resume=ids, stop=stop, **own)  # type: ignore[arg-type]
+
+
+def resumed(output: str | list[int], **fields: object) -> ResumedAnswer:
+    found = prepared(resuming(output, **fields)).resumed
+    assert found is not None
+    return found
+
+
+CHOICES = OutputFormat(choices=Choices(texts=["yes", "yesterday"]))
+NO_BEGINNING = {
+    "several choices": (resuming("a", n=2), "needs n = 1, n is 2"),
+    "more than the context": (resuming([1] * 8192), "fewer ids than the context of 8192 tokens, has 8192"),
+    "more than max_tokens": (resuming("abcd", max_tokens=3), r"at most max_tokens \(3\) ids, has 4"),
+    "outside the vocabulary": (resuming([1, VOCAB_SIZE]), f"token id {VOCAB_SIZE} is outside the vocabulary"),
+    "behind the end of sequence": (resuming([97, EOS, 98]), f"behind index 1, where token {EOS} ended the answer"),
+    "behind a stop token": (resuming("ab", stop_token_ids=[97]), "behind index 0, where token 97 ended the answer"),
+    "behind a stop string": (resuming("abcd", stop_strings=["bc"]), "behind index 2, where a stop string ended"),
+    "another form": (resuming("yen", output_format=CHOICES), "token 110 at index 2 breaks the output format"),
+}
+
+
+@pytest.mark.parametrize(("wire", "says"), NO_BEGINNING.values(), ids=NO_BEGINNING)
+def test_tokens_that_no_answer_begins_with_are_refused_by_name(wire: GenerateRequest, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^resume: .*{says}"):
+        prepared(wire)
+
+
+@pytest.mark.parametrize(
+    ("wire", "reason", "match"),
+    [
+        (resuming([97, EOS]), FinishReason.STOP, ""),
+        (resuming([97, EOS], ignore_eos=True), None, ""),
+        (resuming("ab", stop_token_ids=[98]), FinishReason.STOP, ""),
+        (resuming("abc", max_tokens=3), FinishReason.LENGTH, ""),
+        (resuming("xab", stop_strings=["ab"]), FinishReason.STOP, "ab"),
+        (resuming("xab", stop_strings=["abc"]), None, ""),
+        (resuming("ab", stop_strings=["ab"], min_tokens=2), None, ""),
+        (resuming([*b"yes", EOS], output_format=CHOICES), FinishReason.STOP, ""),
+        (resuming("yes", output_format=CHOICES), None, ""),
+    ],
+)
+def test_an_answer_that_its_last_token_ends_is_told_from_one_that_goes_on(
+    wire: GenerateRequest, reason: FinishReason | None, match: str
+) -> None:
+    found = prepared(wire).resumed
+    assert found is not None
+    assert (found.end, found.text.stop_match) == (reason, match)
+
+
+def test_the_text_goes_on_inside_a_character_and_inside_a_stop_string() -> None:
+    snowman = list("x☃".encode())
+    assert resumed(snowman[:2]).text.push(snowman[2:]) == ("☃", 2)
+    assert resumed("xs", stop_strings=["stop"]).text.push(list(b"tay")) == ("stay", 3)
+    inside = resumed("xs", stop_strings=["stop"])
+    assert inside.text.push(list(b"top!")) == ("", 3)
+    assert inside.text.stop_match == "stop"
+
+
+def test_the_request_stays_that_of_the_prompt_and_is_read_in_a_thread() -> None:
+    wire = resuming("abc")
+    generation = prepared(wire)
+    (request,) = generation.choices
+    assert request.num_prompt_tokens == len(request.token_ids)
+    assert prepared(GenerateRequest(text="a prompt", sampling=SamplingParams())).resumed is None
+    assert work_of(wire, GRAMMARS) > MAX_INLINE_BYTES
