@@ -34,7 +34,8 @@ from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavaila
 from core.service import Service
 from fleet.law.claims import GpuUse
 from fleet.law.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
-from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S
+from fleet.law.machine import LAST_DRAIN_S
+from fleet.law.services import DRAIN_GRACE_S
 from fleet.ray.cluster import Cluster
 from fleet.supervisor.spec import FleetSpec, Interpreter
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token

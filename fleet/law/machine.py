@@ -16,7 +16,7 @@ Rule 6: a slot waits for a machine without a time limit, until it is not wanted 
 back the demand from which an autoscaler starts a machine. The time limit of a start begins on the machine.
 Rule 7: a service on a machine that leaves drains when its replacement serves on another machine, and at the latest
 `drain_timeout_s` before the machine ends.
-Rule 8: a roll replaces one service at a time (fleet/law/roll.py).
+Rule 8: a roll replaces one service at a time (fleet/law/rollout.py).
 Rule 9: without a roll, every serving slot gets the newest revision: it differs from that of its start in live options.
 Rule 10: a worker may switch its role (fleet/law/role_switch.py). A roll waits for the end of a switch.
 Rule 11: services of an earlier supervisor stay, and so do its sizes and its roll (fleet/supervisor/handover.py).
@@ -35,9 +35,7 @@ from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
 from fleet.law import role_switch
 from fleet.law.events import (
-    ConfigureService,
     Drained,
-    DrainService,
     FleetAction,
     FleetAdopted,
     FleetEvent,
@@ -60,20 +58,18 @@ from fleet.law.events import (
     ServiceStarted,
     Shutdown,
     StartFailed,
-    StartService,
     StopRoll,
     SwitchFailed,
     SwitchRole,
     SwitchService,
 )
 from fleet.law.roll import Roll
-from fleet.law.slots import Slot, Slots
+from fleet.law.rollout import Rollout
+from fleet.law.services import DRAIN_GRACE_S, Services
+from fleet.law.slots import Slot
 
-DRAIN_GRACE_S = 2.0  # after the time limit of a drain or a switch; beyond: the process is killed
 LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
-ROLL_PLACE_S = 10.0  # without a machine for the new service so long, the old one drains first
-PLACING_NOTICE_S = 10.0  # a service without a machine; beyond: a note says what is missing; it waits on
 
 NOT_SERVING = (SlotState.WAITING, SlotState.PLACING, SlotState.STARTING)
 # The states of a slot in which an event counts. In any other, the machine has decided otherwise meanwhile.
@@ -94,16 +90,14 @@ class FleetMachine:
 
     def __init__(self, rules: FleetRules) -> None:
         config = rules.config
-        self._rules = {1: rules}  # by revision
-        self._revision = 1  # of new starts
-        self._roll: Roll | None = None
+        self._services = Services(rules)
+        self._slots = self._services.slots
+        self._rollout = Rollout(self._services)
         self._wanted: dict[ServiceRole, int] = {
             ServiceRole.PREFILL: config.num_prefill,
             ServiceRole.DECODE: config.num_decode,
             ServiceRole.ROUTER: config.num_routers,
         }
-        self._slots = Slots()
-        self._num_starts = 0
         self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
         self._has_served = False  # before the start of this supervisor
         self._was_ready = self._has_failed = self._ending = self._stopped = False
@@ -115,13 +109,14 @@ class FleetMachine:
 
     @property
     def can_stop_roll(self) -> bool:
-        return self._roll is not None and self._roll.restores is not None
+        return self._rollout.can_stop
 
     def has(self, member: Member) -> bool:
         return self._slots.newest(member) is not None
 
     def status(self, now: float) -> FleetStatus:
-        return FleetStatus(self.wanted, self._slots.status(now), self._revision, self._roll is not None)
+        rolling = self._rollout.roll is not None
+        return FleetStatus(self.wanted, self._slots.status(now), self._services.revision, rolling)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
         """Raises `InvalidRequest` for a size out of range, and for a config or a switch out of place.
@@ -131,8 +126,8 @@ class FleetMachine:
         actions = self._record(event, now)
         actions += self._expire(now)
         actions += self._balance(now)
-        actions += self._advance_roll(now)
-        actions += self._configure()
+        if not self._ending:
+            actions += self._rollout.advance(now) + self._rollout.configure()
         return [*self._publish(), *actions, *self._announce()]
 
     def next_deadline(self) -> float | None:
@@ -146,12 +141,9 @@ class FleetMachine:
             assert self._ending or len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
         assert self._published == self._slots.publications(), "a router has not been told of a change"
-        assert self._ending or self._roll or not self._slots.lacking(self._revision), "a service has an old config"
+        lacking = self._slots.lacking(self._services.revision)
+        assert self._ending or self._rollout.roll or not lacking, "a service has an old config"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
-
-    @property
-    def _newest_rules(self) -> FleetRules:
-        return self._rules[self._revision]
 
     def _record(self, event: FleetEvent, now: float) -> list[FleetAction]:
         match event:
@@ -162,9 +154,11 @@ class FleetMachine:
             case SwitchRole():
                 return self._switch_role(event, now)
             case NewConfig():
-                return self._take_config(event)
+                if self._ending:
+                    raise InvalidRequest("config", "the fleet stops")
+                return self._rollout.take(event)
             case StopRoll():
-                return self._stop_roll(now)
+                return self._rollout.stop(now)
             case MachineLeaving():
                 return [] if self._ending else self._leave_machine(event, now)
             case Shutdown():
@@ -181,24 +175,25 @@ class FleetMachine:
 
     def _adopt(self, event: FleetAdopted, now: float) -> list[FleetAction]:
         """Rule 11."""
-        self._rules, self._revision = dict(event.rules) or self._rules, event.revision
+        services = self._services
+        services.rules, services.revision = dict(event.rules) or services.rules, event.revision
         for machine, started in event.services:
             slot = self._slots.restore(started.member, now)
             slot.serve(started, now)
             slot.machine, slot.revision = machine, event.revision_of(started.member)
-            self._num_starts = max(self._num_starts, started.member.start)
+            services.num_starts = max(services.num_starts, started.member.start)
         for role, wanted in self._wanted.items():
             self._wanted[role] = event.sizes.get(role, max(wanted, len(self._slots.staying(role))))
         self._has_served = bool(event.services)
         found = f"{len(event.services)} serve"
         notes: list[FleetAction] = [FleetMessage("fleet", "goes on with the services of an earlier supervisor", found)]
         if event.roll is not None:
-            self._roll = Roll(self._revision, event.roll.leaves if event.roll.can_stop else None)
-            notes.append(FleetMessage("fleet", f"goes on with the roll to config {self._revision}"))
+            self._rollout.roll = Roll(services.revision, event.roll.leaves if event.roll.can_stop else None)
+            notes.append(FleetMessage("fleet", f"goes on with the roll to config {services.revision}"))
         return notes
 
     def _scale(self, event: ScaleTo) -> list[FleetAction]:
-        limit = self._newest_rules.config.max_workers
+        limit = self._services.newest_rules.config.max_workers
         for role, size in event.sizes.items():
             least = 1 if role is ServiceRole.ROUTER else 0
             if not least <= size <= limit:
@@ -214,10 +209,10 @@ class FleetMachine:
 
     def _switch_role(self, event: SwitchRole, now: float) -> list[FleetAction]:
         """Rule 10."""
-        if self._ending or self._roll is not None:
+        if self._ending or self._rollout.roll is not None:
             raise InvalidRequest("role", "the fleet stops" if self._ending else "the fleet rolls; switch afterwards")
-        slot = role_switch.find_slot(event, self._slots, self._newest_rules)
-        before, timeout_s = slot.member.role, self._rules[slot.revision].drain_limit_s(event.role)
+        slot = role_switch.find_slot(event, self._slots, self._services.newest_rules)
+        before, timeout_s = slot.member.role, self._services.rules[slot.revision].drain_limit_s(event.role)
         actions = self._scale(ScaleTo({before: self._wanted[before] - 1, event.role: self._wanted[event.role] + 1}))
         role_switch.begin(slot, event.role, now, now + timeout_s + DRAIN_GRACE_S)
         switch = SwitchService(slot.member, timeout_s)
@@ -231,35 +226,24 @@ class FleetMachine:
             if slot.machine != event.machine or slot.machine_ends_at is not None:
                 continue
             if slot.state is SlotState.STARTING:
-                actions += [KillService(slot.member), self._start(slot, now)]
+                actions += [KillService(slot.member), self._services.start(slot, now)]
                 actions.append(FleetMessage(slot.member.name, "starts again elsewhere", reason, printed=False))
             elif slot.state is SlotState.SERVING:
-                last_s = self._rules[slot.revision].drain_limit_s(slot.member.role) + DRAIN_GRACE_S
-                in_s = self._newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
+                last_s = self._services.rules[slot.revision].drain_limit_s(slot.member.role) + DRAIN_GRACE_S
+                in_s = self._services.newest_rules.config.start_timeout_s + last_s if event.in_s is None else event.in_s
                 slot.machine_ends_at = now + in_s
-                actions += self._replace(slot, now + max(0.0, in_s - last_s), reason, now)
+                actions += self._services.replace(slot, now + max(0.0, in_s - last_s), reason, now)
             elif slot.state is SlotState.SWITCHING:
                 limit_s = math.inf if event.in_s is None else max(0.0, event.in_s - DRAIN_GRACE_S)
-                actions += self._leave(slot, reason, now, limit_s)
+                actions += self._services.leave(slot, reason, now, limit_s)
         return actions
-
-    def _replace(self, slot: Slot, leave_at: float, reason: str, now: float) -> list[FleetAction]:
-        """Start a replacement of a serving slot, which drains when that serves, or at `leave_at`."""
-        slot.leave_at, slot.reason = leave_at, reason
-        actions: list[FleetAction] = []
-        replacement = self._slots.replacement_of(slot)
-        if replacement is None:
-            replacement = self._slots.add(slot.member.role, now)
-            replacement.replaces = slot.member.slot
-            actions.append(self._start(replacement, now))
-        return [*actions, FleetMessage(slot.member.name, f"is replaced by {replacement.member.name}", reason)]
 
     def _follow(self, slot: Slot, event: MemberEvent, now: float) -> list[FleetAction]:
         """An expected event of a service that does not drain."""
         name = slot.member.name
         match event:
             case ServicePlaced():
-                slot.enter(SlotState.STARTING, now, now + self._rules[slot.revision].config.start_timeout_s)
+                slot.enter(SlotState.STARTING, now, now + self._services.rules[slot.revision].config.start_timeout_s)
                 slot.machine = event.machine
                 replaced = self._slots.replaced_by(slot)
                 if replaced is not None and replaced.machine_ends_at is None:
@@ -268,7 +252,7 @@ class FleetMachine:
             case ServiceStarted():
                 slot.serve(event, now)
                 replaced, slot.replaces = self._slots.replaced_by(slot), None
-                left = [] if replaced is None else self._leave(replaced, replaced.reason, now)
+                left = [] if replaced is None else self._services.leave(replaced, replaced.reason, now)
                 return [FleetMessage(name, "serves", printed=self._was_ready and not self._ending), *left]
             case ServiceConfigured():
                 if slot.configuring == event.revision:
@@ -304,7 +288,7 @@ class FleetMachine:
                 replacement = self._slots.replacement_of(slot)
                 assert replacement is not None, "check() says so"
                 replacement.replaces = None
-                actions += self._leave(slot, slot.reason, now)
+                actions += self._services.leave(slot, slot.reason, now)
             elif slot.deadline is not None and now >= slot.deadline:
                 actions += self._expire_state(slot, now)
         return actions
@@ -313,12 +297,12 @@ class FleetMachine:
         name = slot.member.name
         match slot.state:
             case SlotState.WAITING:
-                return [] if self._ending else [self._start(slot, now)]
+                return [] if self._ending else [self._services.start(slot, now)]
             case SlotState.PLACING:
                 slot.deadline = None
                 return [FleetMessage(name, "waits for a machine", slot.reason, printed=not self._ending)]
             case SlotState.STARTING:
-                limit_s = self._rules[slot.revision].config.start_timeout_s
+                limit_s = self._services.rules[slot.revision].config.start_timeout_s
                 reason = f"no answer within {limit_s:g} s (cluster.start_timeout_s)"
                 return [KillService(slot.member), *self._fail(slot, "did not start", reason, now, permanent=True)]
             case SlotState.SWITCHING:
@@ -334,8 +318,9 @@ class FleetMachine:
     def _fail(self, slot: Slot, what: str, reason: str, now: float, permanent: bool = False) -> list[FleetAction]:
         actions: list[FleetAction] = []
         name = slot.member.name
-        if self._roll is not None and self._roll.is_failed_by(slot) and not self._ending:
-            actions += self._restore(self._roll, f"{name} {what}: {reason}", now, failed=slot)
+        roll = self._rollout.roll
+        if roll is not None and roll.is_failed_by(slot) and not self._ending:
+            actions += self._rollout.restore(f"{name} {what}: {reason}", now, failed=slot)
             replaced = self._slots.replaced_by(slot)
             if replaced is not None and replaced.machine_ends_at is None:
                 self._slots.remove(slot)
@@ -345,7 +330,7 @@ class FleetMachine:
             replacement.replaces = None
             self._slots.remove(slot)
             return [*actions, FleetMessage(name, what, f"{reason}; {replacement.member.name} takes its place")]
-        pause_s = slot.fail(self._newest_rules.config.restart_backoff_s, f"{what}: {reason}", now)
+        pause_s = slot.fail(self._services.newest_rules.config.restart_backoff_s, f"{what}: {reason}", now)
         hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
         is_first_start = not (self._was_ready or self._has_served)
         if is_first_start and hopeless and not self._has_failed and not self._ending:
@@ -354,16 +339,6 @@ class FleetMachine:
         elif not self._ending:
             actions.append(FleetMessage(name, what, f"{reason}; starting it again in {pause_s:g} s"))
         return actions
-
-    def _start(self, slot: Slot, now: float) -> StartService:
-        self._num_starts += 1
-        slot.member = Member(slot.member.slot, slot.member.role, self._num_starts)
-        reason = self._newest_rules.claims.wait_reason(slot.member.role)
-        slot.enter(SlotState.PLACING, now, now + PLACING_NOTICE_S, reason)
-        slot.machine = slot.machine_ends_at = None
-        slot.revision, slot.configuring = self._revision, 0
-        replaced = self._slots.replaced_by(slot)
-        return StartService(slot.member, slot.revision, None if replaced is None else replaced.member)
 
     def _balance(self, now: float) -> list[FleetAction]:
         """Rules 1, 3 and 4."""
@@ -375,111 +350,28 @@ class FleetMachine:
         for role, wanted in self._wanted.items():
             if num_staying[role] > wanted:
                 for slot in self._slots.staying(role)[wanted:]:
-                    actions += self._leave(slot, "not wanted any more", now)
+                    actions += self._services.leave(slot, "not wanted any more", now)
             added += self._slots.add_all(role, max(0, wanted - num_staying[role]), now)
         # By number: where workers share GPUs, each GPU then gets a prefill and a decode worker.
-        starts = [self._start(slot, now) for slot in sorted(added, key=lambda slot: slot.member.ordinal)]
+        starts = [self._services.start(slot, now) for slot in sorted(added, key=lambda slot: slot.member.ordinal)]
         return [*actions, *starts]
 
     def _end(self, now: float) -> list[FleetAction]:
         """Rule 4. A slot that does not serve leaves at once."""
         actions: list[FleetAction] = []
-        reason, self._roll = "the fleet stops", None
+        reason, self._rollout.roll = "the fleet stops", None
         for slot in self._slots:
             slot.replaces = slot.leave_at = None
         for slot in self._slots:
             is_router = slot.member.role is ServiceRole.ROUTER and slot.state is not SlotState.DRAINING
             if is_router or slot.state in NOT_SERVING:
-                actions += self._leave(slot, reason, now)
+                actions += self._services.leave(slot, reason, now)
         if all(serving.role is not ServiceRole.ROUTER for serving in self._slots.live()):
             for slot in self._slots:
                 if slot.state is SlotState.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
                 else:
-                    actions += self._leave(slot, reason, now, LAST_DRAIN_S)
-        return actions
-
-    def _leave(self, slot: Slot, reason: str, now: float, limit_s: float = math.inf) -> list[FleetAction]:
-        """Drain for at most `limit_s`, the limit of the role, and the rest of the time of its machine."""
-        replacement, name = self._slots.replacement_of(slot), slot.member.name
-        actions = [] if replacement is None else self._leave(replacement, reason, now)
-        if slot.state is SlotState.SERVING:
-            left_s = math.inf if slot.machine_ends_at is None else slot.machine_ends_at - now - DRAIN_GRACE_S
-            timeout_s = max(0.0, min(limit_s, left_s, self._rules[slot.revision].drain_limit_s(slot.member.role)))
-            slot.enter(SlotState.DRAINING, now, now + timeout_s + DRAIN_GRACE_S, reason)
-            return [*actions, DrainService(slot.member, timeout_s), FleetMessage(name, "drains", reason, printed=False)]
-        if slot.state is SlotState.SWITCHING:
-            role_switch.abandon(slot, now, now + limit_s + DRAIN_GRACE_S, reason)
-            return [*actions, FleetMessage(name, "drains and does not switch", reason, printed=False)]
-        if slot.state in (SlotState.PLACING, SlotState.STARTING):
-            actions.append(KillService(slot.member))
-        self._slots.remove(slot)
-        return [*actions, FleetMessage(name, f"leaves before it serves ({slot.state.value})", reason, printed=False)]
-
-    def _take_config(self, event: NewConfig) -> list[FleetAction]:
-        """Rule 8 or 9."""
-        if self._roll is not None or self._ending:
-            raise InvalidRequest(
-                "config", "the fleet stops" if self._ending else "the fleet rolls already; try again afterwards"
-            )
-        old, self._revision = self._revision, max(self._rules) + 1
-        self._rules = {old: self._rules[old], self._revision: event.rules} | {
-            slot.revision: self._rules[slot.revision] for slot in self._slots if slot.revision
-        }
-        if event.restarts:
-            self._roll = Roll(self._revision, restores=old)
-        what = f"{'rolls to' if event.restarts else 'takes'} config {self._revision}"
-        return [FleetMessage("fleet", what, event.changes)]
-
-    def _configure(self) -> list[FleetAction]:
-        """Rule 9."""
-        if self._roll is not None or self._ending:
-            return []
-        lacking = self._slots.lacking(self._revision)
-        for slot in lacking:
-            slot.configuring = self._revision
-        return [ConfigureService(slot.member, self._revision) for slot in lacking]
-
-    def _stop_roll(self, now: float) -> list[FleetAction]:
-        if self._roll is None or not self.can_stop_roll or self._ending:
-            raise InvalidRequest("roll", "no roll that could be stopped")
-        return self._restore(self._roll, "an operator has stopped the roll", now)
-
-    def _restore(self, roll: Roll, reason: str, now: float, failed: Slot | None = None) -> list[FleetAction]:
-        """Roll back. Services that only the roll replaces are not replaced any more."""
-        assert roll.restores is not None, "a roll that restores has no way back"
-        actions: list[FleetAction] = []
-        for slot in self._slots:
-            replaced = self._slots.replaced_by(slot)
-            if replaced is not None and replaced.machine_ends_at is None:
-                replaced.leave_at, replaced.reason = None, ""
-                if slot is not failed:
-                    actions += self._leave(slot, reason, now)
-        self._revision = roll.restores
-        self._roll = Roll(self._revision, restores=None)
-        return [*actions, FleetMessage("fleet", f"restores config {self._revision}", reason)]
-
-    def _advance_roll(self, now: float) -> list[FleetAction]:
-        roll = self._roll
-        if roll is None or self._ending or not roll.step_ended(self._slots):
-            return []
-        if any(slot.state is SlotState.SWITCHING for slot in self._slots):
-            return []
-        slot = roll.next_slot(self._slots)
-        if slot is None:
-            self._roll = None
-            return [FleetMessage("fleet", f"has rolled: every service has config {self._revision}")]
-        if slot.state is not SlotState.SERVING:
-            killed = KillService(slot.member)
-            started = self._start(slot, now)
-            roll.begin_step(slot, None)
-            return [killed, started]
-        leave_at = slot.leave_at if slot.machine_ends_at is not None else now + ROLL_PLACE_S
-        assert leave_at is not None, "a slot on a machine that leaves has a time to leave"
-        actions = self._replace(slot, leave_at, f"roll to config {roll.revision}", now)
-        replacement = self._slots.replacement_of(slot)
-        assert replacement is not None, "it has just begun to start"
-        roll.begin_step(replacement, slot)
+                    actions += self._services.leave(slot, reason, now, LAST_DRAIN_S)
         return actions
 
     def _publish(self) -> list[FleetAction]:

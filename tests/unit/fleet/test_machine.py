@@ -21,7 +21,8 @@ from fleet.law.events import (
     StartFailed,
     StartService,
 )
-from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S, PLACING_NOTICE_S
+from fleet.law.machine import LAST_DRAIN_S
+from fleet.law.services import DRAIN_GRACE_S, PLACING_NOTICE_S
 from fleet.law.slots import BACKOFF_MAX_S, STABLE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P, R
 

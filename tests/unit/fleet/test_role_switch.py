@@ -24,7 +24,8 @@ from fleet.law.events import (
     SwitchRole,
     SwitchService,
 )
-from fleet.law.machine import DRAIN_GRACE_S, LAST_DRAIN_S, FleetMachine
+from fleet.law.machine import LAST_DRAIN_S, FleetMachine
+from fleet.law.services import DRAIN_GRACE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P
 
 

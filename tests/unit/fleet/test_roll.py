@@ -21,7 +21,7 @@ from fleet.law.events import (
     StartService,
     StopRoll,
 )
-from fleet.law.machine import ROLL_PLACE_S
+from fleet.law.rollout import ROLL_PLACE_S
 from tests.unit.fleet.driving_fleet import D, Fleet, P
 
 
