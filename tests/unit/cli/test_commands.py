@@ -1,0 +1,194 @@
+"""Small commands: `key`, `role`, `gateway`, the notices of `serve`, and a router over the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import re
+import tomllib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from cli import gateway
+from cli.commands import role as role_command
+from cli.commands.key import print_new_key
+from cli.commands.serve import print_notices
+from cli.remote_router import RemoteRouter
+from core.config import TandemConfig, from_mapping
+from core.errors import TandemError, Unauthenticated, WorkerUnavailable
+from core.fleet_control import SlotState, SlotStatus
+from core.lifecycle import ServiceRole
+from core.service import Metadata
+from fleet.law.events import FleetFailed, FleetMessage
+from fleet.ray.cluster import Cluster
+from fleet.supervisor.notes import FleetUpdate
+from protos.fleet_codec import encode_slot
+from runtime.rpc.api_keys import ApiKeys
+from tandem_client import Credentials
+from tandem_client.stubs import cluster_pb2, inference_pb2
+
+# ---- tandem key
+
+
+def printed(name: str, tenant: str = "") -> str:
+    output = io.StringIO()
+    print_new_key(name, tenant, Console(file=output, width=40))
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(("name", "tenant"), [("alice", ""), ('al"ice\\', "a [b] team"), ("ålice", "é")])
+def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None:
+    text = printed(name, tenant)
+    (key,) = re.findall(r"shown only now: (tandem-\S+)", text)
+    config = from_mapping(tomllib.loads(text))
+    found = ApiKeys(config.api_keys).find([("authorization", f"Bearer {key}")])
+    assert found is not None
+    assert (found.name, found.effective_tenant) == (name, tenant or name)
+    assert text.count(key) == 1
+
+
+# ---- tandem role
+
+
+P = ServiceRole.PREFILL
+
+
+class Switching:
+    """A router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
+
+    def __init__(self, *states: SlotStatus | None) -> None:
+        self._states = list(states)
+
+    async def switch_role(self, slot: str, role: cluster_pb2.ServiceRole) -> cluster_pb2.SwitchRoleResponse:
+        assert (slot, role) == ("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
+        return cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1)
+
+    async def fleet(self) -> cluster_pb2.GetFleetResponse:
+        state = self._states.pop(0)
+        return cluster_pb2.GetFleetResponse(slots=[] if state is None else [encode_slot(state)])
+
+
+async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | None) -> str:
+    monkeypatch.setattr(role_command, "REFRESH_S", 0.0)
+    out = io.StringIO()
+    connection = contextlib.nullcontext(Switching(*states))
+    await role_command.switch_role(connection, "decode-1", "prefill", Console(file=out))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def decode_1(state: SlotState, role: ServiceRole = P, reason: str = "") -> SlotStatus:
+    return SlotStatus("decode-1", role, state, 0.1, reason)
+
+
+async def test_the_command_ends_when_the_worker_serves_in_its_new_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    switching = decode_1(SlotState.SWITCHING)
+    said = await switch(monkeypatch, switching, switching, decode_1(SlotState.SERVING))
+    assert said == "decode-1 serves as prefill worker; wanted: 2 prefill, 1 decode\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (
+            decode_1(SlotState.WAITING, reason="did not switch: still has work"),
+            "waiting: did not switch: still has work",
+        ),
+        (decode_1(SlotState.DRAINING, ServiceRole.DECODE, "its machine leaves"), "draining: its machine leaves"),
+        (None, "gone"),
+    ],
+)
+async def test_the_command_fails_with_the_state_of_a_worker_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, after: SlotStatus | None, said: str
+) -> None:
+    with pytest.raises(WorkerUnavailable) as failed:
+        await switch(monkeypatch, decode_1(SlotState.SWITCHING), after)
+    assert str(failed.value) == f"decode-1 does not serve as prefill worker, it is {said}"
+
+
+# ---- tandem gateway
+
+
+class EndingServer:
+    fleets, url = SimpleNamespace(fleets=()), "http://127.0.0.1:1"
+
+    async def start(self) -> None:
+        self.made = [object()]
+
+    async def failed(self) -> str:
+        self.is_collected = any(each is self.made for each in gc.get_objects())
+        return "it ends"
+
+    async def drain(self, _: float) -> None:
+        pass
+
+
+def test_collections_skip_the_objects_that_the_start_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, config = EndingServer(), TandemConfig()
+    monkeypatch.setattr(gateway, "_server", lambda _, __: server)
+    try:
+        with pytest.raises(TandemError, match="it ends"):
+            gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [], Console(quiet=True))
+    finally:
+        gc.unfreeze()
+    assert not server.is_collected
+
+
+# ---- tandem serve
+
+
+class FakeCluster(Cluster):
+    def __init__(self, *updates: FleetUpdate) -> None:
+        self._waiting = list(updates)
+
+    async def updates(self) -> list[FleetUpdate]:
+        assert self._waiting, "asked again after the failure"
+        return [self._waiting.pop(0)]
+
+
+async def test_a_supervisor_that_fails_ends_the_command() -> None:
+    """Nothing else would: requests go on while no worker is started again."""
+    printed: list[str] = []
+    cluster = FakeCluster(FleetMessage("decode-0", "serves"), FleetFailed("the supervisor has a bug"))
+    with pytest.raises(TandemError, match="the supervisor has a bug"):
+        await print_notices(cluster, printed.append)
+    assert printed == ["decode-0 serves"]
+
+
+# ---- a router over the wire
+
+
+class Router(RemoteRouter):
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:9", Credentials())
+        self.num_asked = 0
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, metadata: Metadata
+    ) -> inference_pb2.DetokenizeResponse:
+        self.num_asked += 1
+        assert not request.token_ids
+        assert all(name == "authorization" for name, _ in metadata)
+        if any(value.endswith("bad") for _, value in metadata) or len(metadata) != 1:
+            raise Unauthenticated("not known here")
+        return inference_pb2.DetokenizeResponse()
+
+
+async def test_a_key_is_asked_about_once_however_it_is_spelled() -> None:
+    router = Router()
+    for spelling in ("Bearer good", "bearer good", "BEARER   good", "Bearer good "):
+        await router.authorize([("authorization", spelling), ("traceparent", "00")])
+    assert (router.num_asked, len(router._authorized_at)) == (1, 1)
+
+
+async def test_a_refused_key_opens_nothing_and_is_asked_about_again() -> None:
+    router, good = Router(), ("authorization", "Bearer good")
+    await router.authorize([good])
+    for refused in ([("authorization", "Bearer bad")], [good, good], []):
+        for _ in range(2):
+            with pytest.raises(Unauthenticated):
+                await router.authorize(refused)
+    assert router.num_asked == 7
