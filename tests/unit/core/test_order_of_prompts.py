@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from core.cost.step_cost import StepCost
-from core.scheduling.prompt_order import QUANTUM_S, _Share
+from core.scheduling.prompt_order import _Share
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
 
 
@@ -38,21 +38,6 @@ def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
         if long.finish_reason is not None:
             break
     assert passed == [True] * 5 + [False] * 5, "the prompt of 40 tokens may take twice as long as alone"
-
-
-def test_the_prompts_of_two_tenants_share_the_steps() -> None:
-    """Each prompt takes half a quantum."""
-    driven = Driven(num_blocks=64, budget=8, max_waiting=64)
-    driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=QUANTUM_S / 16, pair_s=0.0)
-    for number in range(9):
-        driven.add(f"greedy {number}", range(100 * number + 1, 100 * number + 9), arrival=number, tenant="greedy",
-                   max_tokens=1)  # fmt: skip
-    driven.step()
-    for number in range(3):
-        driven.add(f"modest {number}", range(100 * number + 21, 100 * number + 29), arrival=10 + number,
-                   tenant="modest", max_tokens=1)  # fmt: skip
-    ends = [name.split()[0] for name in order_of_ends(driven)]
-    assert ends == ["greedy", "modest", "modest", "greedy", "greedy", "modest", *["greedy"] * 5]
 
 
 def test_a_cached_prefix_is_no_work() -> None:

@@ -21,14 +21,6 @@ a hand-off takes each block when it is announced and decodes from the second tok
   blocks
   idle                        -> yes
 
-the answer has the times of the stages and the pulled blocks
-  arrive a 6 max=2 ticket=1   -> connect peer; want 1: 0 1
-  later 2
-  ready 1 0 1 tokens=20       -> read 1: 0 1
-  reads                       -> first step a 6+1; release 1; tokens a 0: 20; path peer fine
-  later 1
-  run                         -> tokens a 1: 7; done a length, pulled 2, block seconds 2, transfer 2, decode 1
-
 a pulled first token at the limit ends the request
   arrive a 6 max=1 ticket=1   -> connect peer; want 1: 0 1
   ready 1 0 1 tokens=20       -> read 1: 0 1

@@ -106,19 +106,6 @@ resume while blocks are copied ends the move alone
   resume a 7
   step                        -> step a 14+1; tokens a 4: 14
 
-a lost reader ends the copy alone
-  peer_lost
-  run                         -> tokens a 3: 13..49; done a length
-
-a cancelled call leaves what the reader may read
-  cancel a                    -> fail a RequestCancelled: the router cancelled the call
-                              -> abort 7 cancelled (the call of the owner has ended)
-  step
-  blocks                      -> leased 3
-  release 7 cancelled
-  blocks
-  idle                        -> yes
-
 a sequence that ends takes the move with it
   step a=63                   -> tokens a 3: 63; done a stop; abort 7 cancelled (the call of the owner has ended)
 
@@ -163,17 +150,6 @@ a reader that keeps its lease alive has no longer
   wait 2.1
       -> fail a TransferFailed: the reader of the move has neither released the blocks nor failed in time
   blocks                      -> leased 4
-
-a lost reader resumes nothing, because it may have sampled before it went
-  peer_lost
-  resume a 7                  -> first step a 12+2
-
-a cancelled call leaves all to the reader
-  cancel a                    -> fail a RequestCancelled: the router cancelled the call
-  blocks                      -> leased 4
-  release 7
-  blocks
-  idle                        -> yes
 """,
     HANDED_OVER,
 )

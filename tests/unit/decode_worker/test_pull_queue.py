@@ -76,20 +76,6 @@ while a long prompt is computed others use the pool
   reads                       -> first step long 58+1; release 1; tokens long 0: 20
   run                         -> tokens long 1: 59; done long length, pulled 15
 
-a hand-off that fits beside older local prompts does not wait for them
-  decode blocks=64
-  arrive local1 40 max=2      -> first step local1 0+8
-  arrive local2 40 max=2 first=101
-  arrive local3 40 max=2 first=201
-  # the older prompts wait for steps, not for blocks
-  arrive pulled 24 max=2 first=1000 ticket=1 -> connect peer; want 1: 0..5
-  arrive younger 8 max=2 first=2000
-  ready 1 0..5 tokens=20      -> read 1: 0..5
-  reads                       -> release 1; tokens pulled 0: 20; path peer fine
-  run                         -> tokens pulled 1: 25; tokens younger 0: 8 9; tokens local1 0: 40 41
-                              -> tokens local2 0: 40 41; tokens local3 0: 40 41; done pulled length, pulled 6
-                              -> done younger length; done local1 length; done local2 length; done local3 length
-
 a hand-off that does not fit beside older local prompts waits for their blocks
   decode blocks=16
   arrive local1 40 max=2      -> first step local1 0+8

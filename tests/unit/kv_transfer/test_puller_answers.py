@@ -10,7 +10,7 @@ from core.block_hash import FullBlock
 from core.config import TransferConfig
 from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, OwnerState, PullerState, Ready, Want
-from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol.events import (
     MessageReceived,
     PeerLost,
@@ -211,17 +211,6 @@ def wanting(num_positions: int) -> Pair:
     pair.do(pair.puller, pair.puller.machine.puller.start, ID, range(num_positions))
     pair.deliver_all()
     return pair
-
-
-def test_an_announcement_asks_for_targets_and_nothing_is_read_without() -> None:
-    pair = wanting(4)
-    assert pair.puller.needed == {}
-    pair.add_ready([0, 1], last=False)
-    pair.deliver_all()
-    assert pair.puller.needed == {ID: [0, 1]}
-    assert not pair.puller.reads
-    assert pair.puller.pull_state(ID) is PullerState.WANTING
-    assert pair.puller.pool.ledger()[Column.INCOMING] == 0
 
 
 def test_a_pull_that_lacks_targets_keeps_its_lease_and_tells_the_owner() -> None:

@@ -88,30 +88,6 @@ def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size
     assert sum(backlog) == pytest.approx(long_s + short_s)
 
 
-def test_a_cached_prefix_of_a_waiting_prompt_is_no_work() -> None:
-    worker = WorkerReplay("decode blocks=64")
-    worker.arrive("first", 24, max=1)
-    worker.run()
-    worker.arrive("other", 8, first=300, max=1)
-    worker.arrive("same", 26, max=1)
-    prices = worker.core.scheduler.step_cost
-    expected = prices.prompt_seconds(8) + prices.prompt_seconds(2, 24)
-    assert sum(worker.machine.load().prompt_backlog) == pytest.approx(expected, rel=0.12)
-
-
-def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
-    worker = WorkerReplay("decode blocks=64")
-    worker.arrive("long", 60, max=2)
-    sums = []
-    while worker.plans:
-        worker.now += PRIOR.step_s
-        sums.append(sum(worker.machine.load().prompt_backlog) / worker.core.costs.cost.token_s)
-        worker.step()
-    assert sums[0] > 0
-    assert sums == sorted(sums, reverse=True)
-    assert worker.machine.load().prompt_backlog == ()
-
-
 def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
     worker = WorkerReplay("decode")
     worker.arrive("a", 6, max=12)
