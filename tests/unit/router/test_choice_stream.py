@@ -28,7 +28,7 @@ PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND",
 OVER = Fail("r", RequestCancelled("over"), Timeline(Stage.TOKENIZE, 0.0))
 
 
-def choice(*stop_strings: str, changed: Callable[[], object] = lambda: None, number: int = 0) -> ChoiceStream:
+def choice(*stop_strings: str, changed: Callable[[], None] = lambda: None, number: int = 0) -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100_000))
     text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), StopStrings(stop_strings))
     return ChoiceStream(number, "model", "chat", request, "r", 0.0, text, cast(Any, None), changed, PIECES.__getitem__)

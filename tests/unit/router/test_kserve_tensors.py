@@ -34,11 +34,12 @@ IDS: dict[str, Any] = {"name": "input_ids", "datatype": "INT32", "shape": [1]}
 
 def tensor_of(*texts: bytes, ids: tuple[int, ...] = (), **fields: Any) -> kserve_pb2.ModelInferRequest.InferInputTensor:
     contents = kserve_pb2.InferTensorContents(bytes_contents=texts, int_contents=ids)
-    return TENSOR(**{"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents} | fields)
+    named: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents}
+    return TENSOR(**named | fields)
 
 
 def request_of(
-    tensor: kserve_pb2.ModelInferRequest.InferInputTensor | None = None, **parameters: kserve_pb2.InferParameter
+    tensor: kserve_pb2.ModelInferRequest.InferInputTensor | None = None, /, **parameters: kserve_pb2.InferParameter
 ) -> kserve_pb2.ModelInferRequest:
     return kserve_pb2.ModelInferRequest(model_name="m", inputs=[tensor or tensor_of(b"hello")], parameters=parameters)
 
