@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar, assert_never
 
@@ -40,7 +40,6 @@ from fleet.law.events import (
     FleetStopped,
     KillService,
     MachineId,
-    MachineLeaving,
     Member,
     NewConfig,
     PublishFleet,
@@ -63,6 +62,7 @@ from fleet.law.slots import OTHER_ROLE
 from fleet.planner.planner import PlanAction, Planner
 from fleet.planner.shell import run_planner
 from fleet.supervisor.handover import Handover, HandoverKeeper, HandoverStore, take_over
+from fleet.supervisor.leaving_machines import LeavingMachines, MachineWatch
 from fleet.supervisor.notes import FleetUpdate, NoteRing, UpdateQueue
 from fleet.supervisor.publishing import Publisher
 from fleet.supervisor.refusal import refusing
@@ -70,11 +70,7 @@ from fleet.supervisor.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
-MACHINES_INTERVAL_S = 1.0
-
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
-# The machines that leave, with the seconds until they end; None = without a time limit.
-LeavingMachines = Callable[[], Awaitable[Mapping[MachineId, float | None]]]
 T = TypeVar("T")
 
 
@@ -112,7 +108,7 @@ class Supervisor:
         self._leaving_machines = leaving_machines
         self._find_services = find_services
         self._keeper = None if store is None else HandoverKeeper(store, self._handover)
-        self._leaving: Mapping[MachineId, float | None] = {}  # as last seen
+        self._machine_watch = MachineWatch(here, self._post)
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
@@ -133,9 +129,9 @@ class Supervisor:
         if self._keeper is not None:
             self._spawn(self._keeper.keep_always())
         if self._leaving_machines is not None:
-            self._spawn(self._watch_machines(self._leaving_machines))
+            self._spawn(self._machine_watch.run(self._leaving_machines))
         self._planning = self._spawn(
-            run_planner(self._planner, self._router_hosts, self._planned_status, self._driver.now, self._do_planned)
+            run_planner(self._planner, self._router_hosts, self._planned_status, self._driving.now, self._do_planned)
         )
 
     async def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
@@ -165,6 +161,11 @@ class Supervisor:
     def _handover(self) -> Handover:
         status, pinned = self._fleet_status(), self._planner.pinned
         return Handover.of(self._spec, self._specs, status, pinned, self._machine.can_stop_roll)
+
+    @property
+    def _driving(self) -> Driver[FleetEvent, FleetAction]:
+        assert self._driver is not None, "start it first"
+        return self._driver
 
     async def alive(self) -> None:
         """Answers while this supervisor lives."""
@@ -198,8 +199,7 @@ class Supervisor:
     def _ask(self, event: FleetEvent) -> None:
         """Hand the order of an operator to the machine. Raises `InvalidRequest`, and as `_check_begun`."""
         self._check_begun()
-        assert self._driver is not None, "start it first"
-        self._driver.ask(event)
+        self._driving.ask(event)
 
     def _check_begun(self) -> None:
         """Raises `WorkerUnavailable` during the adoption: a router that was adopted may forward an order before the
@@ -208,12 +208,10 @@ class Supervisor:
             raise WorkerUnavailable("the fleet's supervisor starts; try again")
 
     async def status(self) -> FleetStatus:
-        assert self._driver is not None, "start it first"
-        return replace(self._planned_status(), planner=self._planner.status(self._driver.now()))
+        return replace(self._planned_status(), planner=self._planner.status(self._driving.now()))
 
     def _fleet_status(self) -> FleetStatus:
-        assert self._driver is not None, "start it first"
-        return self._machine.status(self._driver.now())
+        return self._machine.status(self._driving.now())
 
     def _planned_status(self) -> FleetStatus:
         """For the planner, which follows the config of new starts."""
@@ -230,20 +228,18 @@ class Supervisor:
         }
 
     def _do_planned(self, action: PlanAction) -> None:
-        assert self._driver is not None, "start it first"
         if isinstance(action, FleetMessage):
             self._perform(action)
             return
         try:
-            self._driver.ask(action)
+            self._driving.ask(action)
         except (InvalidRequest, WorkerUnavailable) as refused:  # the fleet has changed, or has failed
             self._perform(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
     @property
     def _revision(self) -> int:
         """Of new starts."""
-        assert self._driver is not None, "start it first"
-        return self._machine.status(self._driver.now()).revision
+        return self._machine.status(self._driving.now()).revision
 
     async def config(self) -> FleetConfig:
         """As `FleetControl.config`."""
@@ -289,8 +285,7 @@ class Supervisor:
         return await self._updates.take()
 
     def _post(self, event: FleetEvent) -> None:
-        assert self._driver is not None, "start it first"
-        self._driver.post(event)
+        self._driving.post(event)
 
     def _fail(self, error: BaseException) -> None:
         self._updates.add(FleetFailed(f"the supervisor has a bug: {error!r}"))
@@ -331,18 +326,6 @@ class Supervisor:
         if error is not None:
             self._fail(error)
 
-    async def _watch_machines(self, leaving_machines: LeavingMachines) -> None:
-        """Report each machine that begins to leave. Ray does not push this news, so the supervisor asks for it."""
-        while True:
-            await asyncio.sleep(MACHINES_INTERVAL_S)
-            try:
-                found = await leaving_machines()
-            except WorkerUnavailable:
-                continue  # Ray is away for a moment; the fleet goes on
-            new, self._leaving = found.keys() - self._leaving.keys(), found
-            for machine in new - {self._here}:
-                self._post(MachineLeaving(machine, found[machine]))
-
     async def _start(self, start: StartService) -> None:
         member = start.member
         if self._machine.has(member):  # else killed in the turn of the loop in which it was to start
@@ -356,8 +339,7 @@ class Supervisor:
         is_router = member.role is ServiceRole.ROUTER
         machine = await host.machine()
         self._post(ServicePlaced(member, machine))
-        if machine in self._leaving and machine != self._here:  # it was placed in the same moment
-            self._post(MachineLeaving(machine, self._leaving[machine]))
+        self._machine_watch.report(machine)
         claim = self._claim if is_router and machine == self._here else None
         number = 0 if is_router else self._local_ranks.take(machine.name, member, start.replaces)
         local_rank = LocalRank(number, self._num_wanted_workers())

@@ -32,7 +32,7 @@ from fleet.law.events import (
 )
 from fleet.law.machine import FleetMachine
 from fleet.planner import shell
-from fleet.supervisor import publishing, supervisor
+from fleet.supervisor import leaving_machines, publishing
 from fleet.supervisor.notes import FleetUpdate
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
@@ -192,7 +192,7 @@ SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, make=
 
 @pytest_asyncio.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(supervisor, "MACHINES_INTERVAL_S", 0.01)
+    monkeypatch.setattr(leaving_machines, "INTERVAL_S", 0.01)
     monkeypatch.setattr(shell, "INTERVAL_S", 0.01)
     site = Site(SPEC)
     await site.supervisor.start()
@@ -228,7 +228,7 @@ async def test_the_services_of_a_leaving_machine_move_and_those_of_the_superviso
 async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(site: Site) -> None:
     site.machine = MachineId("doomed", "10.0.0.9")
     site.leaving = {site.machine: 100.0}
-    await until(lambda: site.supervisor._leaving == site.leaving, "the supervisor has seen it", 5.0)
+    await until(lambda: site.supervisor._machine_watch.leaving == site.leaving, "the supervisor has seen it", 5.0)
     await site.supervisor.scale({ServiceRole.DECODE: 2})
     await until(lambda: len([h for h in site.hosts if h.member.name == "decode-1"]) > 1, "it starts again", 5.0)
     site.machine = THERE
