@@ -1,86 +1,125 @@
-"""The lines and tables of `tandem status`."""
+"""What `tandem status` shows: tables, lines and JSON of a fleet, and its health. `tandem events` and `tandem scale`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
+import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from cli.commands import status
+from cli.commands.events import event_line
 from cli.commands.status import Sample, fleet_table, holders_table, rates
+from cli.screens.fleet_health import SILENT_MS, Health, health_of, slot_lines, status_json
 from cli.screens.path_lines import path_lines
 from cli.screens.pool_lines import NO_DECODE, pool_lines, ready_line, traffic_lines
 from cli.screens.terminal import Terminal
 from core.errors import InvalidRequest
+from core.fleet_control import FleetNote, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
+from protos.fleet_codec import SERVICE_ROLES, SLOT_STATES, encode_note, encode_slot
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
+P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 
-def worker(name: str, tokens: int = 0, age_ms: float = 10.0) -> cluster_pb2.FleetWorker:
+
+def worker(name: str, state: str = "SERVING", age_ms: float = 10.0, tokens: int = 0) -> cluster_pb2.FleetWorker:
     load = worker_pb2.LoadReport(
         num_running=2, num_waiting=1, num_pulls_waiting=4, num_queued_tokens=77, num_prefilled_tokens=tokens,
         num_sampled_tokens=tokens, num_transfers=6,
         ledger=worker_pb2.Ledger(free=50, cached=25, held=20, leased=3, incoming=2),
     )  # fmt: skip
     return cluster_pb2.FleetWorker(
-        worker_id=f"{name}.0123456789abcdef", role=worker_pb2.WORKER_ROLE_DECODE, load=load, report_age_ms=age_ms,
-        state=worker_pb2.WORKER_STATE_SERVING,
+        worker_id=f"{name}.0123456789abcdef", role=f"WORKER_ROLE_{name.partition('-')[0].upper()}", load=load,
+        report_age_ms=age_ms, state=f"WORKER_STATE_{state}",
     )  # fmt: skip
 
 
-def fleet(*workers: cluster_pb2.FleetWorker) -> cluster_pb2.GetFleetResponse:
-    return cluster_pb2.GetFleetResponse(
-        workers=workers, wanted_prefill=1, wanted_decode=3, num_in_flight=8, num_queued=9
-    )
+PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
 
 
-def text_of(response: cluster_pb2.GetFleetResponse, with_ledger: bool = False) -> list[str]:
-    out = io.StringIO()
-    Terminal(file=out, width=90).print(fleet_table(response, {"decode-0.0123456789abcdef": 12.34}, with_ledger))
-    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
-
-
-def test_each_of_several_routers_has_a_row_and_only_the_answering_one_has_its_load() -> None:
-    found = fleet(worker("decode-0"))
-    found.wanted_routers = 3
+def fleet(
+    *workers: cluster_pb2.FleetWorker, decode: int = 1, routers: int = 1, slots: tuple[SlotStatus, ...] = ()
+) -> cluster_pb2.GetFleetResponse:
+    found = cluster_pb2.GetFleetResponse(
+        workers=workers, wanted_prefill=1, wanted_decode=decode, wanted_routers=routers, num_in_flight=8, num_queued=9,
+        slots=map(encode_slot, slots),
+    )  # fmt: skip
     found.routers.add(
         router_id="router-0.1a2b3c4d", state=worker_pb2.WORKER_STATE_SERVING, num_in_flight=8, num_queued=9
     )
+    return found
+
+
+def shown(table: Table, width: int = 110) -> list[str]:
+    """The lines of a table, without the widths of its columns."""
+    out = io.StringIO()
+    Terminal(file=out, width=width).print(table)
+    return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip(" ─━")]
+
+
+def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_or_its_blocks() -> None:
+    found = fleet(DECODE, worker("decode-1", age_ms=12_000), decode=3)
+    assert shown(fleet_table(found, {"decode-0.0123456789abcdef": 12.34}, False)) == [
+        "prefill 0/1 · decode 2/3 · 8 in flight · 9 queued",
+        "worker state KV cached run wait todo tok/s moves",
+        "decode-0.0123 serving 25% 25% 2 5 77 12.3 6",
+        "decode-1.0123 silent 12 s 25% 25% 2 5 77 - 6",
+    ]
+    assert shown(fleet_table(found, {}, True))[1:3] == [
+        "worker state free cached held leased incoming moves",
+        "decode-0.0123 serving 50 25 20 3 2 6",
+    ]
+
+
+def test_each_of_several_routers_has_a_row_and_only_the_answering_one_has_its_load() -> None:
+    found = fleet(DECODE, decode=3, routers=3)
     found.routers.add(router_id="router-1.5e6f7a8b", state=worker_pb2.WORKER_STATE_DRAINING)
-    lines = text_of(found)
+    lines = shown(fleet_table(found, {}, False))
     assert lines[0] == "routers 1/3 · prefill 0/1 · decode 1/3"
-    assert "router-0.1a2b3c4d serving 8 9" in lines
-    assert "router-1.5e6f7a8b draining - -" in lines
-    assert "router-1.5e6f7a8b draining" in text_of(found, with_ledger=True)
+    assert lines[2:4] == ["router-0.1a2b3c4d serving 8 9", "router-1.5e6f7a8b draining - -"]
+    assert shown(fleet_table(found, {}, True))[3] == "router-1.5e6f7a8b draining"
 
 
-class Scaled:
-    """A router that accepts every size."""
+class Router:
+    """A router whose fleet never changes, and which accepts every size."""
+
+    num_calls = 0
+
+    async def fleet(self) -> cluster_pb2.GetFleetResponse:
+        self.num_calls += 1
+        return fleet(DECODE)
 
     async def scale(self, *, auto: bool = False, **sizes: int | None) -> cluster_pb2.ScaleResponse:
         self.sizes, self.auto = sizes, auto
         return cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1, wanted_routers=2)
 
 
-async def test_scale_without_a_size_names_its_flags() -> None:
-    sizes = dict.fromkeys(("prefill", "decode", "routers"))
+async def test_scale_without_a_size_names_its_flags_and_with_auto_needs_none() -> None:
+    router, sizes = Router(), dict.fromkeys(("prefill", "decode", "routers"))
     with pytest.raises(InvalidRequest, match="give --prefill, --decode, --routers or --auto"):
-        await status.scale(contextlib.nullcontext(Scaled()), sizes, False, Console())  # type: ignore[arg-type]
-
-
-async def test_scale_with_auto_needs_no_size() -> None:
-    router, sizes = Scaled(), dict.fromkeys(("prefill", "decode", "routers"))
+        await status.scale(contextlib.nullcontext(router), sizes, False, Console())  # type: ignore[arg-type]
     await status.scale(contextlib.nullcontext(router), sizes, True, Console(quiet=True))  # type: ignore[arg-type]
-    assert router.auto
-    assert router.sizes == sizes
+    assert (router.auto, router.sizes) == (True, sizes)
+
+
+async def test_status_without_a_terminal_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.01)
+    router, out = Router(), io.StringIO()
+    async with asyncio.timeout(5):
+        await status.status(contextlib.nullcontext(router), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
+    assert router.num_calls == 2
+    assert out.getvalue().count("decode-0.0123") == 1
 
 
 def test_the_status_tells_the_attainment_the_moves_and_the_plan() -> None:
-    found = fleet(worker("decode-0"))
-    assert not traffic_lines(fleet())
+    found = fleet(DECODE)
+    assert not traffic_lines(found)
     found.num_moved = 3
     found.planner.MergeFrom(
         cluster_pb2.Planner(
@@ -94,24 +133,6 @@ def test_the_status_tells_the_attainment_the_moves_and_the_plan() -> None:
     ]
 
 
-def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_or_its_blocks() -> None:
-    found = fleet(worker("decode-0"), worker("decode-1", age_ms=12_000))
-    found.wanted_routers = 1
-    found.routers.add(router_id="router-0.1a2b3c4d", state=worker_pb2.WORKER_STATE_SERVING)
-    lines = text_of(found)
-    assert lines[0] == "prefill 0/1 · decode 2/3 · 8 in flight · 9 queued"
-    assert "decode-0.0123 serving 25% 25% 2 5 77 12.3 6" in lines
-    assert any("silent 12 s" in line for line in lines), "a worker without recent reports"
-    assert not [line for line in lines if "router" in line]
-    assert "decode-0.0123 serving 50 25 20 3 2 6" in text_of(found, with_ledger=True)
-
-
-def holders_of(response: cluster_pb2.GetLedgerResponse, width: int = 110) -> list[str]:
-    out = io.StringIO()
-    Terminal(file=out, width=width).print(holders_table(response))
-    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
-
-
 def holder(name: str, kind: str, state: str, blocks: int, counted: int, age_ms: float = 0) -> worker_pb2.BlockHolder:
     return worker_pb2.BlockHolder(
         kind=f"HOLDER_KIND_{kind}", name=name,
@@ -121,61 +142,28 @@ def holder(name: str, kind: str, state: str, blocks: int, counted: int, age_ms: 
 
 
 def test_the_ledger_shows_the_blocks_and_the_age_of_each_holder() -> None:
-    ledger = worker_pb2.DescribeLedgerResponse(
-        holders=[
-            holder("router-1.7[0]", "SEQUENCE", "RUNNING", 5, 3, age_ms=12_340),
-            holder("0a1b2c3d", "PULL", "READING", 4, 4, age_ms=51),
-        ],
-        num_left_out=9,
-    )
-    response = cluster_pb2.GetLedgerResponse(
-        workers=[
-            cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger),
-            cluster_pb2.WorkerLedger(worker_id="decode-1.0123456789abcdef", error="timed out"),
-        ]
-    )
-    lines = holders_of(response)
-    assert "decode-0.0123 sequence router-1.7[0] running 5 3 12.3 s" in lines
-    assert "decode-0.0123 pull 0a1b2c3d reading 4 4 0.1 s prefill-0.0123" in lines
-    assert "decode-0.0123 and 9 more" in lines
-    assert "decode-1.0123 no answer: timed out" in lines
-
-
-class OneFleet:
-    """A router whose fleet never changes."""
-
-    def __init__(self, found: cluster_pb2.GetFleetResponse | None = None) -> None:
-        self.num_calls = 0
-        self._found = found or fleet(worker("decode-0"))
-
-    async def fleet(self) -> cluster_pb2.GetFleetResponse:
-        self.num_calls += 1
-        return self._found
-
-
-async def test_status_without_a_terminal_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "REFRESH_S", 0.01)
-    client, out = OneFleet(), io.StringIO()
-    async with asyncio.timeout(5):
-        await status.status(contextlib.nullcontext(client), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
-    assert client.num_calls == 2
-    assert out.getvalue().count("decode-0.0123") == 1
-
-
-def prefill_worker() -> cluster_pb2.FleetWorker:
-    found = worker("prefill-0")
-    found.role = worker_pb2.WORKER_ROLE_PREFILL
-    return found
+    holders = [
+        holder("router-1.7[0]", "SEQUENCE", "RUNNING", 5, 3, age_ms=12_340),
+        holder("0a1b2c3d", "PULL", "READING", 4, 4, age_ms=51),
+    ]
+    ledger = worker_pb2.DescribeLedgerResponse(holders=holders, num_left_out=9)
+    workers = [
+        cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger),
+        cluster_pb2.WorkerLedger(worker_id="decode-1.0123456789abcdef", error="timed out"),
+    ]
+    assert shown(holders_table(cluster_pb2.GetLedgerResponse(workers=workers)))[-4:] == [
+        "decode-0.0123 sequence router-1.7[0] running 5 3 12.3 s",
+        "decode-0.0123 pull 0a1b2c3d reading 4 4 0.1 s prefill-0.0123",
+        "decode-0.0123 and 9 more",
+        "decode-1.0123 no answer: timed out",
+    ]
 
 
 def test_a_pool_without_a_serving_worker_has_a_line_about_the_consequence() -> None:
-    starting = worker("decode-0")
-    starting.state = worker_pb2.WORKER_STATE_STARTING
-    assert pool_lines(fleet(prefill_worker(), starting)) == ["no decode worker serves yet: requests wait"]
-    none_wanted = cluster_pb2.GetFleetResponse(workers=[prefill_worker()], wanted_prefill=1)
-    assert pool_lines(none_wanted) == [f"no request is served: {NO_DECODE}"]
-    assert pool_lines(fleet(worker("decode-0"))) == ["no prefill worker serves: decode workers compute the prompts"]
-    assert pool_lines(fleet(prefill_worker(), worker("decode-0"))) == []
+    assert pool_lines(fleet(PREFILL, worker("decode-0", "STARTING"))) == ["no decode worker serves yet: requests wait"]
+    assert pool_lines(fleet(PREFILL, decode=0)) == [f"no request is served: {NO_DECODE}"]
+    assert pool_lines(fleet(DECODE)) == ["no prefill worker serves: decode workers compute the prompts"]
+    assert pool_lines(fleet(PREFILL, DECODE)) == []
 
 
 @pytest.mark.parametrize(
@@ -188,8 +176,7 @@ def test_a_pool_without_a_serving_worker_has_a_line_about_the_consequence() -> N
     ],
 )
 def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, ...], line: str) -> None:
-    roles = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
-    wanted = dict(zip(roles, (*sizes, 1)[:3], strict=True))
+    wanted = dict(zip((P, D, R), (*sizes, 1)[:3], strict=True))
     assert ready_line("m", ["h:1", "i:1"] if len(sizes) == 3 else ["h:1"], wanted) == line
 
 
@@ -200,22 +187,84 @@ def test_a_rate_is_the_difference_of_two_samples_and_needs_both() -> None:
     assert rates(None, after) == {}
 
 
-PREFILL = "prefill-0.fedcba9876543210"
-
-
-def with_paths(*paths: worker_pb2.PathReport) -> cluster_pb2.GetFleetResponse:
-    reader, owner = worker("decode-0"), cluster_pb2.FleetWorker(worker_id=PREFILL)
-    reader.load.paths.extend(paths)
-    return fleet(reader, owner)
-
-
 def test_each_broken_path_has_its_line() -> None:
     slow = worker_pb2.PathReport(
-        peer=PREFILL, state=worker_pb2.PATH_STATE_SLOW, lane=worker_pb2.PATH_LANE_TCP, bytes_per_s=1.1e9,
+        peer=PREFILL.worker_id, state=worker_pb2.PATH_STATE_SLOW, lane=worker_pb2.PATH_LANE_TCP, bytes_per_s=1.1e9,
         expected_bytes_per_s=12.5e9, latency_ms=0.31,
     )  # fmt: skip
-    fine = worker_pb2.PathReport(peer=PREFILL, state=worker_pb2.PATH_STATE_FINE)
-    assert path_lines(with_paths(slow, fine)) == [
+    reader = worker("decode-0")
+    reader.load.paths.extend([slow, worker_pb2.PathReport(peer=PREFILL.worker_id, state=worker_pb2.PATH_STATE_FINE)])
+    assert path_lines(fleet(reader, PREFILL)) == [
         "paths: 1 fine · 1 slow",
-        "prefill-0.fedc -> decode-0.0123: slow: TCP, 1.1 GB/s of 12.5, 310 us there and back",
+        "prefill-0.0123 -> decode-0.0123: slow: TCP, 1.1 GB/s of 12.5, 310 us there and back",
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "health"),
+    [
+        (fleet(PREFILL, DECODE), Health.HEALTHY),
+        (fleet(PREFILL, decode=0), Health.HEALTHY),
+        (fleet(DECODE), Health.DEGRADED),
+        (fleet(PREFILL, DECODE, decode=2), Health.DEGRADED),
+        (fleet(worker("prefill-0", "DRAINING"), DECODE), Health.DEGRADED),
+        (fleet(PREFILL, worker("decode-0", "LOST")), Health.DOWN),
+        (fleet(PREFILL, worker("decode-0", age_ms=SILENT_MS + 1.0)), Health.DOWN),
+        (fleet(PREFILL), Health.DOWN),
+    ],
+)
+def test_a_fleet_is_healthy_with_all_wanted_services_and_down_without_a_decode_worker(
+    found: cluster_pb2.GetFleetResponse, health: Health
+) -> None:
+    assert health_of(found) is health
+    assert json.loads(status_json(found))["health"] == health.name.lower()
+
+
+SLOTS = (
+    SlotStatus("prefill-0", P, SlotState.SERVING, 60.0, "", "prefill-0.ab", "10.0.0.1", "1.0"),
+    SlotStatus("decode-0", D, SlotState.DRAINING, 3.0, "its machine leaves", "decode-0.ab", "10.0.0.2", "1.0"),
+    SlotStatus("decode-1", D, SlotState.PLACING, 12.3, "no machine has a free 'decode'"),
+    SlotStatus("decode-2", D, SlotState.STARTING, 1.0, machine="10.0.0.3"),
+)
+
+
+def test_each_slot_that_does_not_serve_and_each_late_change_and_two_versions_have_a_line() -> None:
+    not_serving = [
+        "decode-0 draining for 3 s: its machine leaves",
+        "decode-1 placing for 12 s: no machine has a free 'decode'",
+        "decode-2 starting for 1 s",
+    ]
+    assert slot_lines(fleet(slots=SLOTS)) == not_serving
+    newer = SlotStatus("prefill-1", P, SlotState.SERVING, 1.0, "", "prefill-1.cd", "10.0.0.4", "1.1")
+    assert slot_lines(fleet(slots=(*SLOTS, newer))) == [*not_serving, "versions: 1.0 (2), 1.1 (1)"]
+    found = fleet(
+        slots=(*(replace(slot, revision=2) for slot in SLOTS), replace(SLOTS[0], name="prefill-1", revision=1))
+    )
+    found.config_revision = 2
+    assert slot_lines(found) == [*not_serving, "config 2 is on its way to prefill-1"]
+
+
+def test_the_json_counts_the_slots_of_each_pool_by_state_and_lists_them() -> None:
+    told = json.loads(status_json(fleet(PREFILL, DECODE, decode=2, slots=SLOTS)))
+    assert told["pools"]["decode"] == {
+        "wanted": 2, "serving": 1, "starting": 1, "placing": 1, "waiting": 0, "switching": 0, "draining": 1,
+    }  # fmt: skip
+    assert told["slots"][2] == {
+        "name": "decode-1", "role": "decode", "state": "placing", "in_state_s": 12.3,
+        "reason": "no machine has a free 'decode'", "id": "", "machine": "", "version": "", "protocol": 0, "config": 0,
+    }  # fmt: skip
+
+
+def test_every_role_and_state_has_a_name_on_the_wire() -> None:
+    assert {cluster_pb2.ServiceRole.Name(wire) for wire in SERVICE_ROLES.values()} == {
+        f"SERVICE_ROLE_{role.name}" for role in ServiceRole
+    }
+    assert {cluster_pb2.SlotState.Name(wire) for wire in SLOT_STATES.values()} == {
+        f"SLOT_STATE_{state.name}" for state in SlotState
+    }
+
+
+def test_an_event_is_one_line_with_its_time_and_its_reason() -> None:
+    line = event_line(encode_note(FleetNote(7, 1_800_000_000.25, "decode-1", "drains", "its machine leaves")))
+    assert line.startswith("2027-01-1")
+    assert line.endswith(":00  decode-1 drains: its machine leaves")
