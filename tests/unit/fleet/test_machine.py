@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from core.errors import InvalidRequest
@@ -81,23 +83,23 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]
 
 
-def test_shrinking_removes_a_starting_worker_before_a_serving_one() -> None:
+@pytest.mark.parametrize(
+    ("happens", "killed"),
+    [
+        (lambda fleet: fleet.started("decode-2"), ["decode-1"]),  # a worker that starts, before one that serves
+        (lambda fleet: fleet.placed("decode-2"), ["decode-1"]),  # one without a machine, before one that starts
+        (lambda fleet: fleet.died("decode-1"), []),  # a slot that waits, before a worker that starts
+    ],
+)
+def test_shrinking_removes_the_slot_that_is_farthest_from_serving(
+    happens: Callable[[Fleet], object], killed: list[str]
+) -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo({D: 3}))
-    fleet.started("decode-2")
+    happens(fleet)
     fleet.send(ScaleTo({D: 2}))
-    assert fleet.names(KillService) == ["decode-1"]
-    assert not fleet.of(DrainService)
-
-
-def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 3}))
-    fleet.died("decode-1")
-    fleet.send(ScaleTo({D: 2}))
-    assert not fleet.of(KillService)
-    fleet.started("decode-2")
-    assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
+    assert (fleet.names(KillService), fleet.of(DrainService)) == (killed, [])
+    assert list(fleet.revisions()) == ["router-0", "prefill-0", "decode-0", "decode-2"]
 
 
 def test_a_pool_may_be_empty_and_grow_again() -> None:
@@ -134,12 +136,22 @@ def test_a_size_out_of_range_is_refused_and_changes_nothing(sizes: dict[ServiceR
     assert fleet.send(Tick()) == []
 
 
-def test_before_the_fleet_has_served_a_permanent_start_failure_fails_the_fleet_once() -> None:
-    fleet = Fleet()
-    for name in ("decode-0", "prefill-0"):
+@pytest.mark.parametrize("has_served", [False, True])
+def test_a_start_that_cannot_succeed_fails_the_fleet_once_and_only_before_it_has_served(has_served: bool) -> None:
+    """A start without an answer is killed, and counts as such a start."""
+    fleet = Fleet().all_started() if has_served else Fleet()
+    fleet.send(ScaleTo({D: 3}))
+    reasons = {"decode-1": "no such model", "decode-2": "no answer within 50 s (cluster.start_timeout_s)"}
+    for name, reason in reasons.items():
         fleet.placed(name)
-        fleet.send(StartFailed(fleet.members[name], "no such model", permanent=True))
-        assert bool(fleet.of(FleetFailed)) == (name == "decode-0")
+        if name == "decode-1":
+            fleet.send(StartFailed(fleet.members[name], reason, permanent=True))
+        else:
+            fleet.send(Tick(), after_s=50.0)
+            assert fleet.names(KillService) == [name]
+        fails = name == "decode-1" and not has_served
+        assert fleet.of(FleetFailed) == ([FleetFailed(f"{name}: {reason}")] if fails else [])
+        assert fails or f"{name} did not start: {reason}; starting it again in 1 s" in fleet.printed()
 
 
 def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_times() -> None:
@@ -170,25 +182,6 @@ def test_a_fleet_that_has_served_reports_each_start_and_each_drain() -> None:
     assert fleet.printed() == ["decode-0 serves"]
 
 
-def test_a_start_without_an_answer_is_killed_and_attempted_again() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 2}))
-    fleet.placed("decode-1")
-    fleet.send(Tick(), after_s=50.0)
-    assert fleet.names(KillService) == ["decode-1"]
-    says = "decode-1 did not start: no answer within 50 s (cluster.start_timeout_s); starting it again in 1 s"
-    assert fleet.printed() == [says]
-
-
-def test_before_the_fleet_has_served_a_start_without_an_answer_fails_the_fleet() -> None:
-    fleet = Fleet()
-    for name in ("router-0", "prefill-0"):
-        fleet.started(name)
-    fleet.placed("decode-0")
-    fleet.send(Tick(), after_s=50.0)
-    assert fleet.of(FleetFailed) == [FleetFailed("decode-0: no answer within 50 s (cluster.start_timeout_s)")]
-
-
 @pytest.mark.parametrize(
     ("role", "options", "reason"),
     [
@@ -211,14 +204,6 @@ def test_a_worker_that_waits_for_a_machine_says_why_once_and_is_never_killed_for
     fleet.placed(name)
     assert fleet.state_of(name) == ("starting", "")
     assert fleet.machine.next_deadline() == fleet.now + 50.0, "the time limit begins on the machine"
-
-
-def test_shrinking_removes_a_worker_without_a_machine_before_one_that_starts() -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 3}))
-    fleet.placed("decode-2")
-    fleet.send(ScaleTo({D: 2}))
-    assert fleet.names(KillService) == ["decode-1"]
 
 
 def test_the_status_of_a_fleet_lists_every_slot_with_its_state_and_machine() -> None:

@@ -1,0 +1,185 @@
+"""Ray: actors of hosts, the calls of a router to its supervisor, and the process that keeps a Ray of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray.exceptions
+
+from core.config import ClusterConfig
+from core.errors import InvalidRequest, WorkerUnavailable
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
+from fleet.host.host import LocalRank
+from fleet.host.service_host import StartFault
+from fleet.law.claims import Claim, Claims, GpuUse
+from fleet.law.events import Member, SlotId
+from fleet.ray import hosts, supervisor_control
+from fleet.ray.head import RayHead
+from fleet.ray.hosts import HostActor, RayHost
+from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.refusal import Refusal
+from fleet.supervisor.spec import FleetSpec
+
+
+async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
+    monkeypatch.setattr(hosts, "node_here", lambda: node)
+    claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
+    member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
+    earlier = claims.of(ServiceRole.DECODE, [])
+    assert earlier == Claim("decode"), "no machine of the pool was there"
+    fault = await HostActor(claims, earlier, member, "", None).start_placed(b"", "", LocalRank(0, 1))
+    assert isinstance(fault, StartFault)
+    assert not fault.permanent
+    assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        (ServiceRole.ROUTER, "Router"),
+        (ServiceRole.PREFILL, "PrefillWorker"),
+        (ServiceRole.DECODE, "DecodeWorker"),
+    ],
+)
+def test_an_actor_carries_the_role_of_its_service_in_its_name(
+    monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str
+) -> None:
+    """`ps` shows ray:: and the name of the class: each service was a ray::HostActor."""
+    made: list[type] = []
+
+    class Remote:
+        def options(self, **_: object) -> Remote:
+            return self
+
+        def remote(self, *_: object) -> Remote:
+            return self
+
+    def remote(actor: type) -> Remote:
+        made.append(actor)
+        return Remote()
+
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr(hosts, "live_nodes", list)
+    monkeypatch.setattr(hosts, "on_this_machine", lambda: None)
+    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
+    service: Any = None  # is never started
+    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
+    RayHost(Member(SlotId(role, 0), role, 1), spec)
+    assert [actor.__name__ for actor in made] == [name]
+    assert issubclass(made[0], HostActor)
+
+
+async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Actor:
+        adopt: Any
+
+        async def remote(self, *_: object) -> None:
+            raise ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments"))
+
+    actor, killed = Actor(), list[object]()
+    actor.adopt = actor
+    monkeypatch.setattr("ray.get_actor", lambda _: actor)
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0"])
+    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
+    service: Any = None
+    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
+    assert await hosts.find_services(spec) == []
+    assert killed == [actor]
+
+
+class Supervisor:
+    """An actor handle: `scale.remote(...)` gives something to wait for."""
+
+    def __init__(self, answer: PoolSizes | Refusal | None) -> None:
+        self._answer = answer  # None: never
+
+    @property
+    def scale(self) -> Supervisor:
+        return self
+
+    async def remote(self, sizes: PoolSizes, auto: bool) -> PoolSizes | Refusal | None:
+        del sizes, auto
+        return self._answer or await asyncio.Future()
+
+
+async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(*_: object, **__: object) -> Any:
+        raise AssertionError("ray.get_actor blocks the loop")
+
+    monkeypatch.setattr("ray.get_actor", get_actor)
+    assert await SupervisorControl(Supervisor({ServiceRole.DECODE: 2})).scale({}) == {ServiceRole.DECODE: 2}
+
+
+async def test_a_refusal_names_the_field() -> None:
+    with pytest.raises(InvalidRequest, match="decode: at most 4"):
+        await SupervisorControl(Supervisor(Refusal("decode", "at most 4"))).scale({ServiceRole.DECODE: 5})
+
+
+async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_control, "CALL_TIMEOUT_S", 0.01)
+    with pytest.raises(WorkerUnavailable, match="does not answer within"):
+        await SupervisorControl(Supervisor(None)).scale({})
+
+
+# Prints the process id of its child in place of an address.
+STARTER = """
+import json, subprocess, sys
+child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
+print(json.dumps({"address": str(child.pid)}), flush=True)
+sys.stdin.read()
+child.kill()
+"""
+PATIENCE_S = 10.0
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_close_ends_the_processes_of_the_starter_also_if_the_starter_was_killed(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = tmp_path / "starter.py"
+    starter.write_text(STARTER)
+    monkeypatch.setattr("fleet.ray.head.STARTER", starter)
+    head = RayHead(1, {}, 0)
+    child = psutil.Process(int(head.address()))
+    if is_killed:
+        (keeper,) = [parent for parent in child.parents() if str(starter) in parent.cmdline()]
+        os.kill(keeper.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped
+        assert child.is_running(), "the child ended by itself, so this test proves nothing"
+    head.close()
+    psutil.wait_procs([child], PATIENCE_S)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("then", "name"),
+    [
+        ('print(json.dumps({"died": "raylet"}), flush=True); sys.stdin.read()', "raylet"),
+        ("sys.exit(1)", "the process that keeps it"),
+    ],
+)
+async def test_died_returns_the_name_of_the_dead_process(
+    then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = tmp_path / "starter.py"
+    starter.write_text(f"import json, sys\nprint(json.dumps({{'address': 'here'}}), flush=True)\n{then}\n")
+    monkeypatch.setattr("fleet.ray.head.STARTER", starter)
+    head = RayHead(1, {}, 0)
+    try:
+        assert head.address() == "here"
+        assert await asyncio.wait_for(head.died(), PATIENCE_S) == name
+    finally:
+        head.close()
