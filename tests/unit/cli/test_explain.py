@@ -1,4 +1,4 @@
-"""The output of `tandem explain`."""
+"""The output of `tandem explain`, and the phases of a request on one time axis."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from cli.commands.explain import MAX_ROWS, explain
+from cli.screens.waterfall import BAR, SLIVER, draw, phases
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.cluster_pb2 import Candidate, ExplainResponse
 
@@ -76,3 +77,26 @@ async def test_json_has_the_whole_message_on_one_line_zeros_too(capsys: pytest.C
     assert explained["candidates"][0]["room_wait_ms"] == 1500.4
     assert explained["candidates"][1]["queue_ms"] == 0.0
     assert {field.name for field in Candidate.DESCRIPTOR.fields} == explained["candidates"][1].keys()
+
+
+TIMINGS = inference_pb2.PhaseTimings(
+    tokenize_ms=2, router_queue_ms=4, prefill_queue_ms=4, prefill_ms=80, first_token_ms=95, transfer_ms=70,
+    transfer_exposed_ms=10, decode_ms=105, total_ms=200,
+)  # fmt: skip
+
+
+def test_bars_share_one_axis_and_every_line_has_the_same_width() -> None:
+    lines = dict(zip([phase.name for phase in phases(TIMINGS)], draw(TIMINGS, width=40), strict=True))
+    assert len({len(line) for line in lines.values()}) == 1
+    assert lines["prefill"].count(BAR) == 16
+    assert lines["decode"].count(BAR) == 21
+    assert lines["decode"].index(BAR) > lines["prefill"].index(BAR)
+
+
+def test_a_phase_shorter_than_a_column_has_a_thin_mark_and_an_absent_phase_has_none() -> None:
+    timings = inference_pb2.PhaseTimings(tokenize_ms=0.01, prefill_ms=100, total_ms=1000)
+    lines = dict(zip([phase.name for phase in phases(timings)], draw(timings), strict=True))
+    assert SLIVER in lines["tokenize"]
+    assert SLIVER not in lines["transfer"]
+    assert BAR not in lines["transfer"]
+    assert len(draw(inference_pb2.PhaseTimings())) == 6, "a request of no duration"

@@ -1,16 +1,22 @@
-"""A calibration: the costs that follow from measurements, and a simulation that finds the measured times again."""
+"""Costs: from a live run, from public points, and in their file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR, StepCost
 from simulator.calibration.calibration import MeasuredRequest, MeasuredWorker, compare, costs_of, simulate_run
+from simulator.calibration.costs import BUILT_IN, read_costs, write_costs
+from simulator.calibration.public_points import Filters, Group, Point, fit_file, fit_points
 from simulator.replay.replay_config import ReplayConfig
-from simulator.shells.cost_model import RDMA_400G, LinkCost
+from simulator.shells.cost_model import H100_8B, RDMA_400G, LinkCost
 
 FAST = StepCost(1e-3, 1e-4, 1e-7, 1e-5, 1e-9)
 MIDDLE = StepCost(2e-3, 1e-4, 1e-7, 1e-5, 1e-9)
@@ -87,3 +93,121 @@ def test_a_comparison_pairs_requests_by_their_time() -> None:
     assert found.median_error == 0.0
     assert found.row("TTFT p90").error == pytest.approx(-0.5, rel=0.2)
     assert found.row("TPOT p50").error == 0.0
+
+
+COSTS = replace(BUILT_IN["h100-8b"], source="a test", decode=StepCost(1.0, 2.0, 3.0, 4.0, 5.0), median_error=None)
+
+
+def test_a_file_is_read_as_written(tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", COSTS)
+    assert read_costs(str(tmp_path / "costs.json")) == COSTS
+
+
+def test_a_built_in_name_needs_no_file() -> None:
+    assert read_costs("h100-8b").layout(64).token_bytes == 128 * 1024
+
+
+def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            data = data[parent]
+        data[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed("version", 2), "version must be 1, is 2"),
+        (lambda data: data.pop("link"), "the file lacks link"),
+        (changed("colour", 1), "unknown entries: colour"),
+        (lambda data: data["decode"].pop("pair_s"), "decode lacks pair_s"),
+        (changed("decode.token_s", "fast"), "decode: every value must be a number"),
+        (changed("decode.token_s", -1.0), "decode: a time is negative"),
+        (changed("prefill", [1]), "prefill must hold a JSON object"),
+        (changed("link.bytes_per_s", 0), "link: the speed must be positive"),
+        (changed("token_bytes", 6), "token_bytes must be a positive multiple of 4"),
+        (changed("max_step_tokens", 0), "max_step_tokens must be at least 1"),
+        (changed("message_delay_s", -1), "message_delay_s must be in"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+        read_costs(str(path))
+
+
+def test_a_file_without_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text("cheap")
+    with pytest.raises(ValueError, match=r"costs\.json: Expecting value"):
+        read_costs(str(tmp_path / "costs.json"))
+
+
+MEASURED = Path(__file__).resolve().parents[2] / "data/h100_llama_8b_points.csv"
+GROUP = Group("a-model", "h100_sxm", "trtllm", 1)
+TRUE = StepCost(step_s=5e-3, sequence_s=0.0, context_s=4e-8, token_s=2e-5, pair_s=6e-10)
+HEADER = "model_path,system,backend,tp_size,mode,isl,osl,batch_size,silicon_tpot_ms\n"
+H100 = Filters("llama-3.1-8b", "h100_sxm", "trtllm", 1)
+
+
+def points(cost: StepCost) -> list[Point]:
+    found = []
+    for batch in (8, 32, 128):
+        for prompt in (1024, 2048, 4096):
+            for output in (128, 512):
+                terms = Point(prompt, output, batch, 1.0).terms
+                constants = (cost.step_s, cost.context_s, cost.token_s, cost.pair_s)
+                gap_s = sum(term * constant for term, constant in zip(terms, constants, strict=True))
+                found.append(Point(prompt, output, batch, gap_s))
+    return found
+
+
+def test_the_fit_finds_the_constants() -> None:
+    fit = fit_points(GROUP, points(TRUE))
+    assert astuple(fit.cost) == pytest.approx(astuple(TRUE), rel=1e-6)
+    assert fit.largest_error < 1e-6
+
+
+def test_no_constant_is_negative() -> None:
+    fit = fit_points(GROUP, points(StepCost(5e-3, 0.0, 4e-8, 2e-5, pair_s=-3e-10)))
+    assert min(astuple(fit.cost)) >= 0.0
+    assert fit.cost.pair_s == 0.0
+    assert 0.0 < fit.median_error <= fit.largest_error < 0.2
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 points, 6 are needed"):
+        fit_points(GROUP, points(TRUE)[:5])
+
+
+def written(directory: Path, *rows: str) -> Path:
+    path = directory / "points.csv"
+    path.write_text(HEADER + "".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("m,s,b,1,agg,1024,128,8,fast", "line 3: .*fast"),
+        ("m,s,b,one,agg,1024,128,8,7", "line 3: .*one"),
+        ("m,s,b,1,agg,1024,0,8,7", "line 3: .*not a measurement"),
+        ("m,s,b,1,agg,1024,128,8,-7", "line 3: .*not a measurement"),
+        ("m,s,other,1,agg,1024,128,8,7", "leave 2 servers: m on s with b, tp 1 .1 points.; m on s with other"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_file(written(tmp_path, "m,s,b,1,agg,1024,128,8,7.5", row), Filters())
+
+
+def test_the_built_in_costs_follow_from_the_public_points() -> None:
+    fit = fit_file(MEASURED, H100)
+    assert astuple(fit.cost) == pytest.approx(astuple(H100_8B), rel=5e-3)
+    assert (fit.num_points, round(fit.median_error, 3), round(fit.largest_error, 3)) == (42, 0.018, 0.065)
