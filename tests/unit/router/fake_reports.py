@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from core.lifecycle import ServiceRole
 from core.paths import PeerLeft
@@ -15,37 +15,21 @@ from runtime.rpc.security import OPEN
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
 
-
-class Reports:
-    """Stands in for a stream of grpc.aio. Has the reports of `put`, and never ends."""
-
-    def __init__(self, *reports: worker_pb2.WorkerReport) -> None:
-        self._reports: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
-        for report in reports:
-            self.put(report)
-
-    def put(self, report: worker_pb2.WorkerReport) -> None:
-        self._reports.put_nowait(report)
-
-    async def read(self) -> worker_pb2.WorkerReport:
-        return await self._reports.get()
-
-    def cancel(self) -> None:
-        pass
+M = TypeVar("M", worker_pb2.WorkerReport, worker_pb2.StepTokens)
 
 
-class Tokens:
-    """Stands in for a StreamTokens call of grpc.aio. Opens at once, and yields the messages of `put`."""
+class Messages(Generic[M]):
+    """Stands in for a stream of grpc.aio. Has the messages of `put`, raises the exceptions, and never ends."""
 
-    def __init__(self) -> None:
-        self._messages: asyncio.Queue[worker_pb2.StepTokens | BaseException] = asyncio.Queue()
-        self.put(worker_pb2.StepTokens())
+    def __init__(self, *messages: M | BaseException) -> None:
+        self._messages: asyncio.Queue[M | BaseException] = asyncio.Queue()
+        for message in messages:
+            self.put(message)
 
-    def put(self, message: worker_pb2.StepTokens | BaseException) -> None:
-        """The stream raises an exception."""
+    def put(self, message: M | BaseException) -> None:
         self._messages.put_nowait(message)
 
-    async def read(self) -> worker_pb2.StepTokens:
+    async def read(self) -> M:
         message = await self._messages.get()
         if isinstance(message, BaseException):
             raise message
@@ -53,6 +37,10 @@ class Tokens:
 
     def cancel(self) -> None:
         pass
+
+
+class Reports(Messages[worker_pb2.WorkerReport]):
+    pass
 
 
 class FakeWorker:
@@ -67,7 +55,7 @@ class FakeWorker:
         self.reports = Reports()
         self.num_watches = 0
         self.intervals_ms: list[int] = []  # of each Watch and PaceReports call
-        self.tokens: list[Tokens] = []
+        self.tokens: list[Messages[worker_pb2.StepTokens]] = []
         self.stream_ids: list[int] = []
         self.silent = False  # a token stream has no first message
         self.finish_reason: Any = inference_pb2.FINISH_REASON_STOP  # of each Prefill and Decode call
@@ -87,9 +75,9 @@ class FakeWorker:
         self.intervals_ms.append(request.min_interval_ms)
         return self.streams.pop(0) if self.streams else self.reports
 
-    def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Tokens:
+    def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Messages[worker_pb2.StepTokens]:
         self.stream_ids.append(request.stream_id)
-        tokens = Tokens()
+        tokens = Messages(worker_pb2.StepTokens())
         if self.silent:
             tokens._messages.get_nowait()
         self.tokens.append(tokens)

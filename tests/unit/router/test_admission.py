@@ -24,18 +24,6 @@ a short absence of the only worker fails no request in the queue
   enter D -> decode runs#2 D in 941.5 s
   time 40
 
-a short drain of the only worker fails no request in the queue
-  reports D draining
-  time 19
-  reports D
-  time 40
-
-a loss of one second fails no request in the queue
-  lost D  -> cancel runs#1
-  time 1
-  enter D -> decode runs#2 D in 959.5 s
-  time 40
-
 the wait ends worker_wait_s after the last worker was lost
   # Between two checks of the router.
   time 7
@@ -98,13 +86,6 @@ requests wait as long as a start takes that the planner begins
   time 89
   time 2 -> fail r WorkerUnavailable: no decode worker is serving
 
-a worker that starts within that time serves the request
-  config worker_wait_s=7.0
-  arrives r timeout_s=1000
-  start_expected 60
-  time 89
-  enter D -> decode r#1 D in 911 s
-
 a shorter time without workers ends requests that wait already
   arrives r
   time 5
@@ -151,14 +132,6 @@ SHEDDING = """
 
 test_a_request_that_would_be_late = transcripts(
     """
-it is refused with the lateness as hint
-  # 0.9 s of prompts and 0.41 s of its own, where 1 s is wanted.
-  fleet D
-  reports D token_s=0.05 backlog=0.9
-  arrives r -> fail r QueueFull: the first token is predicted 1.312 s after the arrival of the request, and \
-               slo_ttft_ms is 1000, retry after 0.312 s
-  counts    -> queued 0; in flight 0; deadlines 0
-
 it is refused by its deadline
   fleet D
   reports D token_s=0.05
@@ -213,27 +186,6 @@ a call is refused with all its choices
                         and slo_ttft_ms is 1000, retry after 29.4 s
                      -> fail b QueueFull: the first token is predicted 30.422 s after the arrival of the request, \
                         and slo_ttft_ms is 1000, retry after 29.4 s
-
-it is refused on arrival if the wait for room alone is too long
-  config max_in_flight_per_worker=1 slo_ttft_ms=3000.0
-  fleet D
-  arrives r0 max_tokens=1 -> decode r0#1 D
-  arrives r1 max_tokens=1
-  arrives r2 max_tokens=1
-  arrives r3 max_tokens=1
-  # A dispatch each second.
-  time 1
-  tokens_from r0#1 0 11   -> deliver r0 0: 11
-  ends r0#1               -> finish r0 length, local, 1 tokens, first token 1, prefill 1; decode r1#1 D in 59 s
-  time 1
-  tokens_from r1#1 0 11   -> deliver r1 0: 11
-  ends r1#1               -> finish r1 length, local, 1 tokens, first token 2, queue 1, prefill 1
-                          -> decode r2#1 D in 58 s
-  # The second in the queue waits for 2 s, the third for 3 s.
-  arrives r4 max_tokens=1
-  arrives r5 max_tokens=1
-  arrives r6 max_tokens=1 -> refused QueueFull: the first token is predicted 4.000 s after the arrival of the \
-                             request, and slo_ttft_ms is 3000
 
 requests of a lower rank are not ahead
   config max_in_flight_per_worker=1 slo_ttft_ms=3000.0

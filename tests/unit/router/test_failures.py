@@ -99,24 +99,6 @@ a request fails with its last error after max_attempts
   time 0.05 -> decode r#3 D in 59.95 s
   decode_error r#3 WorkerUnavailable fault 3 -> fail r WorkerUnavailable: fault 3
 
-a stream that makes progress survives more restarts than max_attempts
-  fleet D
-  arrives r max_tokens=5 -> decode r#1 D
-  tokens_from r#1 0 11   -> deliver r 0: 11
-  decode_error r#1 WorkerUnavailable restarted
-  reports D              -> decode r#2 D behind 11
-  tokens_from r#2 1 12   -> deliver r 1: 12
-  decode_error r#2 WorkerUnavailable restarted
-  reports D              -> decode r#3 D behind 11 12
-  tokens_from r#3 2 13   -> deliver r 2: 13
-  decode_error r#3 WorkerUnavailable restarted
-  reports D              -> decode r#4 D behind 11..13
-  tokens_from r#4 3 14   -> deliver r 3: 14
-  decode_error r#4 WorkerUnavailable restarted
-  reports D              -> decode r#5 D behind 11..14
-  tokens_from r#5 4 15   -> deliver r 4: 15
-  ends r#5               -> finish r length, recomputed, 5 tokens, attempts 5, recomputed 12
-
 after progress max_attempts without a token end the request
   fleet D
   arrives r                               -> decode r#1 D
@@ -188,14 +170,6 @@ a request that pauses ends when its client cancels
   time 1
   counts                                  -> queued 0; in flight 0; deadlines 0
 
-a request that pauses ends at its deadline
-  config retry_pause_s=0.5
-  fleet D
-  arrives r timeout_s=0.2                 -> decode r#1 D in 0.2 s
-  decode_error r#1 TransferFailed fault 1 -> decode r#2 D in 0.2 s
-  decode_error r#2 TransferFailed fault 2
-  time 0.3                                -> fail r DeadlineExceeded: the deadline passed in stage queue
-
 a prompt that a worker has computed goes back to it
   # A decode worker that drains has not begun, so the attempt does not count. No report says yet what P2 has cached.
   fleet P1 D1 D2
@@ -209,11 +183,6 @@ a prompt that a worker has computed goes back to it
   prefilled r#2 8 index=1 -> deliver r 1: 8
   tokens_from r#2 2 9 10  -> deliver r 2: 9 10
   ends r#2                -> finish r length, disaggregated, 4 tokens, recomputed 9
-
-a prompt whose worker may have failed goes to another one
-  fleet P1 P2 D1 D2
-  arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
-  prefill_error r#1 TransferFailed it failed -> cancel r#1; decode r#2 D2 from P2/2; prefill r#2 P2 for D2/2
 
 a prompt whose worker is gone goes to another one
   fleet P1 P2 D1 D2

@@ -70,9 +70,6 @@ after the failure of the target the source that has handed over samples on
 the router ends the call of a lost target before it resumes the source
   lost D2 -> peers P left D2; cancel r#2; resume r#1 D1/2
 
-the router ends the call of a target without a stream before it resumes the source
-  stream_lost D2 -> cancel r#2; resume r#1 D1/2
-
 a target that fails after its first token resumes nothing
   hands_over r#1 4
   tokens_from r#2 4 14 -> deliver r 4: 14
@@ -145,17 +142,6 @@ a request goes on after the loss of the target that had computed its prompt
   ends r#1 handoff
   reports D2
   lost P               -> cancel r#2; decode r#3 D2 behind 10..14
-
-a request goes on after the end of the stream of the target that had computed its prompt
-  reports D2 draining
-  lost P               -> peers D1 left P; peers D2 left P
-  enter P role=decode
-  reports P takes_moves=1
-  asks r#1             -> decode r#2 P from D1/2 behind 10..13 moves; move r#1 D1 to r#2 P/2 12 tokens
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  ends r#1 handoff
-  reports D2
-  stream_lost P        -> cancel r#2; decode r#3 D2 behind 10..14
 
 without a worker that takes moves the request stays
   reports D2
@@ -234,11 +220,6 @@ a target that failed otherwise is avoided
   decode_error r#2 TransferFailed the hand-off failed -> resume r#1 D1/2
   reports D2 takes_moves=1
   asks r#1 -> decode r#3 D3 from D1/3 behind 10..13 moves; move r#1 D1 to r#3 D3/3 12 tokens
-
-a deadline during a move ends both calls
-  config report_stale_s=100.0 worker_lost_s=100.0
-  asks r#1 -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
-  time 60  -> cancel r#2; cancel r#1; fail r DeadlineExceeded: the deadline passed in stage decode
 """,
     MOVING,
 )

@@ -69,13 +69,6 @@ the other choices fail with a first choice that is cancelled
                        -> fail c RequestCancelled: cancelled by the client
   counts               -> queued 0; in flight 0; deadlines 0
 
-the other choices fail with a first choice at its deadline
-  config report_stale_s=100.0 worker_lost_s=100.0
-  fleet D
-  arrives a others=b -> decode a#1 D
-  time 61            -> cancel a#1; fail a DeadlineExceeded: the deadline passed in stage prefill
-                     -> fail b DeadlineExceeded: the deadline passed in stage prefill
-
 the other choices fail with the last attempt of the first one
   fleet D
   arrives a others=b                  -> decode a#1 D
@@ -248,13 +241,6 @@ a request waits while the calls of another router fill the worker
   reports D num_calls=1 routers=another:9:1
   arrives r
   reports D -> decode r#1 D
-
-the end of a running request makes room
-  config max_in_flight_per_worker=1
-  fleet D
-  arrives runs   -> decode runs#1 D
-  arrives waits
-  cancelled runs -> cancel runs#1; fail runs RequestCancelled: cancelled by the client; decode waits#1 D
 
 a prompt that waits for the last prefill worker runs without it once that is gone
   config max_in_flight_per_worker=1

@@ -27,12 +27,6 @@ the first token comes from the prefill worker and the rest from the decode worke
   tokens_from r#1 1 12..14 -> deliver r 1: 12..14
   ends r#1                 -> finish r length, disaggregated, 4 tokens
 
-the decode worker may send the first token before the prefill worker answers
-  fleet P D
-  arrives r               -> decode r#1 D from P/1; prefill r#1 P for D/1
-  tokens_from r#1 0 11 12 -> deliver r 0: 11 12
-  prefilled r#1 11
-
 a request finishes if the prefill worker answers after the decode worker
   fleet P D
   arrives r num_logprobs=0    -> decode r#1 D from P/1; prefill r#1 P for D/1
@@ -91,15 +85,6 @@ the outcome has the cached tokens and the times of the prefill worker
   tokens_from r#1 1 12                   -> deliver r 1: 12
   ends r#1                               -> finish r length, disaggregated, 2 tokens, cached 4, queue of the worker \
                                             0.25
-
-a prefill worker that has answered has room for the next prompt
-  config max_in_flight_per_worker=1
-  fleet P D1 D2
-  arrives a            -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
-  # Now the request needs nothing more from the prefill worker.
-  tokens_from a#1 0 11 -> deliver a 0: 11
-  arrives b
-  prefilled a#1 11     -> decode b#1 D2 from P/2; prefill b#1 P for D2/2
 
 a prefill worker whose call has failed has room for the next prompt
   config max_in_flight_per_worker=1
@@ -193,12 +178,6 @@ a cancelled request ends with the call that is still open
   arrives r   -> decode r#1 D from P/1; prefill r#1 P for D/1
   ends r#1
   cancelled r -> cancel r#1; fail r RequestCancelled: cancelled by the client
-
-a request that is cancelled between its tokens ends with its decode call
-  fleet P D
-  arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
-  prefilled r#1 11 -> deliver r 0: 11
-  cancelled r      -> cancel r#1; fail r RequestCancelled: cancelled by the client
 
 a request that is cancelled before its second attempt has no call to end
   fleet P D

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from core.errors import InvalidRequest, TokenStreamEnded, TransferFailed, WorkerUnavailable
 from core.handoff import LIVE_STATES
@@ -47,6 +48,27 @@ METADATA = grpc.aio.Metadata()
 GONE = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, METADATA, METADATA, "it is gone", None)
 
 
+@pytest_asyncio.fixture
+async def new_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeWorker]:
+    """A worker whose router waits for no retry. The test calls `is_followed`."""
+    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
+    worker = FakeWorker()
+    yield worker
+    await worker.link.close()
+
+
+@pytest_asyncio.fixture
+async def worker(new_worker: FakeWorker) -> FakeWorker:
+    """A worker that a router follows."""
+    new_worker.is_followed()
+    return new_worker
+
+
+async def kinds(worker: FakeWorker, count: int) -> list[type]:
+    """Of the next events for the router's machine."""
+    return [type(await worker.event()) for _ in range(count)]
+
+
 def decode(worker: FakeWorker) -> None:
     worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
 
@@ -64,29 +86,26 @@ async def wait_for(happened: Callable[[], object]) -> None:
 # ---- calls
 
 
-async def test_an_answer_that_cannot_be_read_is_a_retryable_error(worker: FakeWorker) -> None:
+@pytest.mark.parametrize(
+    ("encodes", "retryable", "says"),
+    [
+        (True, True, "finish_reason: 99 is not a FinishReason"),
+        (False, False, "a call to a worker failed in the router: ZeroDivisionError"),
+    ],
+    ids=["an answer that cannot be read", "an unexpected exception"],
+)
+async def test_a_call_ends_with_one_error_for_the_machine(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, encodes: bool, retryable: bool, says: str
+) -> None:
     worker.finish_reason = UNKNOWN_VALUE
+    if not encodes:
+        monkeypatch.setattr("protos.codec.encode_sequence", lambda *_: 1 // 0)
     await worker.joins()
     prefill(worker)
     decode(worker)
     ended = [await worker.event(), await worker.event()]
     assert {type(event) for event in ended} == {PrefillReturned, DecodeReturned}
-    for event in ended:
-        assert isinstance(event.result, WorkerUnavailable)
-        assert "finish_reason: 99 is not a FinishReason" in str(event.result)
-
-
-async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryable(
-    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("protos.codec.encode_sequence", lambda *_: 1 // 0)
-    await worker.joins()
-    prefill(worker)
-    decode(worker)
-    ended = [await worker.event(), await worker.event()]
-    for event in ended:
-        assert not event.result.retryable
-        assert str(event.result) == "a call to a worker failed in the router: ZeroDivisionError"
+    assert all(says in str(event.result) and event.result.retryable == retryable for event in ended)
 
 
 async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(worker: FakeWorker) -> None:
@@ -120,40 +139,53 @@ async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_n
 # ---- the report stream
 
 
-class Broken(Reports):
-    """It breaks after the reports that the test has put in."""
-
-    async def read(self) -> worker_pb2.WorkerReport:
-        if not self._reports.empty():
-            return await self._reports.get()
-        raise GONE
-
-
 def report(number: int) -> worker_pb2.WorkerReport:
     return worker_pb2.WorkerReport(sequence_number=number, load=load(), block_changes=[number], block_runs=[1])
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 1, 3), (0, 1, 1), (0, 1, 0), (0, 1, 2**40)], ids=["lost", "doubled", "restarted", "far ahead"]
-)
-async def test_after_a_gap_nothing_is_used_before_the_next_snapshot(
-    new_worker: FakeWorker, numbers: tuple[int, ...]
+FIRST, OTHER, PREFILL = snapshot("w"), snapshot("other"), snapshot("w", ServiceRole.PREFILL)
+NO_LOAD, UNREADABLE = snapshot("w"), snapshot("w")
+NO_LOAD.ClearField("load")
+UNREADABLE.snapshot.role = UNKNOWN_VALUE
+AGAIN = [[FIRST, report(1)]]
+STREAMS: dict[str, tuple[list[list[Any]], list[str]]] = {  # the reports of each Watch call -> events
+    "a lost report": ([[FIRST, report(1), report(3)], *AGAIN], ["joined", "blocks 1", "joined", "blocks 1"]),
+    "a doubled report": ([[FIRST, report(1), report(1)], *AGAIN], ["joined", "blocks 1", "joined", "blocks 1"]),
+    "a restarted stream": ([[FIRST, report(1), report(0)], *AGAIN], ["joined", "blocks 1", "joined", "blocks 1"]),
+    "a report far ahead": ([[FIRST, report(1), report(2**40)], *AGAIN], ["joined", "blocks 1", "joined", "blocks 1"]),
+    "no snapshot": ([[report(1)], [FIRST]], ["joined"]),
+    # A worker that cuts off a slow router still serves the calls of the router.
+    "one failure": ([[GONE], [FIRST]], ["joined"]),
+    "two failures": ([[GONE], [GONE], [FIRST]], ["lost: it is gone", "joined"]),
+    "failures with reports between them": ([[FIRST, GONE], [FIRST, GONE], [FIRST]], ["joined"] * 3),
+    "an unreadable snapshot": ([[UNREADABLE], [FIRST]], ["refused: role: 99 is not a WorkerRole", "joined"]),
+    "another worker": ([[OTHER], [FIRST]], ["refused: worker_id: 127.0.0.1:1 answers as 'other'", "joined"]),
+    "no load": ([[NO_LOAD], [FIRST]], ["refused: load: must be set beside a snapshot", "joined"]),
+    # Until the supervisor tells the router of the role.
+    "another role": ([[PREFILL], [PREFILL], [FIRST]], ["lost: the worker serves as prefill worker now", "joined"]),
+}
+
+
+def words_of(event: WorkerJoined | WorkerReported | WorkerLost, errors: list[str]) -> str:
+    match event:
+        case WorkerJoined():
+            return "joined"
+        case WorkerReported():
+            return f"blocks {event.changes.blocks[0][0][0]}"
+        case WorkerLost():
+            return f"{'refused' if f'worker w cannot join: {event.detail}' in errors else 'lost'}: {event.detail}"
+
+
+@pytest.mark.parametrize(("streams", "expected"), STREAMS.values(), ids=STREAMS)
+async def test_reports_out_of_step_are_not_used_and_the_link_subscribes_again(
+    new_worker: FakeWorker, caplog: pytest.LogCaptureFixture, streams: list[list[Any]], expected: list[str]
 ) -> None:
-    first, *others = numbers
-    assert first == 0
-    out_of_step = Reports(snapshot("w"), *map(report, others))
-    new_worker.is_followed(out_of_step, Reports(snapshot("w"), report(1)))
-    events = [await new_worker.event() for _ in range(4)]
-    assert [type(event) for event in events] == [WorkerJoined, WorkerReported, WorkerJoined, WorkerReported]
-    assert events[1].changes.blocks == events[3].changes.blocks == (([1], True),)
-    assert new_worker.num_watches == 2
+    with caplog.at_level(logging.ERROR):
+        new_worker.is_followed(*(Reports(*stream) for stream in streams))
+        found = [words_of(await new_worker.event(), caplog.messages) for _ in expected]
+    assert found == expected
+    assert new_worker.num_watches == len(streams)
     assert new_worker.posted.empty()
-
-
-async def test_a_stream_whose_snapshot_is_missing_starts_again(new_worker: FakeWorker) -> None:
-    new_worker.is_followed(Reports(report(1)), Reports(snapshot("w")))
-    assert isinstance(await new_worker.event(), WorkerJoined)
-    assert new_worker.num_watches == 2
 
 
 async def test_a_worker_that_the_machine_has_given_up_joins_again_by_its_next_report(new_worker: FakeWorker) -> None:
@@ -186,27 +218,6 @@ async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it
     assert new_worker.intervals_ms == [70, 80, 90, 90]
 
 
-@pytest.mark.parametrize("num_failures", [1, 2])
-async def test_a_worker_is_lost_when_the_second_call_fails_too(new_worker: FakeWorker, num_failures: int) -> None:
-    """A worker that cuts off a slow router still serves the calls of the router."""
-    new_worker.is_followed(*(Broken() for _ in range(num_failures)), Reports(snapshot("w")))
-    event = await new_worker.event()
-    if num_failures == 2:
-        assert isinstance(event, WorkerLost)
-        assert "it is gone" in event.detail
-        event = await new_worker.event()
-    assert isinstance(event, WorkerJoined)
-
-
-async def test_a_router_that_is_cut_off_now_and_then_never_loses_the_worker(new_worker: FakeWorker) -> None:
-    """Only failures without a report between them count."""
-    broken = [Broken() for _ in range(4)]
-    for stream in broken:
-        stream.put(snapshot("w"))
-    new_worker.is_followed(*broken, Reports(snapshot("w")))
-    assert {type(await new_worker.event()) for _ in range(5)} == {WorkerJoined}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -237,42 +248,6 @@ def test_of_paths_those_of_a_later_version_are_left_out_and_impossible_speeds_ar
         report_codec.decode_changes(worker_pb2.WorkerReport(paths=[fine]))
 
 
-def unreadable_snapshot() -> worker_pb2.WorkerReport:
-    report = snapshot("w")
-    report.snapshot.role = UNKNOWN_VALUE
-    return report
-
-
-@pytest.mark.parametrize(
-    ("report", "why"),
-    [
-        (unreadable_snapshot(), "role: 99 is not a WorkerRole"),
-        (snapshot("other"), "worker_id: 127.0.0.1:1 answers as 'other'"),
-    ],
-    ids=["that cannot be read", "of another worker"],
-)
-async def test_the_link_logs_a_refused_snapshot_and_subscribes_again(
-    worker: FakeWorker, caplog: pytest.LogCaptureFixture, report: worker_pb2.WorkerReport, why: str
-) -> None:
-    worker.reports.put(report)
-    with caplog.at_level(logging.ERROR):
-        assert isinstance(await worker.event(), WorkerLost)
-    assert [record.getMessage() for record in caplog.records] == [f"worker w cannot join: {why}"]
-    assert not worker.link._watching.done()
-
-
-async def test_a_worker_in_another_role_is_lost_without_an_error(
-    worker: FakeWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Until the supervisor tells the router of the role."""
-    await worker.joins()
-    for _ in range(3):
-        worker.reports.put(snapshot("w", ServiceRole.PREFILL))
-    lost = await worker.event()
-    assert lost == WorkerLost("w", "the worker serves as prefill worker now")
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
 async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its_next_snapshot(
     worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,13 +271,6 @@ async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker
     assert joined.load == known
     assert reported == WorkerReported("w", WorkerChanges())
     assert worker.link.load == known
-
-
-async def test_a_snapshot_without_a_load_is_refused(worker: FakeWorker) -> None:
-    first = snapshot("w")
-    first.ClearField("load")
-    worker.reports.put(first)
-    assert "load: must be set beside a snapshot" in (await worker.event()).detail
 
 
 # ---- the token stream

@@ -99,15 +99,6 @@ def test_a_worker_whose_pool_no_path_reaches_is_refused_by_both_memories() -> No
     workers.join(replace(reader, agent=replace(reader.agent, access=ON_DEVICE)), ())
 
 
-def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
-    workers = empty_table()
-    workers.join(record("d"), [1, 2])
-    left = workers.leave("d", 0.0)
-    assert left is not None
-    assert workers.index.match([1, 2]) == {}
-    assert workers.leave("d", 0.0) is None
-
-
 def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None:
     workers = empty_table()
     prompt = hashes_of(request(prompt=range(1, 10)))
@@ -195,10 +186,6 @@ def test_a_worker_that_has_measured_nothing_is_priced_like_its_peers() -> None:
     assert costs(workers) == {"d1": 1e-5, "d2": 1e-5, "p": 2e-5, "p2": 2e-5}, "of the same role, if there is one"
     workers.take_report("d2", WorkerChanges(replace(SERVING, step_cost=SLOW)), 1.0)
     assert costs(workers)["d2"] == 2e-5, "its own steps count once there are some"
-
-
-def test_without_any_measurement_the_prior_holds() -> None:
-    assert costs(table(record("d"))) == {"d": PRIOR.token_s}
 
 
 def test_a_sequence_that_goes_on_stays_with_the_decode_worker_that_has_all_but_its_newest_blocks() -> None:
@@ -303,10 +290,6 @@ def test_a_decode_worker_without_a_prefill_worker_of_its_version_computes_prompt
 
 def test_a_failed_worker_of_one_version_is_avoided_while_another_version_serves() -> None:
     assert pairs(table(*BOTH, config=NEVER_LOCAL), frozenset({"d-old"})) == {("p-new", "d-new")}
-
-
-def test_no_decode_worker_of_any_version_means_no_candidate() -> None:
-    assert pairs(table(P_OLD, P_NEW)) == set()
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])
