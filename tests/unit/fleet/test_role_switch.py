@@ -116,7 +116,8 @@ def test_a_machine_that_leaves_ends_the_switch_and_a_worker_of_the_new_role_star
     fleet.leaves("m-1", in_s)
     assert fleet.state_of("decode-1") == ("draining", "m-1.local leaves")
     assert fleet.names(StartService) == ["prefill-1"]
-    fleet.send(Tick(), after_s=8.0)
+    assert not fleet.send(Tick(), after_s=7.5)
+    fleet.send(Tick(), after_s=0.5)
     assert fleet.names(KillService) == ([] if in_s is None else ["decode-1"])
 
 

@@ -38,6 +38,7 @@ from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 from fleet.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
+from tests.unit.fleet.driving_fleet import D, P, R
 
 HERE, THERE = MachineId("here", "10.0.0.1"), MachineId("there", "10.0.0.2")
 
@@ -71,7 +72,7 @@ class FakeHost:
 
     async def drain(self, timeout_s: float) -> None:
         self._site.drained.append((self.member.name, timeout_s))
-        routers = [host for host in self._site.hosts if host.member.role is ServiceRole.ROUTER]
+        routers = [host for host in self._site.hosts if host.member.role is R]
         self._site.told_before_drain[self.member.name] = self.member.name in routers[-1].leaving_workers
         if self._site.dies_after_drain:
             self.die("")  # `wait` returns: the service has stopped
@@ -95,13 +96,13 @@ class FakeHost:
 
     async def traffic(self, start_s: float) -> RouterTraffic:
         self.start_s = start_s
-        assert self.member.role is ServiceRole.ROUTER
+        assert self.member.role is R
         self._site.num_asked += 1
         arrived = 10 * self._site.num_asked
         tokens = 8000 * arrived, 8000 * arrived, 64e6 * arrived, 300 * arrived
         totals = RequestTotals(arrived, arrived, arrived, arrived, *tokens, first_token_s=0.3 * arrived)
         cost = StepCost(0.006, 0.0, 5e-8, 2e-5, 5e-10)
-        workers = [WorkerTraffic("decode-0.2", ServiceRole.DECODE, cost, 0.05, 8192, 400_000, 0)]
+        workers = [WorkerTraffic("decode-0.2", D, cost, 0.05, 8192, 400_000, 0)]
         return RouterTraffic(totals, 0, 0, 1.0, tuple(workers))
 
     def kill(self) -> None:
@@ -229,7 +230,7 @@ async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(si
     site.machine = MachineId("doomed", "10.0.0.9")
     site.leaving = {site.machine: 100.0}
     await until(lambda: site.supervisor._machine_watch.leaving == site.leaving, "the supervisor has seen it", 5.0)
-    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.supervisor.scale({D: 2})
     await until(lambda: len([h for h in site.hosts if h.member.name == "decode-1"]) > 1, "it starts again", 5.0)
     site.machine = THERE
     await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
@@ -237,7 +238,7 @@ async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(si
 
 async def test_a_worker_drains_when_the_routers_know(site: Site) -> None:
     site.routers_answer.clear()
-    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await site.supervisor.scale({D: 0})
     await asyncio.sleep(0.05)
     assert not site.drained
     site.routers_answer.set()
@@ -248,7 +249,7 @@ async def test_a_worker_drains_when_the_routers_know(site: Site) -> None:
 async def test_a_router_that_does_not_answer_holds_no_drain_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "PUBLISH_TIMEOUT_S", 0.02)
     site.routers_answer.clear()
-    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await site.supervisor.scale({D: 0})
     await site.reports("decode-0", "has drained")
     assert site.told_before_drain == {"decode-0": False}
     site.routers_answer.set()
@@ -256,38 +257,35 @@ async def test_a_router_that_does_not_answer_holds_no_drain_up(site: Site, monke
 
 async def test_a_worker_switches_its_role_in_its_process_when_the_routers_know(site: Site) -> None:
     num_hosts = len(site.hosts)
-    wanted = await site.supervisor.switch_role("decode-0", ServiceRole.PREFILL)
-    assert wanted == {ServiceRole.PREFILL: 2, ServiceRole.DECODE: 0, ServiceRole.ROUTER: 1}
-    assert (await site.supervisor.status()).planner.pinned == (ServiceRole.PREFILL, ServiceRole.DECODE)
+    wanted = await site.supervisor.switch_role("decode-0", P)
+    assert wanted == {P: 2, D: 0, R: 1}
+    assert (await site.supervisor.status()).planner.pinned == (P, D)
     await site.reports("decode-0", "serves as prefill worker")
     assert site.told_before_drain == {"decode-0": True}
     assert len(site.hosts) == num_hosts
     router = site.host("router-0")
-    await until(lambda: router.roles["decode-0"] is ServiceRole.PREFILL, "the router knows the role", 5.0)
+    await until(lambda: router.roles["decode-0"] is P, "the router knows the role", 5.0)
     assert not router.leaving_workers
     site.host("decode-0").die("out of memory")
     await site.reports("decode-0", "died")
     await until(lambda: len(site.hosts) == num_hosts + 1, "it starts again", 5.0)
-    assert site.host("decode-0").member.role is ServiceRole.PREFILL
+    assert site.host("decode-0").member.role is P
 
 
 async def test_a_worker_that_cannot_switch_starts_again_in_the_other_role(site: Site) -> None:
     site.switch_fault = "still has work"
-    await site.supervisor.switch_role("prefill-0", ServiceRole.DECODE)
+    await site.supervisor.switch_role("prefill-0", D)
     assert (await site.reports("prefill-0", "did not switch")).reason.startswith("still has work; starting it again")
     await site.comes_to_serve("router-0", "prefill-0", "decode-0")
-    assert [host.member.role for host in site.hosts if host.member.name == "prefill-0"] == [
-        ServiceRole.PREFILL,
-        ServiceRole.DECODE,
-    ]
-    assert await site.supervisor.switch_role("decode-7", ServiceRole.PREFILL) == Refusal(
+    assert [host.member.role for host in site.hosts if host.member.name == "prefill-0"] == [P, D]
+    assert await site.supervisor.switch_role("decode-7", P) == Refusal(
         "slot", "'decode-7' is no slot of this fleet; `tandem status` lists them"
     )
 
 
 async def test_a_worker_that_is_unwanted_in_the_turn_of_its_start_starts_no_process(site: Site) -> None:
-    await site.supervisor.scale({ServiceRole.DECODE: 2})
-    await site.supervisor.scale({ServiceRole.DECODE: 1})
+    await site.supervisor.scale({D: 2})
+    await site.supervisor.scale({D: 1})
     await asyncio.sleep(0.05)
     assert not [host for host in site.hosts if host.member.name == "decode-1"]
     assert sorted(await site.serving()) == ["decode-0", "prefill-0", "router-0"]
@@ -344,25 +342,25 @@ async def test_of_two_changes_at_the_same_time_one_is_refused(site: Site) -> Non
 async def test_a_kill_that_ray_fails_is_reported_and_the_fleet_goes_on(site: Site) -> None:
     """The new decode worker hangs at its start, so its start is timed out and its host killed."""
     site.hang_next = True
-    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.supervisor.scale({D: 2})
     message = await site.reports("decode-1", "could not be killed")
     assert message.reason == "ConnectionError: the GCS does not answer"
     await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
-    assert not isinstance(await site.supervisor.scale({ServiceRole.DECODE: 1}), Refusal)
+    assert not isinstance(await site.supervisor.scale({D: 1}), Refusal)
     await site.reports("decode-1", "has drained")
     assert not site.has_failed
 
 
 async def test_a_member_that_dies_before_its_drain_begins_has_drained(site: Site) -> None:
     site.host("decode-0").die("out of memory")
-    await site.supervisor.scale({ServiceRole.DECODE: 0})  # the supervisor learns of the death first
+    await site.supervisor.scale({D: 0})  # the supervisor learns of the death first
     await site.reports("decode-0", "has drained")
     assert not site.has_failed
 
 
 async def test_a_process_that_ends_between_the_stop_of_its_service_and_its_answer_has_drained(site: Site) -> None:
     site.dies_after_drain = True
-    await site.supervisor.scale({ServiceRole.DECODE: 0})
+    await site.supervisor.scale({D: 0})
     await site.reports("decode-0", "has drained")
     site.dies_after_drain = False
 
@@ -372,7 +370,7 @@ async def test_a_task_of_the_supervisor_that_fails_is_reported(site: Site, monke
         raise RuntimeError("no such resource")
 
     monkeypatch.setattr(site.supervisor, "_create_host", create_host)
-    await site.supervisor.scale({ServiceRole.DECODE: 2})
+    await site.supervisor.scale({D: 2})
     await site.fails("the supervisor has a bug: RuntimeError('no such resource')")
 
 
@@ -387,10 +385,10 @@ async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkey
 
     monkeypatch.setattr(FleetMachine, "handle", fail)
     with pytest.raises(TandemError, match="KeyError"):
-        await site.supervisor.scale({ServiceRole.DECODE: 2})
+        await site.supervisor.scale({D: 2})
     await site.fails("the supervisor has a bug: KeyError('a slot')")
     with pytest.raises(WorkerUnavailable):
-        await site.supervisor.scale({ServiceRole.DECODE: 3})
+        await site.supervisor.scale({D: 3})
 
 
 async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) -> None:
@@ -399,12 +397,10 @@ async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) 
     assert off.field == "auto"
     planned = replace(SPEC, planner=PlannerConfig(enabled=True, max_prefill=2, max_decode=2))
     site.supervisor._specs[1] = planned
-    assert await site.supervisor.scale({ServiceRole.DECODE: 1}) == {
-        ServiceRole.PREFILL: 1, ServiceRole.DECODE: 1, ServiceRole.ROUTER: 1,
-    }  # fmt: skip
+    assert await site.supervisor.scale({D: 1}) == {P: 1, D: 1, R: 1}
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0")
     status = (await site.supervisor.status()).planner
-    assert status.pinned == (ServiceRole.DECODE,)
+    assert status.pinned == (D,)
     assert status.rate > 0.0
     await site.supervisor.scale({}, auto=True)
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
