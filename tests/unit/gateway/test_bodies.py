@@ -142,7 +142,9 @@ def test_the_values_outside_of_texts_are_bounded(body: bytes, accepted: bool) ->
 
 TEXTS = st.text(alphabet='\\",:[{a', max_size=6)
 VALUES = st.recursive(
-    TEXTS | st.integers(0, 9), lambda inner: st.lists(inner, min_size=1) | st.dictionaries(TEXTS, inner)
+    TEXTS | st.integers(0, 9),
+    lambda inner: st.lists(inner, min_size=1, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
 )
 
 

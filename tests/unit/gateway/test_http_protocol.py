@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -154,18 +155,23 @@ class Client:
         return f"HTTP/1.1 {status} ".encode() in self.transport.written
 
 
+@functools.cache
+def server_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with TemporaryDirectory() as directory:
+        context.load_cert_chain(*Authority(Path(directory) / "authority").sign("here"))
+    return context
+
+
 class TlsClient(Client):
     """The same over TLS: `transport` is the one of the socket."""
 
     def _connect(self) -> None:
-        with TemporaryDirectory() as directory:
-            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            server.load_cert_chain(*Authority(Path(directory) / "authority").sign("here"))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing)
-        self._layer: Any = TlsProtocol(server, self.protocol)
+        self._layer: Any = TlsProtocol(server_context(), self.protocol)
         self.transport.protocol = self._layer
         self._layer.connection_made(self.transport)
         self.shakes_hands()
@@ -334,6 +340,7 @@ async def test_a_head_in_one_piece_has_the_same_bounds() -> None:
         client = Client()
         await client.sends(b"GET / HTTP/1.1\r\n" + head + b"\r\n\r\n")
         assert client.has_answer(431)
+        assert b"headers_too_large" in client.transport.written
         assert client.num_calls == 0
 
 

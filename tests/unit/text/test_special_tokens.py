@@ -130,7 +130,7 @@ PIECES = ["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<s>", "<", "|", "s>",
 CONTENT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=st.lists(CONTENT, min_size=1, max_size=3), template=st.sampled_from(list(TEMPLATES)))
 def test_no_content_adds_a_special_token(codec: Codec, contents: list[str], template: str) -> None:
     tokenizer = with_template(codec, TEMPLATES[template])

@@ -132,7 +132,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     tool_format=st.sampled_from(list(FORMATS)),
     output=st.lists(st.sampled_from(PARTS), max_size=12).map("".join),
