@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from core.config import ApiKeyConfig, GatewayConfig
+from core.config import ApiKeyConfig, GatewayConfig, TelemetryConfig
 from core.errors import Unauthenticated
-from gateway.errors import ApiError
+from gateway.errors import ApiError, ClientGone
+from gateway.http.connection import while_connected
+from gateway.http.middleware import HttpMiddleware
+from gateway.http.tracing import SERVICE, Tracer
+from gateway.metrics import GatewayMetrics
 from gateway.routes import calls
 from gateway.routes.calls import CallContext, call_context, passed_on, read_body
 from gateway.schemas.base import Schema
 from runtime.rpc.api_keys import CLIENT, ApiKeys, hash_of
+from runtime.tracing.telemetry import Telemetry
 from runtime.validation_threads import ValidationThreads
 
 KEYS = ApiKeys((ApiKeyConfig("alice", hash_of("good")),))
@@ -90,3 +97,117 @@ def test_a_long_request_id_is_refused_by_its_length_alone(
     with pytest.raises(ApiError) if not num_matches else contextlib.nullcontext():
         calls.request_id_of("", request_id, CallContext(1.0, (), "", "", False))
     assert len(matched) == num_matches
+
+
+# ---- Work beside a watch of the connection
+
+
+class Connection:
+    """`receive` of a request whose body is read."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.closed.wait()
+        return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize(
+    ("events", "outcome"),
+    [
+        ("result", "done"),
+        ("result disconnect", "done"),
+        ("result turn disconnect", "done"),
+        ("disconnect", "gone"),
+        ("disconnect turn turn result", "gone"),
+        ("cancel", "cancelled"),
+        ("disconnect cancel", "cancelled"),
+        ("cancel disconnect", "cancelled"),
+        ("disconnect turn cancel", "cancelled"),
+        ("cancel turn disconnect", "cancelled"),
+        ("result disconnect cancel", "cancelled"),
+    ],
+)
+async def test_the_first_event_decides_and_no_cancellation_comes_later(events: str, outcome: str) -> None:
+    connection = Connection()
+    result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> tuple[str, int]:
+        try:
+            found = await while_connected(connection.receive, result)
+        except ClientGone:
+            found = "gone"
+        await asyncio.sleep(0.02)  # a late cancellation would end it
+        task = asyncio.current_task()
+        assert task is not None
+        return found, task.cancelling()
+
+    task = asyncio.create_task(serve())
+    await asyncio.sleep(0.01)
+    for event in events.split():
+        match event:
+            case "result":
+                if not result.done():  # cancelled, with the work that awaits it
+                    result.set_result("done")
+            case "disconnect":
+                connection.closed.set()
+            case "cancel":
+                task.cancel()
+            case "turn":
+                await asyncio.sleep(0)
+    try:
+        assert await task == (outcome, 0)
+    except asyncio.CancelledError:
+        assert outcome == "cancelled"
+
+
+async def test_an_error_of_cancelled_work_leaves_the_task_as_it_was() -> None:
+    connection = Connection()
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            raise OSError("the socket is closed") from None
+        return "done"
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().call_later(0.01, connection.closed.set)
+    with pytest.raises(OSError, match="the socket is closed"):
+        await while_connected(connection.receive, work())
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+# ---- The middleware ends every refusal, also one whose client still sends its body while the server stops.
+
+
+async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_stops() -> None:
+    sent, lingers = list[dict[str, Any]](), asyncio.Event()
+
+    async def authorize(_: Any) -> None:
+        raise Unauthenticated("unknown")
+
+    async def receive() -> Any:
+        lingers.set()
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(*_: object) -> None:
+        raise AssertionError("a refused request reaches no route")
+
+    tracer = Tracer(Telemetry(TelemetryConfig(), SERVICE, "gateway"))
+    middleware = HttpMiddleware(app, GatewayConfig(), authorize, GatewayMetrics(), tracer)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"100")]}
+    request = asyncio.create_task(middleware(scope, receive, send))
+    await lingers.wait()
+    assert [message.get("more_body") for message in sent] == [None, True]
+    request.cancel()
+    await asyncio.wait([request])
+    assert not request.cancelled(), "uvicorn would log an exception of the application"
+    assert request.exception() is None
+    assert (sent[0]["status"], sent[-1]["body"], sent[-1]["more_body"]) == (401, b"", False)

@@ -17,7 +17,8 @@ from gateway import guardrails, prompt_guardrail
 from gateway.errors import ApiError
 from gateway.guardrails import FAILED, GuardedOutput, Message, Refused, check_prompt, load_guardrail
 from gateway.prompt_guardrail import check_chat, texts_of
-from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
+from gateway.routes.guarded_choice import GuardedChoice
+from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, TokenChunk, Tool, ToolCall, ToolCallDelta
 
 EXAMPLE = "examples.guardrail:build"
 QUESTION = Message("user", "Who are you?")
@@ -181,6 +182,12 @@ def chat_of(arguments: str, num_calls: int = 1) -> ChatPrompt:
     return ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=[call] * num_calls)])
 
 
+@pytest.mark.parametrize("arguments", ['{"what": "s\\u0061rin"}', '{"what": "s\\u0061rin \\ud800"}'])
+async def test_an_escaped_word_is_seen_beside_half_a_character_too(arguments: str) -> None:
+    with pytest.raises(ApiError, match="prompts about sarin are not answered here"):
+        await check_chat(ExampleGuardrail(), texts_of(chat_of(arguments)))
+
+
 LISTS = f"[{'[],' * 20_000}[]]"
 
 
@@ -209,3 +216,79 @@ def test_the_json_texts_of_a_chat_are_bounded_as_a_body_before_they_are_parsed(
     monkeypatch.setattr(prompt_guardrail, "_unescaped", None)
     with pytest.raises(ApiError, match="must have at most"):
         texts_of(chat_of(text, num_calls))
+
+
+# ---- A guardrail sees the text, the names and the arguments of an output, each part as an output of its own.
+
+CHUNKS = [
+    TokenChunk(text="I write"),
+    TokenChunk(text=" to bo"),
+    TokenChunk(
+        text="b@example.com", tool_calls=[ToolCallDelta(index=0, id="c0", name="mail@example.com", text_offset=13)]
+    ),
+    TokenChunk(tool_calls=[ToolCallDelta(index=0, arguments_json='{"to": "eve@exam')]),
+    TokenChunk(tool_calls=[ToolCallDelta(index=0, arguments_json="ple.com")]),
+    TokenChunk(
+        text="Done",
+        tool_calls=[
+            ToolCallDelta(index=0, arguments_json='"}'),
+            ToolCallDelta(index=1, id="c1", name="f", text_offset=4),
+            ToolCallDelta(index=1, arguments_json="{}", text_offset=4),
+        ],
+    ),
+]
+
+
+class RecordingOutput:
+    """A guardrail that changes nothing, and refuses outputs with a given word."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.parts: list[str] = []
+        self._refused = refused
+
+    async def check_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
+
+    def open_output(self, _: Sequence[Message]) -> RecordingOutput:
+        self.parts.append("")
+        return self
+
+    async def push(self, text: str) -> str:
+        self.parts[-1] += text
+        if self._refused and self._refused in self.parts[-1]:
+            raise Refused("no such words")
+        return text
+
+    async def finish(self) -> str:
+        return ""
+
+
+async def test_text_names_and_arguments_are_masked_and_keep_their_order() -> None:
+    choice = GuardedChoice(ExampleGuardrail(), [])
+    passed = [await choice.push(chunk) for chunk in CHUNKS] + [await choice.finish(0)]
+    written: list[str] = []
+    for chunk in passed:
+        position = 0
+        for delta in chunk.tool_calls:
+            written += [chunk.text[position : delta.text_offset], delta.name, delta.arguments_json]
+            position = delta.text_offset
+        written.append(chunk.text[position:])
+    assert "".join(written) == f'I write to {MASK}{MASK}{{"to": "{MASK}"}}Donef{{}}'
+    assert [delta.id for chunk in passed for delta in chunk.tool_calls if delta.id] == ["c0", "c1"]
+
+
+async def test_each_part_is_an_output_of_its_own() -> None:
+    guardrail = RecordingOutput()
+    choice = GuardedChoice(guardrail, [])
+    passed = [await choice.push(chunk) for chunk in CHUNKS]
+    assert passed == CHUNKS, "nothing is changed, so nothing waits"
+    assert guardrail.parts == [
+        "I write to bob@example.com", "mail@example.com", '{"to": "eve@example.com"}', "Done", "f", "{}"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["bob", "mail@", "eve", "Done"])
+async def test_any_part_may_be_refused(word: str) -> None:
+    choice = GuardedChoice(RecordingOutput(word), [])
+    with pytest.raises(Refused, match="no such words"):
+        [await choice.push(chunk) for chunk in CHUNKS]

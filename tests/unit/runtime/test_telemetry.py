@@ -11,10 +11,13 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
+from opentelemetry.semconv.attributes import http_attributes, url_attributes
 
 from core.config import TelemetryConfig
-from runtime.tracing.span_names import SpanName
+from runtime.tracing.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS, Attribute, SpanName
 from runtime.tracing.telemetry import SpanRecord, Telemetry
+from runtime.tracing.trace_context import start_trace
 from runtime.tracing.trace_file import JsonLinesExporter
 from tests.support.limits import no_file_larger_than
 
@@ -96,3 +99,69 @@ def test_close_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: p
     assert not stuck.ended.is_set(), "close waited for the shutdown"
     stuck.answered.set()
     assert stuck.ended.wait(PATIENCE_S), "the shutdown was abandoned"
+
+
+# ---- W3C Trace Context: which headers continue a trace, and which head is sampled.
+
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def test_a_traceparent_is_continued_with_its_decision_whatever_the_ratio() -> None:
+    for flags, sampled, ratio in (("01", True, 0.0), ("00", False, 1.0), ("03", True, 0.0)):
+        trace = start_trace({"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-{flags}", "tracestate": "a=b"}, ratio)
+        assert (trace.trace_id_hex, trace.parent_id, trace.sampled) == (TRACE_ID, int(SPAN_ID, 16), sampled)
+        parent = f"00-{TRACE_ID}-{trace.span_id:016x}-{'01' if sampled else '00'}"
+        assert trace.headers() == [("traceparent", parent), ("tracestate", "a=b")]
+
+
+def test_a_later_version_may_have_more_fields() -> None:
+    assert start_trace({"traceparent": f"01-{TRACE_ID}-{SPAN_ID}-01-more"}, 1.0).trace_id_hex == TRACE_ID
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "", "nonsense", f"00-{TRACE_ID}-{SPAN_ID}", f"ff-{TRACE_ID}-{SPAN_ID}-01", f"00-{'0' * 32}-{SPAN_ID}-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01", f"00-{TRACE_ID.upper()}-{SPAN_ID}-01", f"00-{TRACE_ID}-{SPAN_ID}-01-more",
+    ],
+)  # fmt: skip
+def test_an_invalid_traceparent_starts_a_new_trace(header: str) -> None:
+    trace = start_trace({"traceparent": header}, 1.0)
+    assert trace.trace_id_hex != TRACE_ID
+    assert trace.parent_id == 0
+    assert trace.sampled
+
+
+def test_the_ratio_decides_by_the_trace_id() -> None:
+    traces = [start_trace({}, 0.25) for _ in range(2000)]
+    assert 400 < sum(trace.sampled for trace in traces) < 600
+    assert not any(start_trace({}, 0.0).sampled for _ in range(100))
+    for trace in traces:
+        assert trace.sampled == (trace.trace_id % 2**64 < 2**62)
+
+
+# ---- Every span and attribute has a meaning, and names of others are used as their owners define them.
+
+NAMES = [value for key, value in vars(Attribute).items() if key.isupper()]
+CONVENTIONS = {
+    value
+    for module in (error_attributes, gen_ai_attributes, http_attributes, url_attributes)
+    for key, value in vars(module).items()
+    if key.isupper()
+}
+# https://github.com/Arize-ai/openinference/blob/main/spec/semantic_conventions.md
+OPENINFERENCE = {
+    "openinference.span.kind", "llm.model_name", "llm.token_count.prompt", "llm.token_count.completion",
+    "llm.token_count.total", "llm.token_count.prompt_details.cache_read",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attribute_starts_with_tandem_or_is_a_semantic_convention(name: str) -> None:
+    assert name.startswith("tandem.") or name in CONVENTIONS | OPENINFERENCE
+
+
+def test_every_span_and_every_attribute_has_a_meaning() -> None:
+    assert set(SPAN_MEANINGS) == set(SpanName)
+    assert set(ATTRIBUTE_MEANINGS) == set(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
