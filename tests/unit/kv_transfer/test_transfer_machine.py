@@ -11,7 +11,7 @@ from core.handoff import Abort, AbortReason, DevicePath, Heartbeat, PoolAccess, 
 from core.paths import PathState, PeerJoined
 from kv_transfer.protocol.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, address, assert_completed
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address, assert_completed, assert_failed
 
 
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
@@ -105,3 +105,14 @@ def test_an_owner_restarted_under_its_name_is_another_one() -> None:
     pair.event(pair.puller, MessageReceived("owner", old))
     assert pair.puller.pull_state(1) is PullerState.RESERVED
     assert pair.puller.machine.counters.dropped[Drop.FOREIGN] == 1
+
+
+def test_a_restarted_owner_does_not_know_the_old_transfers() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.run()
+    pair.owner = pair.sides["owner"] = Side(address("owner", 12), 0.0, CONFIG)
+    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
+    pair.wait(5 * CONFIG.heartbeat_s)
+    assert_failed(pair, AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
