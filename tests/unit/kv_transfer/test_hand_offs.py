@@ -19,6 +19,20 @@ readys that are lost are repeated after a heartbeat
   run                         -> puller release; puller completed 3 blocks, tokens 42; puller path owner fine
                               -> owner offer released by RELEASE
 
+readys that come in the wrong order are repeated after a heartbeat
+  offer 0                     -> owner connect puller; owner digests 1
+  pull 0..2                   -> puller connect owner; puller want: 0..2
+  run                         -> owner ready: 0; puller read: 0
+  add 1                       -> owner digests 1; owner ready: 1
+  add 2 last=1                -> owner digests 1; owner ready: 2 last 42
+  reverse
+  run                         -> puller read: 1
+  dropped                     -> puller gap 1
+  wait 2                      -> puller heartbeat: ready 2 verified 2; owner ready: 2 last 42
+                              -> owner heartbeat answered; puller read: 2
+  run                         -> puller release; puller completed 3 blocks, tokens 42; puller path owner fine
+                              -> owner offer released by RELEASE
+
 a lost last ready without blocks is repeated
   offer 0                     -> owner connect puller; owner digests 1
   pull 0                      -> puller connect owner; puller want: 0
@@ -28,6 +42,18 @@ a lost last ready without blocks is repeated
   wait 4                      -> puller heartbeat: ready 1 verified 1; owner ready: last 42; owner heartbeat answered
                               -> puller release; puller completed 1 blocks, tokens 42; puller path owner fine
                               -> owner offer released by RELEASE
+
+doubled messages do nothing twice
+  offer 0..2 last=1           -> owner connect puller; owner digests 3
+  pull 0..2                   -> puller connect owner; puller want: 0..2
+  double                      -> owner ready: 0..2 last 42
+  double                      -> puller read: 0..2
+  wait 2 deliver=0            -> puller heartbeat: ready 3
+  double                      -> owner heartbeat answered
+  double
+  reads                       -> puller release; puller completed 3 blocks, tokens 42; puller path owner fine
+  double                      -> owner offer released by RELEASE
+  dropped                     -> owner old 2; owner late 1; puller old 2
 
 a lost abort is repeated when the puller goes on asking
   offer 0                     -> owner connect puller; owner digests 1

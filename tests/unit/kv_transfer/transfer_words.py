@@ -5,7 +5,7 @@
     pull                     `reserve_pull`, and `start` with a target for each of these positions
     grow N                   the puller wants N blocks of a growing sequence of which it knows 10 tokens
     place                    a target for each block that lacks one
-    deliver, lose            all messages that are on the way, or those of one kind
+    deliver, double, lose    all messages that are on the way, or those of one kind
     reads, run               end the reads in flight; deliver and read until nothing is left to do
 
 An action begins with the side that returns it. Heartbeats are due after 2 s, and a lease ends after 12 s.
@@ -97,8 +97,16 @@ class PairReplay(Replay):
             for mail in self.take(kind):
                 self.both.deliver(mail)
 
+    def double(self) -> None:
+        for mail in self.take(""):
+            self.both.deliver(mail)
+            self.both.deliver(mail)
+
     def lose(self, kind: str = "") -> None:
         self.take(kind)
+
+    def reverse(self) -> None:
+        self.both.mail.reverse()
 
     # ---- reads, time and peers
 
@@ -133,3 +141,7 @@ class PairReplay(Replay):
 
     def state(self) -> list[str]:
         return [self.both.puller.pull_state(ID).value]
+
+    def dropped(self) -> list[str]:
+        sides = [(side.name, side.machine.counters.dropped) for side in self.both.sides.values()]
+        return [f"{name} {why}" for name, dropped in sides for why in counts((d.value, n) for d, n in dropped.items())]
