@@ -126,7 +126,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         call = _DecodeCall(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:
-            self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence), wire.is_move))
+            number, prefix = codec.decode_call(wire.sequence), codec.decode_prefix(wire)
+            self._driver.ask(DecodeArrived(request, source, deadline, number, wire.is_move, prefix))
             end = await call.end
         finally:
             del self._calls[request.request_id]
@@ -211,6 +212,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         }
         if done.finish_reason is FinishReason.HANDOFF:
             attributes[Stage.MOVE] = {Attribute.TRANSFERRED_BYTES: done.moved_bytes}
+        if done.prefix is not None:
+            attributes[Stage.QUEUE] = done.prefix.describe()
         if done.pull is not None:
             attributes[Stage.TRANSFER] = _describe_pull(done.pull, done.num_skipped_blocks)
         common = {Attribute.WORKER: self._worker_id}
@@ -260,4 +263,5 @@ def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished
         num_skipped_blocks=done.num_skipped_blocks,
         drafted_tokens=done.num_drafts,
         accepted_drafts=done.num_right_drafts,
+        read_tokens=0 if done.prefix is None else done.prefix.num_tokens,
     )

@@ -57,16 +57,19 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             stages=self._stages(done),
             kv_block_seconds=done.kv_block_seconds,
             handoff=done.handoff,
+            read_tokens=0 if done.prefix is None else done.prefix.num_tokens,
         )
 
     def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:
-        computed = {
+        computed: dict[str, object] = {
             Attribute.CACHED_TOKENS: done.cached_tokens,
             Attribute.TOKENS: done.num_tokens - done.cached_tokens,
             Attribute.BLOCKS: done.num_blocks,
         }
-        common = {Attribute.WORKER: self._worker_id}
-        return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, {Stage.PREFILL: computed}, common)
+        attributes: dict[Stage, dict[str, object]] = {Stage.PREFILL: computed}
+        if done.prefix is not None:
+            attributes[Stage.QUEUE] = done.prefix.describe()
+        return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, attributes, {Attribute.WORKER: self._worker_id})
 
     async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:
         request = codec.decode_sequence(wire.sequence)
@@ -74,7 +77,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             await self._check_grammar(request.sampling.grammar)
         transfer_id, reader = codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.reader)
         deadline = self._driver.now() + timeout_s
-        arrived = PrefillArrived(request, transfer_id, reader, deadline, codec.decode_call(wire.sequence))
+        call, prefix = codec.decode_call(wire.sequence), codec.decode_prefix(wire)
+        arrived = PrefillArrived(request, transfer_id, reader, deadline, call, prefix)
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         answer: asyncio.Future[PrefillDone] = asyncio.get_running_loop().create_future()

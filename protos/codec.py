@@ -5,11 +5,12 @@ Decoding is strict: a value that does not fit raises `InvalidRequest`, which nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from core.block_hash import unpack_token_ids
 from core.errors import InvalidRequest
-from core.handoff import LIVE_STATES, TransferId
+from core.handoff import LIVE_STATES, PrefixSource, TransferId
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams, check_num_logit_biases, check_num_stop_token_ids
@@ -175,14 +176,9 @@ def decode_sampling(
 
 def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
     logprobs = wire.logprobs if wire.HasField("logprobs") else None
-    try:
-        token_ids = unpack_token_ids(wire.packed_token_ids)
-    except ValueError as error:
-        num_bytes = len(wire.packed_token_ids)
-        raise InvalidRequest("packed_token_ids", f"must have 4 bytes for each token, has {num_bytes} bytes") from error
     return Request(
         request_id=wire.request_id,
-        token_ids=token_ids,
+        token_ids=decode_token_ids(wire.packed_token_ids),
         num_prompt_tokens=wire.num_prompt_tokens,
         sampling=decode_sampling(
             wire.sampling, wire.stop, logprobs, {"max_tokens": 0}, wire.grammar, not wire.no_speculation
@@ -193,6 +189,40 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         tenant=wire.tenant,
         age_s=wire.age_us / 1e6,
     )
+
+
+def decode_token_ids(packed: bytes) -> tuple[int, ...]:
+    try:
+        return unpack_token_ids(packed)
+    except ValueError as error:
+        message = f"must have 4 bytes for each token, has {len(packed)} bytes"
+        raise InvalidRequest("packed_token_ids", message) from error
+
+
+def encode_prefix(prefix: PrefixSource | None) -> worker_pb2.PrefixSource | None:
+    if prefix is None:
+        return None
+    return worker_pb2.PrefixSource(
+        transfer_id=handoff_codec.encode_transfer_id(prefix.transfer_id),
+        agent=encode_agent(prefix.agent),
+        num_tokens=prefix.num_tokens,
+        limit_ms=prefix.limit_s * 1e3,
+    )
+
+
+def decode_prefix(wire: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> PrefixSource | None:
+    """The source of a call; None without one."""
+    if not wire.HasField("prefix"):
+        return None
+    transfer_id, agent = decode_transfer_id(wire.prefix.transfer_id), decode_agent(wire.prefix.agent)
+    return PrefixSource(transfer_id, agent, wire.prefix.num_tokens, decode_limit(wire.prefix.limit_ms))
+
+
+def decode_limit(limit_ms: float) -> float:
+    """Seconds."""
+    if not 0.0 < limit_ms < math.inf:
+        raise InvalidRequest("limit_ms", f"must be finite and more than 0, is {limit_ms}")
+    return limit_ms / 1e3
 
 
 def decode_call(wire: worker_pb2.SequenceRequest) -> CallId:

@@ -216,6 +216,9 @@ class RouterShell:
                 self.links[worker_id].update_peers(changes)
             case events.HandOver():
                 self.links[action.worker_id].hand_over(action)
+            case events.OfferPrefix():
+                if action.worker_id in self.links:  # else the reader computes the prefix
+                    self.links[action.worker_id].offer_prefix(action)
             case events.StartMove() | events.ResumeSequence():
                 self.links[action.worker_id].move(action)
             case events.CancelDispatch(dispatch_id):

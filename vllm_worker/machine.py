@@ -61,6 +61,7 @@ from vllm_worker.load import EngineLoad
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
+from worker.prefixes import PrefixRequested
 
 MAX_EARLY_HANDOFFS = 1024  # hand-offs that wait for their Decode calls; beyond: `QueueFull`
 EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call; beyond: forgotten
@@ -95,6 +96,7 @@ VllmEvent = (
     | HandoffArrived
     | MoveArrived
     | ResumeArrived
+    | PrefixRequested
     | EngineReport
     | ConfigChanged
     | DrainRequested
@@ -179,6 +181,8 @@ class VllmMachine:
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
             case MoveArrived() | ResumeArrived():
                 raise InvalidRequest("request_id", "the engine of this worker moves no running sequence")
+            case PrefixRequested():
+                raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
             case HandoffArrived(transfer_id, handoff):
                 return self._on_handoff(transfer_id, handoff, now)
             case ConfigChanged(scheduler, worker):

@@ -21,8 +21,9 @@ from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState
 from core.scheduling.sequence import Sequence
-from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats, TransferAction
+from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, TransferAction
 from kv_transfer.protocol.machine import TransferMachine
+from runtime.tracing.span_names import Attribute
 from worker.core import WorkerCore, claim_of
 
 MAX_PREFIX_PULLS = 16  # prefixes on their way to a worker; beyond: computed
@@ -43,11 +44,14 @@ class PrefixRequested:
 @dataclass(slots=True, eq=False)
 class PrefixPull:
     sequence: Sequence  # while it waits, its block table is the cached prefix
-    transfer_id: TransferId
+    source: PrefixSource
     targets: list[int]  # INCOMING, in order of position
     begun_at: float
-    late_at: float
     is_awaited: bool = True  # the sequence waits here
+
+    @property
+    def late_at(self) -> float:
+        return self.begun_at + self.source.limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,17 @@ class PulledPrefix:
 
     num_tokens: int  # 0: the pull failed, was late, or found nothing
     wait_s: float
-    stats: PullStats | None = None
+    owner: str  # name of the agent
+    num_bytes: int = 0
+
+    def describe(self) -> dict[str, object]:
+        """Attributes of the span of the queue."""
+        return {
+            Attribute.PREFIX_TOKENS: self.num_tokens,
+            Attribute.PREFIX_WAIT_MS: self.wait_s * 1e3,
+            Attribute.PREFIX_BYTES: self.num_bytes,
+            Attribute.PREFIX_OWNER: self.owner,
+        }
 
 
 class Prefixes:
@@ -108,8 +122,7 @@ class Prefixes:
             return None
         targets = self._core.pool.reserve(len(positions))
         assert targets is not None, "spare blocks are available"
-        late_at = now + source.limit_s
-        self.pulls[source.transfer_id] = PrefixPull(sequence, source.transfer_id, targets, now, late_at)
+        self.pulls[source.transfer_id] = PrefixPull(sequence, source, targets, now)
         puller = transfers.puller
         actions += puller.start(source.transfer_id, positions, now, may_be_short=True)
         return actions + puller.add_targets(source.transfer_id, dict(zip(positions, targets, strict=True)), now)
@@ -130,7 +143,7 @@ class Prefixes:
             num_arrived = result.stats.num_blocks
             self._register(pull.sequence, pull.targets[:num_arrived])
         pool.cancel_reservation(pull.targets[num_arrived:])
-        self._join(pull, now, num_arrived, result.stats if isinstance(result, PullCompleted) else None)
+        self._join(pull, now, num_arrived)
 
     def _register(self, sequence: Sequence, blocks: list[int]) -> None:
         scheduler = self._core.scheduler
@@ -139,13 +152,15 @@ class Prefixes:
         sequence.num_computed_tokens = sequence.num_planned_tokens = len(sequence.block_table) * scheduler.block_size
         scheduler.blocks.register_full_blocks(sequence)
 
-    def _join(self, pull: PrefixPull, now: float, num_blocks: int = 0, stats: PullStats | None = None) -> None:
+    def _join(self, pull: PrefixPull, now: float, num_blocks: int = 0) -> None:
         if not pull.is_awaited:
             return
         pull.is_awaited, sequence, scheduler = False, pull.sequence, self._core.scheduler
         scheduler.drop_blocks(sequence)
-        num_tokens = num_blocks * scheduler.block_size
-        self._pulled[sequence.sequence_id] = PulledPrefix(num_tokens, now - pull.begun_at, stats)
+        layout = pull.source.agent.layout
+        self._pulled[sequence.sequence_id] = PulledPrefix(
+            num_blocks * layout.block_size, now - pull.begun_at, pull.source.agent.name, num_blocks * layout.block_bytes
+        )
         scheduler.add(sequence, has_waited=True)
 
     def take_pulled(self, request_id: str) -> PulledPrefix | None:
@@ -159,7 +174,7 @@ class Prefixes:
             if pull.is_awaited and pull.sequence.sequence_id == request_id:
                 pull.is_awaited = False
                 self._core.scheduler.drop_blocks(pull.sequence)
-                return self._transfers.puller.cancel(pull.transfer_id, reason, now)
+                return self._transfers.puller.cancel(pull.source.transfer_id, reason, now)
         return []
 
     # ---- time
@@ -168,7 +183,7 @@ class Prefixes:
         """Give up the pulls that are late."""
         actions: Actions = []
         for pull in [pull for pull in self.pulls.values() if pull.is_awaited and now >= pull.late_at]:
-            actions += self._transfers.puller.cancel(pull.transfer_id, AbortReason.DEADLINE, now)
+            actions += self._transfers.puller.cancel(pull.source.transfer_id, AbortReason.DEADLINE, now)
         return actions
 
     def next_deadline(self) -> float | None:

@@ -24,6 +24,7 @@ from core.paths import PeerJoined, PeerLeft
 from protos import codec
 from runtime.rpc.grpc_server import abort
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
+from worker.prefixes import PrefixRequested
 
 MAX_REPORTS_BEHIND = 64  # reports that wait for one router; beyond: the stream ends; the router subscribes again
 MAX_HOLDERS = 1024  # in one response of DescribeLedger
@@ -42,8 +43,8 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
     """The `tandem.v1.Worker` service.
 
     `snapshot()` returns the worker, its whole cache, its load and its paths. `changes()` returns what has changed since
-    the last call; None if nothing has. `holders()` lists the holders of blocks. `update_peer(change)` takes a join or
-    leave of a peer. The feed calls them on the loop's thread.
+    the last call; None if nothing has. `holders()` lists the holders of blocks. `ask(event)` takes the news of peers
+    from a router. The feed calls them on the loop's thread.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         snapshot: Callable[[], worker_pb2.WorkerReport],
         changes: Callable[[], worker_pb2.WorkerReport | None],
         holders: Callable[[], worker_pb2.DescribeLedgerResponse],
-        update_peer: Callable[[PeerJoined | PeerLeft], None],
+        ask: Callable[[PeerJoined | PeerLeft | PrefixRequested], None],
     ) -> None:
         self._config = config
         self._snapshot = snapshot
         self._changes = changes
         self._holders = holders
-        self._update_peer = update_peer
+        self._ask = ask
         self._subscribers: set[_Subscriber] = set()
         self._changed = asyncio.Event()
         self._number = 0  # of the last report
@@ -163,12 +164,23 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         del response.holders[limit:]
         return response
 
+    async def OfferPrefix(
+        self, request: worker_pb2.OfferPrefixRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.OfferPrefixResponse:
+        try:
+            transfer_id, reader = codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.reader)
+            token_ids, limit_s = codec.decode_token_ids(request.packed_token_ids), codec.decode_limit(request.limit_ms)
+            self._ask(PrefixRequested(transfer_id, reader, token_ids, request.cache_salt, limit_s))
+        except TandemError as error:
+            await abort(context, error)
+        return worker_pb2.OfferPrefixResponse()
+
     async def UpdatePeers(
         self, request: worker_pb2.UpdatePeersRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.UpdatePeersResponse:
         try:
             for change in request.changes:
-                self._update_peer(codec.decode_change(change))
+                self._ask(codec.decode_change(change))
         except TandemError as error:
             await abort(context, error)
         return worker_pb2.UpdatePeersResponse()

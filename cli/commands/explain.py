@@ -11,9 +11,10 @@ from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
-# new = tokens to compute; room = wait for blocks of the decode worker; gap = what each step of its streams becomes
-# longer, times the streams; first = until the first token. All times are in ms.
-COLUMNS = ("cached", "new", "queue", "prefill", "transfer", "room", "gap", "first", "cost")
+# new = tokens to compute; read = until a peer's cached part of the prompt is here, while the queue goes on; room = wait
+# for blocks of the decode worker; gap = what each step of its streams becomes longer, times the streams; first = until
+# the first token. All times are in ms.
+COLUMNS = ("cached", "new", "queue", "read", "prefill", "transfer", "room", "gap", "first", "cost")
 MAX_ROWS = 24
 MIN_PIPE_WIDTH = 120  # columns of an output that is no terminal
 
@@ -45,7 +46,7 @@ def _row(candidate: cluster_pb2.Candidate) -> list[str]:
         _name(c.decode_worker),
         str(c.cached_tokens),
         str(c.uncached_tokens),
-        *(_ms(time) for time in (c.queue_ms, c.prefill_ms, c.transfer_ms, c.room_wait_ms)),
+        *(_ms(time) for time in (c.queue_ms, c.read_ms, c.prefill_ms, c.transfer_ms, c.room_wait_ms)),
         f"{_ms(c.gap_ms)} x {c.num_streams}",
         _ms(c.first_token_ms),
         _ms(c.cost_ms),

@@ -13,7 +13,9 @@ from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 Json = dict[str, Any]
 
 COLUMNS = ("free", "cached", "held", "leased", "incoming")  # of the KV ledger, in the order of the page
-CANDIDATE_TERMS = ("queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "first_token_ms", "cost_ms")
+CANDIDATE_TERMS = (
+    "queue_ms", "read_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "first_token_ms", "cost_ms",
+)  # fmt: skip
 PHASES = (
     "tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms",
     "decode_ms",
@@ -142,6 +144,8 @@ def _candidate_view(candidate: cluster_pb2.Candidate) -> Json:
         "uncached_tokens": candidate.uncached_tokens,
         "transfer_blocks": candidate.transfer_blocks,
         "num_streams": candidate.num_streams,
+        "source": candidate.source,
+        "read_tokens": candidate.read_tokens,
         "chosen": candidate.chosen,
     }
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 import grpc
 import grpc.aio
 
+from core.block_hash import pack_token_ids
 from core.errors import (
     InvalidRequest,
     TandemError,
@@ -235,6 +236,9 @@ class WorkerLink:
     def move(self, action: events.StartMove | events.ResumeSequence) -> None:
         self._call_shortly(self._call_move(action), f"{action.dispatch_id} move")
 
+    def offer_prefix(self, action: events.OfferPrefix) -> None:
+        self._call_shortly(self._call_offer_prefix(action), f"{action.dispatch_id} prefix")
+
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
         if call is not None:
@@ -278,6 +282,7 @@ class WorkerLink:
                 sequence=codec.encode_sequence(action.request, CallId(self._router_id, action.call)),
                 transfer_id=encode_transfer_id(action.transfer_id),
                 reader=codec.encode_agent(action.reader),
+                prefix=codec.encode_prefix(action.prefix),
             )
             answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
             result = _decode_prefill(answer)
@@ -294,6 +299,24 @@ class WorkerLink:
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             failed = TransferFailed(f"the decode worker did not take the hand-off: {_failure(error)}")
             self._post(events.DecodeReturned(action.dispatch_id, failed))
+
+    async def _call_offer_prefix(self, action: events.OfferPrefix) -> None:
+        request = worker_pb2.OfferPrefixRequest(
+            transfer_id=encode_transfer_id(action.transfer_id),
+            reader=codec.encode_agent(action.reader),
+            packed_token_ids=pack_token_ids(action.token_ids),
+            cache_salt=action.cache_salt,
+            limit_ms=action.limit_s * 1e3,
+        )
+        try:
+            await self._worker.OfferPrefix(request, timeout=action.limit_s, metadata=self._credentials.metadata)
+        except grpc.aio.AioRpcError as error:  # the reader computes the prefix at the end of its limit
+            logger.info(
+                "worker %s gives no prefix for %s: %s",
+                self.endpoint.service_id,
+                action.dispatch_id,
+                error_from(error),
+            )
 
     async def _call_move(self, action: events.StartMove | events.ResumeSequence) -> None:
         request = worker_pb2.MoveRequest(transfer_id=encode_transfer_id(action.transfer_id))
@@ -323,7 +346,10 @@ class WorkerLink:
             if not stream_id:
                 raise TokenStreamEnded("the token stream of the worker is closed")
             sequence = codec.encode_sequence(action.request, CallId(self._router_id, action.call))
-            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id, is_move=action.is_move)
+            prefix = codec.encode_prefix(action.prefix)
+            request = worker_pb2.DecodeRequest(
+                sequence=sequence, stream_id=stream_id, is_move=action.is_move, prefix=prefix
+            )
             if action.source is not None:
                 transfer_id, agent = action.source
                 request.transfer_id = encode_transfer_id(transfer_id)
@@ -360,6 +386,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
         handoff=wire.handoff,
+        read_tokens=wire.read_tokens,
     )
 
 
@@ -385,6 +412,7 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         drafted_tokens=wire.drafted_tokens,
         accepted_drafts=wire.accepted_drafts,
         recomputed_tokens=wire.recomputed_tokens,
+        read_tokens=wire.read_tokens,
     )
 
 

@@ -174,7 +174,7 @@ def _outcome_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
 
 def candidate_attributes(candidate: Candidate) -> dict[str, AttributeValue]:
     """The predicted terms of a candidate (docs/routing.md)."""
-    return {
+    attributes: dict[str, AttributeValue] = {
         Attribute.ROUTE_QUEUE: candidate.queue_s * 1e3,
         Attribute.ROUTE_PREFILL: candidate.prefill_s * 1e3,
         Attribute.ROUTE_TRANSFER: candidate.transfer_s * 1e3,
@@ -183,6 +183,13 @@ def candidate_attributes(candidate: Candidate) -> dict[str, AttributeValue]:
         Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
         Attribute.ROUTE_COST: candidate.cost * 1e3,
     }
+    if candidate.read.source is not None:
+        attributes |= {
+            Attribute.ROUTE_SOURCE: candidate.read.source,
+            Attribute.ROUTE_READ_TOKENS: candidate.read.num_tokens,
+            Attribute.ROUTE_READ: candidate.read.seconds * 1e3,
+        }
+    return attributes
 
 
 def route_attributes(outcome: Outcome) -> dict[str, AttributeValue]:

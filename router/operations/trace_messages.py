@@ -137,4 +137,7 @@ def encode_candidate(candidate: Candidate, chosen: bool) -> cluster_pb2.Candidat
         num_streams=candidate.num_streams,
         first_token_ms=candidate.first_token_s * 1e3,
         cost_ms=candidate.cost * 1e3,
+        source=candidate.read.source or "",
+        read_tokens=candidate.read.num_tokens,
+        read_ms=candidate.read.seconds * 1e3,
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from core.config import RouterConfig
 from core.errors import TandemError
-from core.handoff import AgentAddress, TransferId
+from core.handoff import AgentAddress, PrefixSource, TransferId
 from core.lifecycle import FinishReason, MoveReason, RequestPath, ServiceRole, Stage, Timeline
 from core.machine import Tick
 from core.paths import PathStatus, PeerJoined, PeerLeft
@@ -101,6 +101,7 @@ class PrefillResult:
     prefill_s: float
     stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
+    read_tokens: int = 0  # of the prompt, read from a peer that had cached them
     handoff: bytes = b""  # for the engine of the decode worker; empty if the workers move the blocks
 
 
@@ -162,6 +163,7 @@ class DecodeResult:
     drafted_tokens: int = 0  # guesses that the worker computed
     accepted_drafts: int = 0  # ... and that were right
     recomputed_tokens: int = 0  # on this worker
+    read_tokens: int = 0  # of the prompt, read from a peer that had cached them
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class StartPrefill:
     reader: AgentAddress
     timeout_s: float
     call: int  # number of the call; the machine numbers all calls in the order in which they start
+    prefix: PrefixSource | None = None  # a peer that has cached what the worker has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,20 @@ class StartDecode:
     call: int
     promise: Promise | None = None  # for the client
     is_move: bool = False  # the source is a decode worker that still generates tokens
+    prefix: PrefixSource | None = None  # as for a prefill worker; without a source only
+
+
+@dataclass(frozen=True, slots=True)
+class OfferPrefix:
+    """Tell a worker who reads the prefix that it has cached. A failure costs the reader's call time only."""
+
+    dispatch_id: str
+    worker_id: str
+    transfer_id: TransferId
+    reader: AgentAddress
+    token_ids: tuple[int, ...]  # of the prefix
+    cache_salt: str
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +338,7 @@ class Outcome:
     num_moves: int = 0  # to other decode workers
     num_resumed_tokens: int = 0  # of the output, delivered by another router
     recomputed_tokens: int = 0  # of prompt and output
+    read_tokens: int = 0  # of the prompt, read from `candidate.read.source`
 
     @property
     def num_gaps(self) -> int:
@@ -364,6 +382,7 @@ class UpdatePeers:
 RouterAction = (
     StartPrefill
     | StartDecode
+    | OfferPrefix
     | StartMove
     | ResumeSequence
     | HandOver

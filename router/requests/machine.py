@@ -172,6 +172,7 @@ class RouterMachine:
             return self._on_prefill_failed(routed, event.result, now)
         self._dispatches.end_prefill(routed)
         dispatch_of(routed).prefill = event.result
+        self.workers.note_read(dispatch_of(routed).candidate, event.result.read_tokens, now)
         routed.kv_block_seconds += event.result.kv_block_seconds
         routed.note_recomputed(event.result.cached_tokens)
         token = event.result.token
@@ -233,6 +234,8 @@ class RouterMachine:
             lost = TransferFailed("the sequence has moved to a call that the router has ended")
             return self._retry(routed, lost, dispatch.candidate.decode_worker, now)
         routed.note_decoded(dispatch, result)
+        if dispatch.transfer_id is None:
+            self.workers.note_read(dispatch.candidate, result.read_tokens, now)
         return self._finish_if_complete(routed, now)
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from core.handoff import TransferId
+from core.handoff import PrefixSource, TransferId
+from core.request import Request
 from router.requests import events
 from router.requests.events import PrefillResult, RouterAction
 from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of, dispatch_of
 from router.routing.policy import Candidate
 from router.routing.worker_record import CallWork
 from router.routing.workers import WorkerTable
+
+LATE_FACTOR, LATE_S = 2.0, 0.05  # a read of a prefix is late after so many times its price, and so many seconds
 
 
 class OpenDispatches:
@@ -35,11 +38,15 @@ class OpenDispatches:
         timeout_s = max(0.0, routed.deadline - now)
         uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
         decode = self._workers.chosen(candidate.decode_worker)
+        prefix, offered = self._read_prefix(dispatch_id, request, candidate, now)
         if candidate.prefill_worker is None:
             work_s = decode.step_cost.prompt_seconds(uncached, cached)
             num_blocks = -(-uncached // decode.agent.layout.block_size)
             decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
-            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call, routed.promise)]
+            start = events.StartDecode(
+                dispatch_id, decode.worker_id, request, None, timeout_s, call, routed.promise, prefix=prefix
+            )
+            return [start, *offered]
         prefill, ticket, prefill_call = (
             self._workers.chosen(candidate.prefill_worker),
             self._new_ticket(),
@@ -52,8 +59,30 @@ class OpenDispatches:
             events.StartDecode(
                 dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call, routed.promise
             ),
-            events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call),
+            events.StartPrefill(
+                dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call, prefix
+            ),
+            *offered,
         ]
+
+    def _read_prefix(
+        self, dispatch_id: str, request: Request, candidate: Candidate, now: float
+    ) -> tuple[PrefixSource | None, list[RouterAction]]:
+        """What the computing worker reads from a peer, and the action that tells the peer of it."""
+        read = candidate.read
+        if read.source is None:
+            return None, []
+        source = self._workers.chosen(read.source)
+        reader = self._workers.chosen(candidate.prefill_worker or candidate.decode_worker)
+        for record in (source, reader):
+            record.use_link(now + read.seconds)
+        limit_s = LATE_FACTOR * read.seconds + LATE_S
+        prefix = PrefixSource(self._new_ticket(), source.agent, candidate.cached_tokens, limit_s)
+        offer = events.OfferPrefix(
+            dispatch_id, source.worker_id, prefix.transfer_id, reader.agent,
+            request.token_ids[: candidate.cached_tokens], request.cache_salt, limit_s,
+        )  # fmt: skip
+        return prefix, [offer]
 
     def open_move(self, routed: RoutedRequest, worker_id: str, now: float) -> Dispatch:
         """A dispatch of the same request on another decode worker, which takes over later."""

@@ -166,6 +166,7 @@ class RoutedRequest:
             num_moves=self.num_moves,
             num_resumed_tokens=self.num_resumed,
             recomputed_tokens=self.num_recomputed_tokens,
+            read_tokens=0 if computed is None else min(computed.read_tokens, num_prompt_tokens),
         )
 
     def _path(self, dispatch: Dispatch) -> RequestPath:
@@ -272,7 +273,8 @@ def joined(results: Items[DecodeResult]) -> DecodeResult:
     if len(results) == 1:
         return results[0]
     sums = {name: sum(getattr(result, name) for result in results) for name in _SUMMED}
-    return replace(results[-1], cached_tokens=results[0].cached_tokens, **sums)
+    first = results[0]
+    return replace(results[-1], cached_tokens=first.cached_tokens, read_tokens=first.read_tokens, **sums)
 
 
 def dispatch_of(routed: RoutedRequest) -> Dispatch:

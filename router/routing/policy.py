@@ -4,15 +4,19 @@ For a pair (prefill worker P, decode worker D), and for D alone, which then comp
 
     cost = queue_s         until the computing worker begins the prompt: its step, and the prompts that go first
          + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
+           or read_s       in place of queue_s, if the worker reads a cached prefix from a peer for longer than that
          + transfer_s      that the second token is late for the part of the transfer which no compute hides
          + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
          + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/cost/step_cost.py`), their
-prompts by remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A token
+prompts by remaining work, their blocks, and the measured bandwidth of the paths. Nothing is weighed. A token
 is late if its gap exceeds the step limit of D, which follows from `slo_itl_ms`. So streams within the limit cost
 nothing, and D computes prompts while it has time to spare. Among candidates of nearly the same cost, the workers with
 the fewest requests of this router win.
+
+A worker that computes a prompt may first read a part of it that a peer has cached (docs/adr/0060), if it then ends
+sooner. The read and the queue pass at the same time.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -29,7 +33,7 @@ from typing import NamedTuple, Protocol
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork
 from core.lifecycle import RequestPath
-from core.paths import PathStatus
+from core.paths import PathState, PathStatus
 from core.scheduling.step_budget import MIN_PROMPT_TOKENS
 from core.scheduling.worker_load import size_class
 
@@ -39,8 +43,11 @@ NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
 MESSAGE_S = 0.002  # from the router to a worker and back
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
+MAX_SOURCES = 4  # workers with the longest cached parts of a prompt, from which another may read
 UNKNOWN_BYTES_PER_S = 1e10  # of a path that nobody has measured: high, so that its first transfer measures it
 
+
+NO_PATH = frozenset({PathState.UNREACHABLE, PathState.REFUSED})
 
 _NONE_ARRIVING = (0.0,)
 _new_tuple = tuple.__new__  # a decision makes a hundred candidates, and the constructor takes twice as long
@@ -71,6 +78,9 @@ class WorkerView:
     agent_name: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
     num_blocks: int = 0  # of the whole pool
+    reads_prefixes: bool = False  # of peers
+    link_until: float = 0.0  # when the prefixes that it reads or gives, as far as this router knows, will have moved
+    failed_sources: Mapping[str, float] = field(default_factory=dict)  # agent of a peer -> not to be read until then
     streams_s: float = field(init=False)  # of a step without prompts
     reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
     arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
@@ -100,6 +110,7 @@ class RoutingQuestion:
     prefill_alive: bool
     block_size: int
     now: float = 0.0
+    sources: Sequence[Option] = ()  # those with the longest cached parts, of the same layout; with room or without
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -114,12 +125,23 @@ class RoutingQuestion:
         return -(-self.num_tokens // self.block_size) - cached_tokens // self.block_size
 
 
+class PrefixRead(NamedTuple):
+    """A cached part of the prompt that the computing worker reads from a peer before it computes the rest."""
+
+    source: str | None  # None: it reads nothing
+    num_tokens: int  # that it lacks
+    seconds: float  # from the dispatch to the last block
+
+
+NO_READ = PrefixRead(None, 0, 0.0)
+
+
 class Candidate(NamedTuple):
     """A way to serve a request, with its predicted times in seconds."""
 
     prefill_worker: str | None  # None: the decode worker computes the prompt
     decode_worker: str
-    cached_tokens: int  # on the worker that computes the prompt
+    cached_tokens: int  # on the worker that computes the prompt, with those that it reads from a peer
     uncached_tokens: int
     transfer_blocks: int
     num_dispatched: int  # requests of this router on the workers
@@ -129,6 +151,7 @@ class Candidate(NamedTuple):
     room_wait_s: float = 0.0
     gap_s: float = 0.0
     num_streams: int = 0
+    read: PrefixRead = NO_READ
 
     @property
     def path(self) -> RequestPath:
@@ -138,12 +161,12 @@ class Candidate(NamedTuple):
     def first_token_s(self) -> float:
         """Predicted, from the dispatch on."""
         wait_s = self.room_wait_s if self.prefill_worker is None else 0.0
-        return wait_s + self.queue_s + self.prefill_s + MESSAGE_S
+        return wait_s + max(self.queue_s, self.read.seconds) + self.prefill_s + MESSAGE_S
 
     @property
     def cost(self) -> float:
         """Seconds."""
-        ready_s = self.queue_s + self.prefill_s + self.transfer_s + self.room_wait_s
+        ready_s = max(self.queue_s, self.read.seconds) + self.prefill_s + self.transfer_s + self.room_wait_s
         return ready_s + self.gap_s * self.num_streams
 
     @property
@@ -189,16 +212,12 @@ class SecondsPolicy:
             found = [alone(question, worker, cached) for worker, cached in _promising(question, decode)]
         if question.prefill and decode:
             promising = _promising(question, question.prefill)
-            computing = [(prompt_times(question, *option), *option) for option in promising]
+            computing = [(begin(question, *option), option[0]) for option in promising]
             computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
             reading = decode
             if len(decode) > MAX_PAIRED:
                 reading = nsmallest(MAX_PAIRED, decode, key=lambda option: _reading_cost(question, *option))
-            found += [
-                pair(question, times, p, p_cached, d, d_cached)
-                for times, p, p_cached in computing
-                for d, d_cached in reading
-            ]
+            found += [pair(question, start, p, d, d_cached) for start, p in computing for d, d_cached in reading]
         return found
 
 
@@ -229,7 +248,55 @@ class PromptTimes(NamedTuple):
         return self.queue_s + self.prefill_s
 
 
+class Start(NamedTuple):
+    """How a worker comes to the first token of a prompt."""
+
+    times: PromptTimes
+    cached_tokens: int  # with those that it reads
+    read: PrefixRead = NO_READ
+
+    @property
+    def total_s(self) -> float:
+        return max(self.times.queue_s, self.read.seconds) + self.times.prefill_s
+
+
 _COMPUTED = PromptTimes(0.0, 0.0, 0.0)
+
+
+def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Start:
+    """With the prefix of a peer, if the prompt is then computed sooner."""
+    start = Start(prompt_times(question, worker, cached_tokens), cached_tokens)
+    if not worker.reads_prefixes:
+        return start
+    reads = [read for source in question.sources if (read := prefix_read(question, worker, cached_tokens, *source))]
+    if not reads:
+        return start
+    # A token costs about the same everywhere, so few reads are worth a closer look.
+    read = min(reads, key=lambda read: read.seconds - read.num_tokens * worker.cost.token_s)
+    cached_tokens += read.num_tokens
+    with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read)
+    least_gain_s = NEAR_TIE_SHARE * start.total_s + NEAR_TIE_S
+    return with_read if with_read.total_s + least_gain_s < start.total_s else start
+
+
+def prefix_read(
+    question: RoutingQuestion, reader: WorkerView, cached_tokens: int, owner: WorkerView, owned_tokens: int
+) -> PrefixRead | None:
+    """What the reader would read; None if it has as much, or no path. Pulls that this router knows of come first."""
+    block_size = question.block_size
+    # The last prompt token is always computed: the first output token is drawn from its logits.
+    num_tokens = min(owned_tokens, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
+    if num_tokens <= 0 or owner is reader or reader.failed_sources.get(owner.agent_name, 0.0) > question.now:
+        return None
+    path, back = reader.paths.get(owner.agent_name), owner.paths.get(reader.agent_name)
+    if path is not None and path.state in NO_PATH:
+        return None
+    speeds = [known.bytes_per_s or known.expected_bytes_per_s for known in (path, back) if known is not None]
+    bytes_per_s = next(filter(None, speeds), UNKNOWN_BYTES_PER_S)  # either way, until the reader has measured its own
+    behind_s = max(0.0, max(reader.link_until, owner.link_until) - question.now)
+    moved_s = num_tokens // block_size * reader.block_bytes / bytes_per_s
+    latency_s = MESSAGE_S + (0.0 if path is None else path.latency_s)
+    return PrefixRead(owner.worker_id, num_tokens, latency_s + behind_s + moved_s)
 
 
 def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:
@@ -270,19 +337,19 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
 
 
 def pair(
-    question: RoutingQuestion,
-    times: PromptTimes,
-    prefill: WorkerView,
-    prefill_cached: int,
-    decode: WorkerView,
-    decode_cached: int,
+    question: RoutingQuestion, start: Start, prefill: WorkerView, decode: WorkerView, decode_cached: int
 ) -> Candidate:
-    missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
+    times, missing, uncached = (
+        start.times,
+        question.missing_blocks(decode_cached),
+        question.uncached(start.cached_tokens),
+    )
     transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
         prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
-        _room_wait_s(question, decode, decode_cached, times.total_s), _stream_s(question, decode), decode.num_sequences,
+        _room_wait_s(question, decode, decode_cached, start.total_s), _stream_s(question, decode), decode.num_sequences,
+        start.read,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
@@ -301,18 +368,19 @@ def move_target(
         num_blocks = -(-(max_total_tokens - 1) // question.block_size) - cached // question.block_size
         num_taken = num_blocks + _num_held_hits(question, worker, cached)
         if num_taken + ceil(reserve_share * worker.num_blocks) <= worker.num_free_blocks:
-            candidate = pair(question, _COMPUTED, source, question.num_tokens, worker, cached)
+            candidate = pair(question, Start(_COMPUTED, question.num_tokens), source, worker, cached)
             found.append(candidate._replace(transfer_blocks=num_blocks))
     return _spread(found) if found else None
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
     """The decode worker computes the prompt, in steps that its streams share."""
-    uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
+    start = begin(question, worker, cached_tokens)
+    uncached, times = question.uncached(start.cached_tokens), start.times
     terms = (
         None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
         times.prefill_s, 0.0, _room_wait_s(question, worker, cached_tokens, 0.0),
-        times.gap_s + _stream_s(question, worker), worker.num_sequences,
+        times.gap_s + _stream_s(question, worker), worker.num_sequences, start.read,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 

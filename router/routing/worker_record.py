@@ -83,6 +83,8 @@ class WorkerRecord:
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
     on_the_way: dict[int, CallWork] = field(default_factory=dict)  # calls that no report has yet
     release: ReleaseRate = field(default_factory=ReleaseRate)
+    link_until: float = 0.0  # of `WorkerView`, like the next one
+    failed_sources: dict[str, float] = field(default_factory=dict)
     load_at: float = 0.0  # time of `load`; the worker has said since then, at most, that it is unchanged
     view: WorkerView = field(init=False)
     has_room: bool = field(init=False)
@@ -115,6 +117,11 @@ class WorkerRecord:
         if number is not None:
             self.on_the_way.pop(number, None)
             self.refresh()
+
+    def use_link(self, until: float) -> None:
+        """A prefix that it reads or gives is on its way until then."""
+        self.link_until = max(self.link_until, until)
+        self.refresh()
 
     def set_max_in_flight(self, max_in_flight: int) -> None:
         self.max_in_flight, self.most_dispatched = max_in_flight, len(self.dispatched)
@@ -162,6 +169,9 @@ class WorkerRecord:
             agent_name=self.agent.name,
             paths=self.paths,
             num_blocks=self.agent.num_blocks,
+            reads_prefixes=load.gives_prefixes,
+            link_until=self.link_until,
+            failed_sources=self.failed_sources,
         )
         self.has_room = self.serves and not self.suspect and num_sequences < self.max_in_flight
 

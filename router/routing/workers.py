@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from heapq import nlargest
+from operator import itemgetter
 
 from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
@@ -15,7 +17,7 @@ from core.lifecycle import MoveReason, ServiceRole
 from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
-from router.routing.policy import Candidate, Option, Policy, RoutingQuestion, alone, move_target
+from router.routing.policy import MAX_SOURCES, Candidate, Option, Policy, RoutingQuestion, alone, move_target
 from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
@@ -23,6 +25,7 @@ NOT_TIMED = nullcontext()
 NOBODY = ("", 0)
 START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
+FAILED_SOURCE_S = 10.0  # for which a worker does not read from a peer again that has brought it nothing
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
@@ -79,6 +82,7 @@ class WorkerTable:
         if known is not None:
             record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
             record.leaves, record.most_dispatched = known.leaves, known.most_dispatched
+            record.link_until, record.failed_sources = known.link_until, known.failed_sources
             record.take_load(record.load)
             self._count_routers(known, -1)
         self._count_routers(record, 1)
@@ -362,6 +366,7 @@ class WorkerTable:
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
+        sources = self._sources(matched, version, now)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
@@ -375,7 +380,37 @@ class WorkerTable:
             prefill_alive,
             self._block_sizes[ServiceRole.DECODE],
             now,
+            sources,
         )
+
+    def _sources(self, matched: dict[str, int], version: int, now: float) -> list[Option]:
+        """The workers with the longest cached parts of a prompt that may give them to others, even while they drain.
+
+        None if the pools have different block sizes, because the hashes of their blocks differ.
+        """
+        sizes = set(self._block_sizes.values())
+        if self.config.peer_prefixes == "never" or not matched or len(sizes) > 1:
+            return []
+        oldest, block_size = now - self.config.report_stale_s, self._block_sizes[ServiceRole.DECODE]
+        records = (self._records[worker_id] for worker_id in matched if worker_id in self._records)
+        giving = [
+            record
+            for record in records
+            if record.load.gives_prefixes and record.agent.protocol_version == version
+            and not record.suspect and record.reported_at >= oldest
+        ]  # fmt: skip
+        return nlargest(MAX_SOURCES, _options(giving, matched, block_size), key=itemgetter(1))
+
+    def note_read(self, candidate: Candidate, num_tokens: int, now: float) -> None:
+        """A call has returned that read so many tokens from the source of the candidate."""
+        reader = self._records.get(candidate.prefill_worker or candidate.decode_worker)
+        source = None if candidate.read.source is None else self._records.get(candidate.read.source)
+        if reader is None or source is None:
+            return
+        reader.failed_sources = {name: until for name, until in reader.failed_sources.items() if until > now}
+        if not num_tokens:
+            reader.failed_sources[source.agent.name] = now + FAILED_SOURCE_S
+        reader.refresh()
 
     def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float, num_tokens: int) -> list[WorkerRecord]:
         """Workers of this role that can take a request now, and whose whole pool holds so many tokens. Those in `avoid`

@@ -50,6 +50,7 @@ def receipt_of(outcome: Outcome) -> inference_pb2.Receipt:
         decode_ms=outcome.timeline.seconds_in(Stage.DECODE) * 1e3,
         kv_block_seconds=outcome.kv_block_seconds,
         transferred_bytes=0 if outcome.decode is None else outcome.decode.transferred_bytes,
+        read_tokens=outcome.read_tokens,
     )
 
 

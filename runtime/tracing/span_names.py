@@ -84,6 +84,9 @@ class Attribute:
     ROUTE_GAP = "tandem.route.gap_ms"
     ROUTE_NUM_STREAMS = "tandem.route.num_streams"
     ROUTE_COST = "tandem.route.cost_ms"
+    ROUTE_SOURCE = "tandem.route.source"
+    ROUTE_READ_TOKENS = "tandem.route.read_tokens"
+    ROUTE_READ = "tandem.route.read_ms"
     PREDICTED_TTFT = "tandem.route.predicted_ttft_ms"
     TTFT = "tandem.route.ttft_ms"
     PREDICTED = "tandem.predicted_ms"
@@ -106,6 +109,10 @@ class Attribute:
     TRANSFER_GB_PER_S = "tandem.transfer.gb_per_s"
     TRANSFER_LANE = "tandem.transfer.lane"
     TRANSFER_OWNER = "tandem.transfer.owner"
+    PREFIX_TOKENS = "tandem.prefix.tokens"
+    PREFIX_WAIT_MS = "tandem.prefix.wait_ms"
+    PREFIX_BYTES = "tandem.prefix.bytes"
+    PREFIX_OWNER = "tandem.prefix.owner"
 
 
 ATTRIBUTE_MEANINGS: dict[str, str] = {
@@ -145,6 +152,9 @@ ATTRIBUTE_MEANINGS: dict[str, str] = {
     Attribute.ROUTE_GAP: "Predicted: added to each step of the decode worker",
     Attribute.ROUTE_NUM_STREAMS: "Sequences that wait for those longer steps",
     Attribute.ROUTE_COST: "Predicted: the sum that decides",
+    Attribute.ROUTE_SOURCE: "Worker from whose prefix cache the computing worker reads",
+    Attribute.ROUTE_READ_TOKENS: "Predicted: prompt tokens that it reads from there",
+    Attribute.ROUTE_READ: "Predicted: until they are read, while the queue goes on",
     Attribute.PREDICTED_TTFT: "Predicted: from the arrival to the first token",
     Attribute.TTFT: "Measured: from the arrival to the first token",
     Attribute.PREDICTED: "Predicted length of the stage; of a transfer, of its exposed part",
@@ -167,4 +177,8 @@ ATTRIBUTE_MEANINGS: dict[str, str] = {
     Attribute.TRANSFER_GB_PER_S: "Bytes over the time in which reads were in flight, in 1e9 bytes per second",
     Attribute.TRANSFER_LANE: "What carried the bytes: shared memory, RDMA, TCP ...",
     Attribute.TRANSFER_OWNER: "Id of the worker that had the blocks",
+    Attribute.PREFIX_TOKENS: "Prompt tokens read from the prefix cache of a peer; 0 = the read failed or was late",
+    Attribute.PREFIX_WAIT_MS: "Waiting for that read",
+    Attribute.PREFIX_BYTES: "Bytes of that read",
+    Attribute.PREFIX_OWNER: "Name of the agent that had the prefix",
 }

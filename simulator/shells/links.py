@@ -26,6 +26,7 @@ from simulator.virtual.calls import Call, CallState
 from simulator.virtual.line import Line, independent_line
 from simulator.virtual.network import Network
 from simulator.virtual.world import SimulationError, World
+from worker.prefixes import PrefixRequested
 
 RECONNECT_S = 0.3
 CONNECT_TIMEOUT_S = 2.0
@@ -66,7 +67,10 @@ class StreamLinks:
     def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
         worker, line = self._workers[worker_id], self._to_router[worker_id]
         answer = lambda error: line.send(partial(refuse, error))  # noqa: E731
-        self._to_worker[worker_id].send(partial(worker.move, event, answer))
+        self._to_worker[worker_id].send(partial(worker.ask, event, answer))
+
+    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None:
+        self._to_worker[worker_id].send(partial(self._workers[worker_id].ask, event))
 
     def cancel(self, dispatch_id: str) -> None:
         for worker_id, worker in self._workers.items():
@@ -189,11 +193,17 @@ class BreakableLinks:
 
         def deliver() -> None:
             if node.alive:
-                node.move(event, answer)
+                node.ask(event, answer)
             elif not node.silent:
                 answer(WorkerUnavailable(f"{worker_id}: connection reset"))
 
         self._network.line(self._router.name, worker_id).send(deliver)
+
+    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None:
+        """Lost with a worker that is dead."""
+        node = self._linked(worker_id)
+        line = self._network.line(self._router.name, worker_id)
+        line.send(lambda: node.ask(event) if node.alive else None)
 
     def cancel(self, dispatch_id: str) -> None:
         for key in [key for key in self._calls if key[0] == dispatch_id]:

@@ -23,6 +23,7 @@ from router.routing.policy import Policy
 from simulator.virtual.machine_timer import MachineTimer
 from simulator.virtual.memory import EOS_TOKEN_IDS
 from simulator.virtual.world import World
+from worker.prefixes import PrefixRequested
 
 Refuse = Callable[[TandemError], None]
 Arrived = Callable[[float], PrefillArrived | DecodeArrived]  # takes the time at the worker
@@ -51,6 +52,8 @@ class Links(Protocol):
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
 
     def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None: ...
+
+    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None: ...
 
     def cancel(self, dispatch_id: str) -> None: ...
 
@@ -127,23 +130,27 @@ class RouterShell:
     def _perform(self, action: events.RouterAction) -> None:
         note, router_id = self._world.note, self.machine.router_id
         match action:
-            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s, number):
+            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s, number, prefix):
                 note(f"router: prefill {dispatch_id} on {worker_id}")
                 self._clients.dispatched(dispatch_id, worker_id)
                 call_id = CallId(router_id, number)
                 self.links.call(
                     dispatch_id, worker_id, number, ServiceRole.PREFILL,
-                    lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s, call_id),
+                    lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s, call_id, prefix),
                 )  # fmt: skip
-            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number, is_move=is_move):
+            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number, _, is_move, prefix):
                 how = "moved" if is_move else "pulled" if source else "prefilled"
                 note(f"router: decode {dispatch_id} on {worker_id}, {how} there")
                 self._clients.dispatched(dispatch_id, worker_id)
                 call_id = CallId(router_id, number)
                 self.links.call(
                     dispatch_id, worker_id, number, ServiceRole.DECODE,
-                    lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id, is_move),
+                    lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id, is_move, prefix),
                 )  # fmt: skip
+            case events.OfferPrefix(dispatch_id, worker_id, ticket, reader, token_ids, salt, limit_s):
+                note(f"router: {worker_id} gives {len(token_ids)} tokens to {reader.name} for {dispatch_id}")
+                self._world.counts["prefix asked of a peer"] += 1
+                self.links.offer_prefix(worker_id, PrefixRequested(ticket, reader, token_ids, salt, limit_s))
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
                 note(f"router: hand-off of {dispatch_id} to {worker_id}")
                 self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))

@@ -55,6 +55,7 @@ from simulator.virtual.memory import EOS_TOKEN_IDS, BlankMemory, Memory
 from simulator.virtual.network import Network
 from simulator.virtual.world import SimulationError, World
 from worker.core import DrainRequested, RunStep, StepFinished, WorkerCore
+from worker.prefixes import PrefixRequested, PulledPrefix
 from worker.view import WorkerMachineView
 
 TOLERANCE_S = 0.001  # of a timer
@@ -209,8 +210,10 @@ class WorkerShell:
             case HandedOver(call_id, first_index):
                 self._notify(call_id, first_index)
             case PrefillDone(request_id=call_id):
+                self._count_prefix(action.prefix)
                 self._end_call(call_id, _prefill_result(action))
             case DecodeDone(request_id=call_id):
+                self._count_prefix(action.prefix)
                 call = self.calls.get(call_id)
                 self._end_call(call_id, _decode_result(action, 0 if call is None else call.num_tokens))
             case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
@@ -258,17 +261,21 @@ class WorkerShell:
             notice = events.MoveNotice(call.number, first_index, reason)
             self.token_streams[call.tokens.call_id].reply(events.StepTokens((), (), (), {}, [notice]))
 
-    def move(self, event: MoveArrived | ResumeArrived, refuse: Callable[[TandemError], None]) -> None:
-        """`refuse` gets the error of a move that cannot begin."""
+    def ask(
+        self,
+        event: MoveArrived | ResumeArrived | PrefixRequested,
+        refuse: Callable[[TandemError], None] = lambda _: None,
+    ) -> None:
+        """`refuse` gets the error of a move, or of an offer, that cannot begin."""
         if self._inbox is not None:
             self._inbox.append((event, refuse))
             return
         try:
-            if self.is_prefill:
+            if self.is_prefill and not isinstance(event, PrefixRequested):
                 raise WorkerDrains("this worker serves as prefill worker")
             self.post(event)
         except TandemError as error:
-            self._world.counts["refused move"] += 1
+            self._world.counts["refused prefix" if isinstance(event, PrefixRequested) else "refused move"] += 1
             refuse(error)
 
     def accept(self, call: Call, arrived: Callable[[float], PrefillArrived | DecodeArrived]) -> None:
@@ -301,6 +308,10 @@ class WorkerShell:
         if self.calls.pop(call_id, None) is not None:
             self._world.note(f"{self.name} <- cancel of {call_id}")
             self.post(PrefillCancelled(call_id) if self.is_prefill else DecodeCancelled(call_id))
+
+    def _count_prefix(self, prefix: PulledPrefix | None) -> None:
+        if prefix is not None:
+            self._world.counts["prefix read" if prefix.num_tokens else "prefix not read"] += 1
 
     def _end_call(self, call_id: str, result: Any) -> None:
         call = self.calls.pop(call_id, None)
@@ -410,8 +421,8 @@ class WorkerShell:
                 case (Call() as call, arrived):
                     if self.calls.get(call.call_id) is call:
                         self._accept(call, arrived)
-                case (MoveArrived() | ResumeArrived() as event, refuse):
-                    self.move(event, refuse)
+                case (MoveArrived() | ResumeArrived() | PrefixRequested() as event, refuse):
+                    self.ask(event, refuse)
                 case _:
                     self.post(item)
         self._timer.update()
@@ -451,7 +462,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
         timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), kv_block_seconds=done.kv_block_seconds,
-        handoff=done.handoff,
+        read_tokens=0 if done.prefix is None else done.prefix.num_tokens, handoff=done.handoff,
     )  # fmt: skip
 
 
@@ -468,6 +479,7 @@ def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
         kv_block_seconds=done.kv_block_seconds,
         recomputed_tokens=done.num_recomputed_tokens,
+        read_tokens=0 if done.prefix is None else done.prefix.num_tokens,
     )
 
 

@@ -299,18 +299,20 @@ class Promise(_message.Message):
     def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., path: _Optional[_Union[RequestPath, str]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "decode_ms", "kv_block_seconds", "transferred_bytes")
+    __slots__ = ("queue_ms", "prefill_ms", "decode_ms", "kv_block_seconds", "transferred_bytes", "read_tokens")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     decode_ms: float
     kv_block_seconds: float
     transferred_bytes: int
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
+    read_tokens: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., read_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match", "promise", "receipt", "recomputed_tokens", "num_moves", "num_tool_calls")

@@ -235,15 +235,47 @@ class SequenceRequest(_message.Message):
     adapter: str
     def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., grammar: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., age_us: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
+class PrefixSource(_message.Message):
+    __slots__ = ("transfer_id", "agent", "num_tokens", "limit_ms")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    agent: AgentAddress
+    num_tokens: int
+    limit_ms: float
+    def __init__(self, transfer_id: _Optional[bytes] = ..., agent: _Optional[_Union[AgentAddress, _Mapping]] = ..., num_tokens: _Optional[int] = ..., limit_ms: _Optional[float] = ...) -> None: ...
+
+class OfferPrefixRequest(_message.Message):
+    __slots__ = ("transfer_id", "reader", "packed_token_ids", "cache_salt", "limit_ms")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    reader: AgentAddress
+    packed_token_ids: bytes
+    cache_salt: str
+    limit_ms: float
+    def __init__(self, transfer_id: _Optional[bytes] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ..., packed_token_ids: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., limit_ms: _Optional[float] = ...) -> None: ...
+
+class OfferPrefixResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "transfer_id", "reader")
+    __slots__ = ("sequence", "transfer_id", "reader", "prefix")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceRequest
     transfer_id: bytes
     reader: AgentAddress
-    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ...) -> None: ...
+    prefix: PrefixSource
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ..., prefix: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("index", "token_id", "logprobs")
@@ -256,7 +288,7 @@ class SampledToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages", "handoff")
+    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages", "handoff", "read_tokens")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +297,7 @@ class PrefillResponse(_message.Message):
     KV_BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_token: SampledToken
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
@@ -273,7 +306,8 @@ class PrefillResponse(_message.Message):
     kv_block_seconds: float
     stages: _containers.RepeatedCompositeFieldContainer[StageSpan]
     handoff: bytes
-    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ...) -> None: ...
+    read_tokens: int
+    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ..., read_tokens: _Optional[int] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("transfer_id", "handoff")
@@ -307,18 +341,20 @@ class StageSpan(_message.Message):
     def __init__(self, name: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("sequence", "transfer_id", "source", "stream_id", "is_move")
+    __slots__ = ("sequence", "transfer_id", "source", "stream_id", "is_move", "prefix")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     IS_MOVE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceRequest
     transfer_id: bytes
     source: AgentAddress
     stream_id: int
     is_move: bool
-    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ..., stream_id: _Optional[int] = ..., is_move: _Optional[bool] = ...) -> None: ...
+    prefix: PrefixSource
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ..., stream_id: _Optional[int] = ..., is_move: _Optional[bool] = ..., prefix: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
     __slots__ = ("request_id", "transfer_id", "reader", "resume")
@@ -383,7 +419,7 @@ class StepTokens(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveNotice, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts", "has_moved", "recomputed_tokens")
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts", "has_moved", "recomputed_tokens", "read_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -400,6 +436,7 @@ class DecodeFinished(_message.Message):
     ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     HAS_MOVED_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
     queue_ms: float
@@ -416,7 +453,8 @@ class DecodeFinished(_message.Message):
     accepted_drafts: int
     has_moved: bool
     recomputed_tokens: int
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    read_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ..., read_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router_id", "min_interval_ms")
@@ -487,7 +525,7 @@ class PathReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens", "batch_sequences", "batch_tokens", "busy_seconds", "decode_steps", "decode_step_seconds", "flop", "memory_bytes", "flop_use", "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves", "gives_prefixes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -529,6 +567,7 @@ class LoadReport(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_RIGHT_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     TAKES_MOVES_FIELD_NUMBER: _ClassVar[int]
+    GIVES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -570,7 +609,8 @@ class LoadReport(_message.Message):
     num_drafts: int
     num_right_drafts: int
     takes_moves: bool
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_right_drafts: _Optional[int] = ..., takes_moves: _Optional[bool] = ...) -> None: ...
+    gives_prefixes: bool
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., decode_steps: _Optional[_Iterable[int]] = ..., decode_step_seconds: _Optional[float] = ..., flop: _Optional[float] = ..., memory_bytes: _Optional[float] = ..., flop_use: _Optional[float] = ..., bandwidth_use: _Optional[float] = ..., slo_itl_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_right_drafts: _Optional[int] = ..., takes_moves: _Optional[bool] = ..., gives_prefixes: _Optional[bool] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")

@@ -338,6 +338,11 @@ class WorkerStub:
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.FromString,
                 _registered_method=True)
+        self.OfferPrefix = channel.unary_unary(
+                '/tandem.v1.Worker/OfferPrefix',
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixResponse.FromString,
+                _registered_method=True)
         self.UpdatePeers = channel.unary_unary(
                 '/tandem.v1.Worker/UpdatePeers',
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
@@ -371,6 +376,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferPrefix(self, request, context):
+        """Tell the worker who will read a prefix that its cache has. It offers what it finds, and fails nothing else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdatePeers(self, request, context):
         """Peer discovery: tell the worker which workers of the other pool have joined or left. The worker connects to a new
         peer before their first hand-off. The call returns at once; the reports have the state of each path.
@@ -396,6 +408,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DescribeLedger,
                     request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.SerializeToString,
+            ),
+            'OfferPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferPrefix,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixResponse.SerializeToString,
             ),
             'UpdatePeers': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdatePeers,
@@ -485,6 +502,33 @@ class Worker:
             '/tandem.v1.Worker/DescribeLedger',
             tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
             tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/OfferPrefix',
+            tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.OfferPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,7 @@ LIVE = {
     "worker": "report_interval_s idle_report_interval_s drain_timeout_s max_pulls_waiting default_timeout_s "
     "step_timeout_s",
     "router": "max_queued max_in_flight_per_worker default_timeout_s max_attempts retry_pause_s slo_ttft_ms admission "
-    "report_stale_s worker_lost_s worker_wait_s max_prompt_chars drain_timeout_s",
+    "report_stale_s worker_lost_s worker_wait_s max_prompt_chars drain_timeout_s peer_prefixes",
     "cluster": "start_timeout_s restart_backoff_s",
     "planner": "enabled min_prefill max_prefill min_decode max_decode max_workers prefill_price decode_price start_s "
     "idle_s",

@@ -28,11 +28,10 @@ class PrefixReplay(WorkerReplay):
             return self.post(DecodeArrived(prompt, None, deadline, prefix=source))
         return self.post(PrefillArrived(prompt, 1, self.peer, deadline, prefix=source))
 
-    def asked(
-        self, ticket: int, tokens: int, first: int = 1, salt: str = "", limit: float = 0.5, **options: int
-    ) -> Any:
+    def asked(self, ticket: int, tokens: int, first: int = 1, **options: Any) -> list[Any]:
         """The router says that the peer will read this prefix."""
         reader = address("other", layout=replace(LAYOUT, dtype="float16")) if options.get("other") else self.peer
+        salt, limit = options.get("salt", ""), options.get("limit", 0.5)
         return self.post(PrefixRequested(ticket, reader, tuple(range(first, first + tokens)), salt, limit))
 
     def cached(self) -> list[str]:

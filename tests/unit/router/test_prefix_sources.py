@@ -1,0 +1,158 @@
+"""A candidate gains a source where reading a peer's cached prefix ends sooner than computing it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.block_hash import sequence_hashes
+from core.config import RouterConfig
+from core.handoff import PrefixSource
+from core.lifecycle import ServiceRole, WorkerState
+from core.paths import PathState, PathStatus
+from core.request import Request, SamplingParams
+from core.scheduling.worker_load import WorkerLoad
+from core.step import SampledToken
+from router.requests import events
+from router.requests.machine import RouterMachine
+from router.routing.policy import MESSAGE_S, NO_READ, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
+from tests.unit.router.driving_router import SERVING, agent
+from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
+
+BLOCK_BYTES = 1_000_000
+READER = replace(IDLE, worker_id="P", reads_prefixes=True, block_bytes=BLOCK_BYTES, agent_name="P")
+OWNER = replace(READER, worker_id="S", agent_name="S")
+D = replace(IDLE, worker_id="D")
+PATH = PathStatus("S", PathState.FINE, bytes_per_s=1e9)  # a block in 1 ms; to compute it takes 4
+
+
+def read_by(
+    reader: WorkerView, owner: WorkerView = OWNER, owned: int = 80, cached: int = 0, now: float = 0.0
+) -> PrefixRead:
+    """Of a prompt of 100 tokens."""
+    question = RoutingQuestion(100, [(reader, cached)], [(D, 0)], True, BLOCK, now, [(owner, owned)])
+    (found,) = SecondsPolicy(NEVER).candidates(question)
+    assert found.read is NO_READ or found.uncached_tokens == 100 - owned
+    return found.read
+
+
+def test_a_prefix_is_read_where_that_is_faster_than_computing_it() -> None:
+    reader = replace(READER, paths={"S": PATH})
+    assert read_by(reader) == PrefixRead("S", 80, pytest.approx(0.02 + MESSAGE_S))
+    assert read_by(reader, cached=40) == PrefixRead("S", 40, pytest.approx(0.01 + MESSAGE_S))
+    assert read_by(reader, cached=80) is NO_READ
+    assert read_by(replace(reader, paths={"S": replace(PATH, bytes_per_s=2e8)})) is NO_READ  # 0.1 s for 0.08 s
+
+
+def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
+    reader = replace(READER, paths={"S": PATH}, backlog=backlog(0.05))
+    question = RoutingQuestion(100, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
+    (found,) = SecondsPolicy(NEVER).candidates(question)
+    assert found.read.seconds < found.queue_s
+    assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
+
+
+def test_a_decode_worker_alone_reads_too() -> None:
+    reader = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
+    question = RoutingQuestion(100, [], [(reader, 0)], False, BLOCK, sources=[(OWNER, 80)])
+    (found,) = SecondsPolicy(AUTO).candidates(question)
+    assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
+
+
+def test_the_last_token_of_a_prompt_is_not_read() -> None:
+    reader = replace(READER, paths={"S": PATH})
+    question = RoutingQuestion(80, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
+    (found,) = SecondsPolicy(NEVER).candidates(question)
+    assert (found.read.num_tokens, found.uncached_tokens) == (76, 4)
+
+
+def test_pulls_that_the_router_knows_of_come_first() -> None:
+    reader = replace(READER, paths={"S": PATH}, link_until=10.03)
+    assert read_by(reader, now=10.0).seconds == pytest.approx(0.05 + MESSAGE_S)
+    assert read_by(reader, replace(OWNER, link_until=10.05), now=10.0).seconds == pytest.approx(0.07 + MESSAGE_S)
+    assert read_by(reader, replace(OWNER, link_until=10.07), now=10.0) is NO_READ
+    assert read_by(reader, now=10.03).seconds == pytest.approx(0.02 + MESSAGE_S)
+
+
+def test_a_path_that_the_reader_has_not_measured_is_as_fast_as_the_way_back() -> None:
+    assert read_by(READER).seconds == pytest.approx(0.002 + MESSAGE_S)
+    back = replace(OWNER, paths={"P": replace(PATH, peer="P")})
+    assert read_by(READER, back).seconds == pytest.approx(0.02 + MESSAGE_S)
+
+
+@pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
+def test_no_prefix_is_read_without_a_path(state: PathState) -> None:
+    assert read_by(replace(READER, paths={"S": replace(PATH, state=state)})) is NO_READ
+
+
+def test_a_worker_that_cannot_read_or_whose_source_has_failed_computes() -> None:
+    assert read_by(replace(READER, reads_prefixes=False)) is NO_READ
+    assert read_by(replace(READER, failed_sources={"S": 20.0}), now=10.0) is NO_READ
+    assert read_by(replace(READER, failed_sources={"S": 20.0}), now=20.0).source == "S"
+
+
+# ---- the calls
+
+LOAD = replace(SERVING, gives_prefixes=True, step_cost=IDLE.cost)
+PROMPT = tuple(range(1, 42))
+
+
+class Driven:
+    """A router with the prefill worker P, the decode worker D and the worker S, which has a prefix."""
+
+    def __init__(self, source_load: WorkerLoad = LOAD, **config: object) -> None:
+        options = RouterConfig(**({"local_prefill": "never"} | config))  # type: ignore[arg-type]
+        self.machine = RouterMachine(options, iter(range(1, 99)).__next__)
+        self.num_requests = 0
+        roles = {"P": ServiceRole.PREFILL, "D": ServiceRole.DECODE, "S": ServiceRole.DECODE}
+        for name, role in roles.items():
+            cached = tuple(self._hashes()) if name == "S" else ()
+            load = source_load if name == "S" else LOAD
+            self.machine.handle(events.WorkerJoined(name, role, agent(name), cached, load), 0.0)
+
+    def _hashes(self) -> list[int]:
+        return list(sequence_hashes(PROMPT, agent("S").layout.block_size))
+
+    def ask(self, now: float = 0.0) -> list[events.RouterAction]:
+        self.num_requests += 1
+        request = Request(f"r{self.num_requests}", PROMPT, len(PROMPT), SamplingParams(max_tokens=4))
+        return self.machine.handle(events.RequestArrived(request, now, now + 60.0), now)
+
+    @staticmethod
+    def source_of(actions: list[events.RouterAction]) -> PrefixSource | None:
+        (prefill,) = [action for action in actions if isinstance(action, events.StartPrefill)]
+        return prefill.prefix
+
+
+DRAINING = replace(LOAD, state=WorkerState.DRAINING)
+
+
+@pytest.mark.parametrize("load", [LOAD, DRAINING])
+def test_the_call_names_the_source_and_the_source_is_told(load: WorkerLoad) -> None:
+    router = Driven(load)
+    actions = router.ask()
+    (offer,) = [action for action in actions if isinstance(action, events.OfferPrefix)]
+    source = router.source_of(actions)
+    assert source is not None
+    assert (source.agent.name, source.num_tokens, source.transfer_id) == (agent("S").name, 40, offer.transfer_id)
+    assert (offer.worker_id, offer.reader.name, offer.token_ids) == ("S", agent("P").name, PROMPT[:40])
+    assert source.limit_s == offer.limit_s == pytest.approx(0.05 + 2 * MESSAGE_S, rel=0.01)
+
+
+def test_a_router_that_may_not_names_no_source() -> None:
+    router = Driven(peer_prefixes="never")
+    assert router.source_of(router.ask()) is None
+
+
+def test_a_worker_of_another_kind_is_no_source() -> None:
+    router = Driven(SERVING)
+    assert router.source_of(router.ask()) is None
+
+
+def test_a_source_that_brought_nothing_is_not_asked_again_for_some_time() -> None:
+    router = Driven()
+    (prefill,) = [action for action in router.ask() if isinstance(action, events.StartPrefill)]
+    result = events.PrefillResult(0, SampledToken(1), None, 0, 0.0, 0.0, read_tokens=0)
+    router.machine.handle(events.PrefillReturned(prefill.dispatch_id, result), 1.0)
+    assert router.source_of(router.ask(1.1)) is None
