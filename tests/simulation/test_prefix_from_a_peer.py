@@ -14,9 +14,9 @@ import pytest
 from core.handoff import AbortReason
 from core.lifecycle import ServiceRole
 from kv_transfer.protocol.events import PullCompleted, PullFailed, PullStats
-from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults
 from simulator.search.scenario import SLOW_STEP_COST, Scenario, make_scenario
 from simulator.search.simulation import run_scenario
+from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults
 from simulator.virtual.world import SimulationError
 from worker.prefixes import Prefixes, PrefixPull, PrefixRequested, PullResult
 
