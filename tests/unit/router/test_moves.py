@@ -143,17 +143,14 @@ a request goes on after the loss of the target that had computed its prompt
   reports D2
   lost P               -> cancel r#2; decode r#3 D2 behind 10..14
 
-without a worker that takes moves the request stays
+a request stays without a worker that takes moves, or if its own one takes none
   reports D2
   asks r#1
-  counts -> queued 0; in flight 1; deadlines 1; drain no_room 1
-
-no request moves from a worker that takes no moves
-  reports D1 draining
-  asks r#1
-
-no request moves to a worker that drains
   reports D2 draining takes_moves=1
+  asks r#1
+  counts -> queued 0; in flight 1; deadlines 1; drain no_room 2
+  reports D2 takes_moves=1
+  reports D1 draining
   asks r#1
 
 a request moves only to a worker that has room to its end

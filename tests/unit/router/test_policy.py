@@ -140,13 +140,6 @@ def test_a_transfer_that_ends_within_the_step_limit_costs_nothing() -> None:
         assert found.transfer_s == pytest.approx(late_s, abs=1e-9)
 
 
-def test_an_idle_prefill_worker_beats_a_decode_worker_with_streams() -> None:
-    """Although the streams would not feel the prompt, and the pair has to move the last chunk."""
-    owner = view("p", agent_name="agent-p")
-    busy = view("d", block_bytes=10**6, paths=path(1e9), step_limit_s=0.2, **decoding(4))
-    assert ask(100, [owner], [busy], AUTO)[0].path is RequestPath.DISAGGREGATED
-
-
 def test_an_unmeasured_path_has_the_bandwidth_of_its_hardware_or_a_guess() -> None:
     owner = view("p", agent_name="agent-p")
     known = pair(512, owner, view("d", block_bytes=1000, paths=path(0.0, expected=2e6)))

@@ -163,34 +163,21 @@ a stream that goes on is not behind the turns of tenants
 
 test_pools_of_unequal_size = transcripts(
     """
-a decode worker gets a request that just fits its whole pool
-  # 33 tokens, of which the last one needs no slot.
-  enter small blocks=8
-  enter large
-  arrives r1 max_tokens=25 -> decode r1#1 large
-  arrives r2 max_tokens=25 -> decode r2#1 small
-
-a decode worker gets no request that its whole pool cannot hold
+a decode worker gets only requests that fit its whole pool
+  # 34 tokens, of which the last one needs no slot, do not fit 8 blocks; 33 do.
   enter small blocks=8
   enter large
   arrives r1 max_tokens=26 -> decode r1#1 large
   arrives r2 max_tokens=26 -> decode r2#1 large
-  arrives r3 max_tokens=26 -> decode r3#1 large
+  arrives r3 max_tokens=25 -> decode r3#1 small
 
-a prefill worker gets a prompt that just fits its whole pool
-  enter P1 blocks=8
-  enter P2
-  enter D              -> peers D owner P1 owner P2; peers P1 reader D; peers P2 reader D
-  arrives r1 prompt=32 -> decode r1#1 D from P1/1; prefill r1#1 P1 for D/1
-  arrives r2 prompt=32 -> decode r2#1 D from P2/2; prefill r2#1 P2 for D/2
-
-a prefill worker gets no prompt that its whole pool cannot hold
+a prefill worker gets only prompts that fit its whole pool
   enter P1 blocks=8
   enter P2
   enter D              -> peers D owner P1 owner P2; peers P1 reader D; peers P2 reader D
   arrives r1 prompt=33 -> decode r1#1 D from P2/1; prefill r1#1 P2 for D/1
   arrives r2 prompt=33 -> decode r2#1 D from P2/2; prefill r2#1 P2 for D/2
-  arrives r3 prompt=33 -> decode r3#1 D from P2/3; prefill r3#1 P2 for D/3
+  arrives r3 prompt=32 -> decode r3#1 D from P1/3; prefill r3#1 P1 for D/3
 
 the decode worker computes a prompt that no prefill worker can hold
   enter P blocks=8

@@ -90,6 +90,7 @@ def test_a_failed_request_missed_both_limits_and_a_cancelled_one_is_not_judged()
     recorded.fail(DeadlineExceeded("late"), Stage.QUEUE, Stage.PREFILL)
     recorded.fail(RequestCancelled("gone"), Stage.QUEUE)
     assert recorded.of(Metric.SLO_REQUESTS) == {("missed", "missed"): 1}
+    assert recorded.of(Metric.REFUSALS) == {}
 
 
 def test_prompt_tokens_are_counted_by_worker_and_source() -> None:
@@ -170,12 +171,6 @@ def test_a_refusal_has_its_reason(error: TandemError, reason: str) -> None:
     recorded.fail(error, Stage.QUEUE, Stage.PREFILL)  # a worker had it: a failure, and no refusal
     assert reason_of(error) == reason
     assert recorded.of(Metric.REFUSALS) == {(reason,): 2}
-
-
-def test_a_cancelled_request_is_no_refusal() -> None:
-    recorded = Recorded()
-    recorded.fail(RequestCancelled("gone"), Stage.QUEUE)
-    assert recorded.of(Metric.REFUSALS) == {}
 
 
 def test_a_tenant_is_charged_with_the_receipt() -> None:

@@ -16,14 +16,11 @@ from tests.unit.router.driving_router import DrivenRouter, agent, transcripts
 
 test_peers = transcripts(
     """
-a joining worker and the other pool learn of each other
+a joining worker and the other pool learn of each other, and of its loss
   fleet P0 P1 D0
   enter D1 -> peers D1 owner P0 owner P1; peers P0 reader D1; peers P1 reader D1
   enter P2 -> peers P2 reader D0 reader D1; peers D0 owner P2; peers D1 owner P2
-
-the other pool learns of the loss of a worker
-  fleet P D0 D1
-  lost P -> peers D0 left P; peers D1 left P
+  lost P2  -> peers D0 left P2; peers D1 left P2
 
 a worker lost by silence is announced again after its next snapshot
   fleet P D

@@ -99,6 +99,15 @@ def test_a_worker_whose_pool_no_path_reaches_is_refused_by_both_memories() -> No
     workers.join(replace(reader, agent=replace(reader.agent, access=ON_DEVICE)), ())
 
 
+def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
+    workers = empty_table()
+    workers.join(record("d"), [1, 2])
+    left = workers.leave("d", 0.0)
+    assert left is not None
+    assert workers.index.match([1, 2]) == {}
+    assert workers.leave("d", 0.0) is None
+
+
 def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None:
     workers = empty_table()
     prompt = hashes_of(request(prompt=range(1, 10)))
