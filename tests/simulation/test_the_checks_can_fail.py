@@ -56,7 +56,6 @@ from vllm_worker.machine import VllmMachine, _Call
 from worker.core import WorkerCore
 
 MAX_SEEDS = 30
-NUM_UNBROKEN = 12  # seeds in which unbroken machines must hold
 
 RouterActions = list[events.RouterAction]
 
@@ -159,19 +158,20 @@ def lossy_drains(scenario: Scenario) -> Scenario:
 @pytest.mark.parametrize(
     ("change", "num_seeds", "happens", "least"),
     [
-        (without_digests, NUM_UNBROKEN, "", 0),
-        (breaking_streams, NUM_UNBROKEN, "", 0),
-        (dying_routers, NUM_UNBROKEN, "", 0),
-        (crowded, 4, "", 0),
-        (shared_by_tenants, 4, "tenants share a worker", 20),
-        (draining, 4, "moved", 0),
-        (lossy_drains, 4, "moved", 0),
+        (without_digests, 3, "", 0),
+        (breaking_streams, 9, "", 0),
+        (dying_routers, 3, "", 0),
+        (crowded, 3, "", 0),
+        (shared_by_tenants, 3, "tenants share a worker", 20),
+        (draining, 3, "moved", 0),
+        (lossy_drains, 3, "moved", 0),
     ],
 )
 def test_unbroken_machines_hold_in_each_world(
     change: Callable[[Scenario], Scenario], num_seeds: int, happens: str, least: int
 ) -> None:
-    for seed in range(1, num_seeds):
+    """In as many seeds as most broken machines of that world need."""
+    for seed in range(1, 1 + num_seeds):
         counts = run_scenario(change(make_scenario(seed))).counts
         assert not happens or counts[happens] > least
 
