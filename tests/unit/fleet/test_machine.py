@@ -113,7 +113,8 @@ def test_a_pool_may_be_empty_and_grow_again() -> None:
 def test_a_drain_past_its_time_limit_ends_in_a_kill() -> None:
     fleet = Fleet(num_prefill=2).all_started()
     fleet.send(ScaleTo({P: 1}))
-    fleet.send(Tick(), after_s=30.0 + DRAIN_GRACE_S)
+    assert not fleet.send(Tick(), after_s=30.0)
+    fleet.send(Tick(), after_s=DRAIN_GRACE_S)
     assert fleet.names(KillService) == ["prefill-1"]
     assert fleet.published() == ["prefill-0", "decode-0"]
 

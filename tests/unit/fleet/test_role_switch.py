@@ -87,7 +87,8 @@ def test_a_switch_that_fails_ends_with_a_start_in_the_new_role(end: str) -> None
         case "dies":
             fleet.died("decode-1")
         case _:
-            fleet.send(Tick(), after_s=30.0 + DRAIN_GRACE_S)
+            assert not fleet.send(Tick(), after_s=30.0)
+            fleet.send(Tick(), after_s=DRAIN_GRACE_S)
             assert fleet.names(KillService) == ["decode-1"]
     assert fleet.state_of("decode-1")[0] == "waiting"
     assert "decode-1" not in roles(fleet)
