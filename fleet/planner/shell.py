@@ -7,10 +7,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
+from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import FleetStatus
 from fleet.host.host import Host, HostDied
-from fleet.law.events import FleetMessage
-from fleet.planner.planner import PlanAction, Planner
+from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
+from fleet.planner.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,11 @@ async def run_planner(
     routers: Callable[[], Mapping[str, Host]],
     status: Callable[[], FleetStatus],
     now: Callable[[], float],
-    perform: Callable[[PlanAction], None],
+    ask_fleet: Callable[[ScaleTo | SwitchRole], None],
+    tell: Callable[[FleetMessage], None],
 ) -> None:
-    """Run until cancelled. `routers` are the hosts of those that serve or drain, by service id.
+    """Run until cancelled. `routers` are the hosts of those that serve or drain, by service id. `ask_fleet` may raise
+    `InvalidRequest` and `WorkerUnavailable`.
 
     A planner with a bug stops and says so: the fleet serves on with the sizes that it has.
     """
@@ -45,7 +48,13 @@ async def run_planner(
         for router_id in [router_id for router_id, task in asking.items() if task.done()]:
             asking.pop(router_id).result()
         for action in planner.plan(status(), now()):
-            perform(action)
+            if isinstance(action, FleetMessage):
+                tell(action)
+                continue
+            try:
+                ask_fleet(action)
+            except (InvalidRequest, WorkerUnavailable) as refused:  # the fleet has changed, or has failed
+                tell(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
     try:
         while True:
@@ -53,7 +62,7 @@ async def run_planner(
             await plan_once()
     except Exception as error:
         logger.exception("the planner has a bug")
-        perform(FleetMessage("planner", "has a bug and stops; the sizes stay", f"{type(error).__name__}: {error}"))
+        tell(FleetMessage("planner", "has a bug and stops; the sizes stay", f"{type(error).__name__}: {error}"))
     finally:
         for task in asking.values():
             task.cancel()

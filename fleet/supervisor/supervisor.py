@@ -59,7 +59,7 @@ from fleet.law.events import (
 )
 from fleet.law.machine import FleetMachine
 from fleet.law.slots import OTHER_ROLE
-from fleet.planner.planner import PlanAction, Planner
+from fleet.planner.planner import Planner
 from fleet.planner.shell import run_planner
 from fleet.supervisor.handover import Handover, HandoverKeeper, HandoverStore, take_over
 from fleet.supervisor.leaving_machines import LeavingMachines, MachineWatch
@@ -130,8 +130,9 @@ class Supervisor:
             self._spawn(self._keeper.keep_always())
         if self._leaving_machines is not None:
             self._spawn(self._machine_watch.run(self._leaving_machines))
+        now, ask = self._driver.now, self._driver.ask
         self._planning = self._spawn(
-            run_planner(self._planner, self._router_hosts, self._planned_status, self._driving.now, self._do_planned)
+            run_planner(self._planner, self._router_hosts, self._planned_status, now, ask, self._perform)
         )
 
     async def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
@@ -226,15 +227,6 @@ class Supervisor:
             for member, endpoint in self._routers.items()
             if member in self._hosts
         }
-
-    def _do_planned(self, action: PlanAction) -> None:
-        if isinstance(action, FleetMessage):
-            self._perform(action)
-            return
-        try:
-            self._driving.ask(action)
-        except (InvalidRequest, WorkerUnavailable) as refused:  # the fleet has changed, or has failed
-            self._perform(FleetMessage("planner", "could not have its sizes", str(refused), printed=False))
 
     @property
     def _revision(self) -> int:

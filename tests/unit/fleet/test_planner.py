@@ -10,6 +10,7 @@ import pytest
 
 from core.config import PlannerConfig
 from core.cost.step_cost import StepCost
+from core.errors import InvalidRequest
 from core.fleet_control import FleetStatus, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
@@ -359,23 +360,29 @@ def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
     assert planned.sizes[D] >= 1
 
 
-async def test_a_planner_with_a_bug_stops_and_the_fleet_serves_on() -> None:
+async def test_the_fleet_may_refuse_a_plan_and_serves_on_when_the_planner_has_a_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[list[PlanAction]] = [[ScaleTo({D: 9})]]
+
     class Broken(Planner):
         def plan(self, status: FleetStatus, now: float) -> list[PlanAction]:
+            if plans:
+                return plans.pop()
             raise ZeroDivisionError(f"of a plan at {now:g} s for {len(status.slots)} slots")
 
-    said: list[PlanAction] = []
+    def refuse(_: ScaleTo | SwitchRole) -> None:
+        raise InvalidRequest("decode", "at most 4")
+
+    told: list[FleetMessage] = []
     planned = PlannedFleet(1, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shell, "INTERVAL_S", 0.0)
-        await asyncio.wait_for(
-            shell.run_planner(Broken(planned.planner.config), dict, planned.status, lambda: planned.now, said.append),
-            5.0,
-        )
-    [message] = messages(said)
-    assert (message.what, message.reason) == (
-        "has a bug and stops; the sizes stay", "ZeroDivisionError: of a plan at 1000 s for 3 slots",
-    )  # fmt: skip
+    monkeypatch.setattr(shell, "INTERVAL_S", 0.0)
+    broken, now = Broken(planned.planner.config), lambda: planned.now
+    await asyncio.wait_for(shell.run_planner(broken, dict, planned.status, now, refuse, told.append), 5.0)
+    assert [(message.what, message.reason) for message in told] == [
+        ("could not have its sizes", "decode: at most 4"),
+        ("has a bug and stops; the sizes stay", "ZeroDivisionError: of a plan at 1000 s for 3 slots"),
+    ]
 
 
 def test_a_router_that_does_not_report_keeps_the_pools_from_shrinking() -> None:
