@@ -48,7 +48,7 @@ async def test_every_pair_is_connected_and_measured_before_the_first_request(tra
         assert {path.lane for path in paths} == {Lane.SHARED_MEMORY}
         assert all(path.bytes_per_s > 0 and 0 < path.latency_s < 5 for path in paths)
         assert path_lines(fleet) == ["paths: 4 fine"]
-        assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).finished is not None
+        assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).end is not None
         await deployment.settle()
 
 
@@ -64,6 +64,8 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
     summary, line = path_lines(fleet)
     assert summary == "paths: 1 slow"
     assert line.endswith(str(path))
+    (finding,) = doctor.paths(fleet)
+    assert (finding.health, finding.text) == (doctor.Health.WARN, str(path))
     told = [record for record in caplog.records if f"-> {reader} is slow" in record.getMessage()]
     assert [record.levelname for record in told] == ["WARNING"]
     states = {labels["state"]: value for labels, value in page["tandem_transfer_paths"] if labels["worker"] == reader}
@@ -86,12 +88,3 @@ async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
     assert finding.health is health, finding.text
     assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
     assert bool(finding.fix) == bool(lanes)
-
-
-async def test_the_doctor_lists_the_paths_of_a_router_that_serves() -> None:
-    async with deploy(config_of("memory", expected_bytes_per_s=1e15)) as deployment:
-        fleet, (path,) = await fleet_with_paths(deployment)
-    (finding,) = doctor.paths(fleet)
-    assert finding.health is doctor.Health.WARN
-    assert finding.text == str(path)
-    assert finding.subject.startswith("prefill-0.")

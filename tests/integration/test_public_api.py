@@ -14,6 +14,7 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -30,14 +31,15 @@ from tandem_client.stubs.inference_pb2 import (
     TokenIds,
 )
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
-from tests.support.steps import slow_down
-from tests.support.waiting import until
 
 PATIENCE_S = 20.0  # for a busy machine; nothing here is to last so long
 BURST = 2000  # gRPC by itself would end hundreds of them as CANCELLED
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
     async with deploy(tiny_config()) as deployment:
         yield deployment
@@ -47,32 +49,29 @@ def text(**fields: object) -> GenerateRequest:
     return GenerateRequest(**({"text": "hello", "stop": StopConditions(max_tokens=4)} | fields))  # type: ignore[arg-type]
 
 
-REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
-    "in the prompt": (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), "token_ids", "1000000"),
-    "in sampling": (text(sampling=SamplingParams(top_p=math.nan)), "top_p", "(0, 1]"),
-    "in stop": (text(stop=StopConditions(max_tokens=100_000)), "max_tokens", "over the context of"),
-    "in the request": (text(logprobs=21), "logprobs", "[0, 20]"),
-    "in a message of a chat": (
-        GenerateRequest(chat=ChatPrompt(messages=[ChatMessage(role="robot", content="hi")])),
-        "chat.messages[0].role", "one of system, developer, user, assistant, tool",
-    ),
-}  # fmt: skip
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+ROBOT = ChatPrompt(messages=[ChatMessage(role="robot", content="hi")])
+REFUSED = [
+    (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), INVALID, "token_ids", "1000000"),
+    (text(sampling=SamplingParams(top_p=math.nan)), INVALID, "top_p", "(0, 1]"),
+    (text(logprobs=21), INVALID, "logprobs", "[0, 20]"),
+    (GenerateRequest(chat=ROBOT), INVALID, "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
+    (text(model="gpt-17"), grpc.StatusCode.NOT_FOUND, "model", "fake:tiny"),
+]
 
 
 async def test_invalid_requests_are_refused_by_field_and_limit(deployment: Deployment) -> None:
     """None of them may reach a worker. tests/unit/router/test_validation.py has every field."""
-    for name, (request, field, says) in REFUSED.items():
+    num_arrived = [worker._parts.machine.core.num_arrived for worker in deployment.workers]
+    for request, code, field, says in REFUSED:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await deployment.generate_all(request)
-        error = caught.value
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error.details()}"
-        trailers = trailers_of(error)
-        assert (trailers[FIELD_KEY], trailers[RETRYABLE_KEY]) == (field, "false"), name
-        details = error.details() or ""
-        assert details.startswith(f"{field}: "), f"{name}: {details}"
-        assert says in details, f"{name}: {details}"
-    for worker in deployment.workers:
-        assert worker._parts.machine.core.num_arrived == 0
+        trailers = trailers_of(caught.value)
+        assert (caught.value.code(), trailers[FIELD_KEY], trailers[RETRYABLE_KEY]) == (code, field, "false")
+        details = caught.value.details() or ""
+        assert details.startswith(field)
+        assert says in details
+    assert [worker._parts.machine.core.num_arrived for worker in deployment.workers] == num_arrived
     await deployment.settle()
 
 
@@ -90,7 +89,6 @@ async def test_text_that_spells_a_special_token_is_parsed_in_a_text_prompt_and_n
             num_special[kind, choice] = len([token_id for token_id in tokens if token_id > 256])
             generate = GenerateRequest(stop=StopConditions(max_tokens=1), **fields)  # type: ignore[arg-type]
             (answer,) = await deployment.generate_all(generate)
-            assert answer.finished is not None
             assert answer.finished.usage.prompt_tokens == len(tokens)
     assert num_special == {
         ("text", None): 2, ("text", False): 0, ("text", True): 2,
@@ -106,18 +104,8 @@ async def test_who_asks_for_no_length_gets_what_a_pool_smaller_than_the_context_
         holds = machine.core.pool.num_blocks * config.engine.block_size
         request = GenerateRequest(text="hello", stop=StopConditions(ignore_eos=True))
         (answer,) = await deployment.generate_all(request)
-        assert answer.finished is not None
         usage = answer.finished.usage
         assert usage.prompt_tokens + usage.completion_tokens == holds + 1  # the last token needs no slot
-
-
-async def test_an_unknown_model_is_not_found(deployment: Deployment) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await deployment.generate(text="hi", model="gpt-17")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert "fake:tiny" in (caught.value.details() or "")
-    trailers = trailers_of(caught.value)
-    assert (trailers[FIELD_KEY], trailers[RETRYABLE_KEY]) == ("model", "false")
 
 
 async def test_a_message_over_the_size_limit_is_refused(deployment: Deployment) -> None:
@@ -132,7 +120,6 @@ async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_h
 ) -> None:
     answer = await deployment.generate(text="What a fine day it is today", max_tokens=12)
     assert answer.indices == list(range(12))
-    assert answer.finished is not None
     assert answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert answer.finished.usage.prompt_tokens == 27
     assert answer.finished.usage.completion_tokens == 12
@@ -147,65 +134,19 @@ async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_h
     assert timings.decode_ms > 0
 
 
-async def test_of_two_long_prompts_each_pool_computes_one() -> None:
-    """The first takes either way; behind it, the second one would wait."""
-    async with deploy(tiny_config(local_prefill="auto")) as deployment:
-        for worker in deployment.workers:
-            slow_down(worker, 0.02)
-        shell = deployment.router._shell
-        first = asyncio.create_task(deployment.generate(text="a" * 1000, max_tokens=3))
-        await until(lambda: shell.view.num_in_flight == 1, "the first request is dispatched", PATIENCE_S)
-        answers = [await deployment.generate(text="b" * 1000, max_tokens=3), await first]
-        finished = {answer.finished.path: answer.finished for answer in answers if answer.finished is not None}
-        assert finished.keys() == {inference_pb2.REQUEST_PATH_LOCAL, inference_pb2.REQUEST_PATH_DISAGGREGATED}
-        local = finished[inference_pb2.REQUEST_PATH_LOCAL]
-        assert local.prefill_worker == local.decode_worker
-        assert local.transferred_bytes == 0
-        await deployment.settle()
-
-
-async def test_without_a_prefill_worker_requests_succeed_and_say_so(deployment: Deployment) -> None:
-    with_both = await deployment.generate(text="a prompt that is long enough", max_tokens=6)
-    await deployment.router.set_workers([deployment.endpoints[id(deployment.decode[0])]])
-    await deployment.settle()  # a step ahead may still hold blocks
-    deployment.drop_caches(deployment.decode)
-    alone = await deployment.generate(text="a prompt that is long enough", max_tokens=6)
-    assert alone.finished is not None
-    assert alone.finished.path == inference_pb2.REQUEST_PATH_LOCAL
-    assert alone.token_ids == with_both.token_ids
-    await deployment.settle()
-
-
-async def test_a_stop_string_ends_the_text_before_it(deployment: Deployment) -> None:
+async def test_a_stop_string_ends_the_text_before_it_and_a_stop_token_with_it(deployment: Deployment) -> None:
     whole = await deployment.generate(text="tell me more about it", max_tokens=24)
     readable = [i for i in range(4, len(whole.text)) if whole.text[i].isascii() and whole.text[i].isprintable()]
     stop = whole.text[readable[0]]
     stopped = await deployment.generate(text="tell me more about it", max_tokens=24, stop_strings=[stop])
     assert stopped.text == whole.text[: whole.text.index(stop)]
-    assert stopped.finished is not None
     assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
     assert stopped.finished.stop_match == stop
     assert stopped.finished.usage.completion_tokens == len(stopped.token_ids) < 24
-    await deployment.settle()
-
-
-async def test_a_stop_token_ends_the_answer_with_it(deployment: Deployment) -> None:
-    whole = await deployment.generate(text="count with me please", max_tokens=16)
     stop_id = whole.token_ids[6]
-    stopped = await deployment.generate(text="count with me please", max_tokens=16, stop_token_ids=[stop_id])
+    stopped = await deployment.generate(text="tell me more about it", max_tokens=24, stop_token_ids=[stop_id])
     assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
-    assert stopped.finished is not None
-    assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
     assert stopped.finished.stop_match == str(stop_id)
-    assert whole.finished is not None
-    assert whole.finished.stop_match == ""
-
-
-async def test_a_first_token_that_ends_the_answer_needs_no_hand_off(deployment: Deployment) -> None:
-    answer = await deployment.generate(text="only one token of this", max_tokens=1)
-    assert answer.indices == [0]
-    assert answer.finished is not None
-    assert answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     await deployment.settle()
 
 
@@ -237,14 +178,6 @@ async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Depl
         )
 
 
-async def test_get_model_says_what_is_served(deployment: Deployment) -> None:
-    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=PATIENCE_S)
-    assert model.name == "fake:tiny"
-    assert model.has_chat_template
-    assert model.context_length > 0
-    assert model.vocab_size > 256
-
-
 async def test_of_a_burst_of_calls_those_beyond_the_queue_are_refused_with_a_hint_when_to_come_back() -> None:
     async with deploy(tiny_config(max_queued=10, worker_wait_s=1.0), num_decode=0) as deployment:
         calls = [deployment.inference.Generate(make_request(text="hello"), timeout=60) for _ in range(BURST)]
@@ -255,14 +188,7 @@ async def test_of_a_burst_of_calls_those_beyond_the_queue_are_refused_with_a_hin
                 assert RETRY_AFTER_KEY in {key for key, _ in await call.trailing_metadata()}
 
 
-async def test_all_choices_of_a_call_are_admitted_with_it_however_full_the_queue_is_later() -> None:
-    async with deploy(tiny_config(max_in_flight_per_worker=1, max_queued=1)) as deployment:
-        answers = await deployment.generate_all(make_request(text="say it four times", max_tokens=20, n=4))
-        assert [len(answer.token_ids) for answer in answers] == [20] * 4
-        await deployment.settle()
-
-
-async def test_explain_names_the_candidates_with_their_terms_and_runs_nothing() -> None:
+async def test_explain_names_the_candidates_with_their_terms_and_cached_tokens_and_runs_nothing() -> None:
     async with deploy(tiny_config(local_prefill="auto")) as deployment:
         request = make_request(text="where would this one go", max_tokens=4)
         explained = await deployment.cluster.Explain(request, timeout=PATIENCE_S)
@@ -280,17 +206,12 @@ async def test_explain_names_the_candidates_with_their_terms_and_runs_nothing() 
             assert found.cost_ms == pytest.approx(ready_ms + found.gap_ms * found.num_streams)
         for worker in deployment.workers:
             assert worker._parts.machine.core.num_arrived == 0
-
-
-async def test_explain_counts_what_the_workers_have_cached(deployment: Deployment) -> None:
-    await deployment.generate(text="the same long prompt once more", max_tokens=1)
-    await deployment.settle()
-    request = make_request(text="the same long prompt once more", max_tokens=1)
-    async with asyncio.timeout(PATIENCE_S):
-        while (explained := await deployment.cluster.Explain(request)).candidates[0].cached_tokens == 0:
-            await asyncio.sleep(0.02)  # the report is on its way
-    (pair,) = explained.candidates
-    assert (pair.cached_tokens, pair.uncached_tokens) == (16, 14)
+        await deployment.generate_all(request)
+        await deployment.settle()
+        async with asyncio.timeout(PATIENCE_S):
+            while (explained := await deployment.cluster.Explain(request)).candidates[0].cached_tokens == 0:
+                await asyncio.sleep(0.02)  # the report is on its way
+        assert (explained.candidates[0].cached_tokens, explained.candidates[0].uncached_tokens) == (16, 7)
 
 
 async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(deployment: Deployment) -> None:
@@ -313,19 +234,11 @@ async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(de
         )
 
 
-async def test_a_router_without_a_supervisor_lists_itself_with_its_load(deployment: Deployment) -> None:
-    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
-    (router,) = fleet.routers
-    assert router.router_id.startswith("router-0.")
-    assert router.address == deployment.router_address
-    assert router.HasField("num_queued")
-    assert router.HasField("num_in_flight")
-    assert fleet.wanted_routers == 0
-
-
 async def test_a_router_lists_the_routers_of_its_fleet_and_the_load_of_itself_alone(deployment: Deployment) -> None:
     fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
     (own,) = fleet.routers
+    assert own.router_id.startswith("router-0.")
+    assert (own.address, fleet.wanted_routers) == (deployment.router_address, 0)
     published = [FleetRouter("router-1.0badcafe", "h:1", draining=True), FleetRouter(own.router_id, own.address, False)]
     await deployment.router.set_routers(published)
     fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)

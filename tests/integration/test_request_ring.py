@@ -12,12 +12,11 @@ from tests.support.deployment import deploy, make_request, tiny_config
 from tests.support.steps import slow_down
 
 
-async def test_the_ring_lists_requests_newest_first_and_gives_their_spans() -> None:
+async def test_the_ring_lists_requests_newest_first_and_gives_their_spans_of_all_choices() -> None:
     async with deploy(tiny_config()) as deployment:
         answer = await deployment.generate(token_ids=range(1, 81), max_tokens=16)
         await deployment.generate(text="hello over there", max_tokens=1)
         finished = answer.finished
-        assert finished is not None
         async with AsyncClient(deployment.router_address) as client:
             newest, oldest = (await client.list_requests()).requests
             assert [newest.number, oldest.number] == [2, 1]
@@ -45,42 +44,30 @@ async def test_the_ring_lists_requests_newest_first_and_gives_their_spans() -> N
             assert candidate.chosen
             assert candidate.decode_worker == finished.decode_worker
 
-
-async def test_all_choices_of_a_call_are_in_its_trace() -> None:
-    async with deploy(tiny_config()) as deployment:
-        answers = await deployment.generate_all(make_request(text="hello over there", max_tokens=2, n=3))
-        finished = answers[0].finished
-        assert finished is not None
-        async with AsyncClient(deployment.router_address) as client:
-            trace = await client.get_trace(finished.request_id)
-    assert [summary.choice for summary in trace.requests] == [0, 1, 2]
-    assert [span.choice for span in trace.spans if span.name == "tandem.request"] == [0, 1, 2]
+            answers = await deployment.generate_all(make_request(text="hello over there", max_tokens=2, n=3))
+            trace = await client.get_trace(answers[0].finished.request_id)
+            assert [summary.choice for summary in trace.requests] == [0, 1, 2]
+            assert [span.choice for span in trace.spans if span.name == "tandem.request"] == [0, 1, 2]
 
 
-async def test_a_refused_request_is_in_the_ring_with_its_error() -> None:
-    async with deploy(tiny_config(), num_prefill=0, num_decode=0) as deployment:
-        request = make_request(text="hi", temperature=-1.0)
-        request.request_id = "mine"
-        with pytest.raises(grpc.aio.AioRpcError):
-            await deployment.inference.Generate(request, timeout=10).read()
-        async with AsyncClient(deployment.router_address) as client:
-            trace = await client.get_trace("mine")
-    (summary,) = trace.requests
-    assert (summary.end, summary.attempts, summary.first_token_ms) == ("invalid_argument", 0, 0.0)
-    assert not trace.candidates
-    assert trace.spans[0].error.startswith("temperature: ")
-
-
-async def test_an_unknown_request_and_a_bad_limit_are_refused() -> None:
+async def test_a_refused_request_is_in_the_ring_with_its_error_and_an_unknown_one_is_not_found() -> None:
     async with (
         deploy(tiny_config(), num_prefill=0, num_decode=0) as deployment,
         AsyncClient(deployment.router_address) as client,
     ):
+        request = make_request(text="hi", temperature=-1.0, request_id="mine")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await deployment.inference.Generate(request, timeout=10).read()
+        trace = await client.get_trace("mine")
         with pytest.raises(CallFailed, match="keeps no request 'nothing': it keeps the last 512") as failure:
             await client.get_trace("nothing")
         assert failure.value.code is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.aio.AioRpcError, match=r"limit: must be in \[1, 512\]"):
             await deployment.cluster.ListRequests(cluster_pb2.ListRequestsRequest(limit=513), timeout=5)
+    (summary,) = trace.requests
+    assert (summary.end, summary.attempts, summary.first_token_ms) == ("invalid_argument", 0, 0.0)
+    assert not trace.candidates
+    assert trace.spans[0].error.startswith("temperature: ")
 
 
 async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> None:
@@ -97,7 +84,6 @@ async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> 
                 worker = next(w for w in deployment.decode if deployment.endpoints[id(w)].service_id == stopped)
                 await worker.stop()
             finished = response.finished if response.HasField("finished") else None
-        assert finished is not None
         assert finished.attempts == 2
         trace = await client.get_trace(finished.trace_id)
     first, second = [span for span in trace.spans if span.name == "router.attempt"]

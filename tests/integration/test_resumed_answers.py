@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 
-from cli.compose import build_router
 from core.request import Request, SamplingParams
 from router.routing.workers import hashes_of
-from router.service import RouterService
 from tandem_client.resuming import Answer
-from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import OutputFormat
-from tests.support.deployment import Deployment, deploy, make_request, place, tiny_config, trailers_of
+from tests.support.deployment import Answer as Received
+from tests.support.deployment import Deployment, another_router, deploy, make_request, tiny_config
 from tests.support.waiting import until
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
@@ -50,37 +48,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Received:
-    """One call of one choice."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
-    started: inference_pb2.Started | None = None
-
-
-@dataclass
 class TwoRouters:
-    deployment: Deployment
-    second: RouterService
-    others: inference_pb2_grpc.InferenceStub  # of the second router
-
-    @property
-    def has_prefill(self) -> bool:
-        return bool(self.deployment.prefill)
+    first: Deployment
+    second: Deployment
 
     async def undisturbed(self, request: inference_pb2.GenerateRequest) -> Received:
-        return await receive(self.deployment.inference, request)
+        (whole,) = await self.first.generate_all(request)
+        return whole
 
     async def reported(self, request: inference_pb2.GenerateRequest, whole: Received) -> None:
         """Wait until the other router knows the blocks of this answer."""
         text = inference_pb2.TokenizeRequest(text=request.text)
-        prompt = (await self.deployment.inference.Tokenize(text)).token_ids
+        prompt = (await self.first.inference.Tokenize(text)).token_ids
         token_ids = (*prompt, *whole.token_ids[:-1])
         chain = hashes_of(Request("a", token_ids, len(token_ids), SamplingParams(max_tokens=1))).chain(BLOCK_SIZE)
-        index = self.second._shell.view._workers.index
+        index = self.second.router._shell.view._workers.index
         found = len(token_ids) // BLOCK_SIZE
         await until(lambda: max(index.match(chain).values(), default=0) >= found, "the blocks are reported")
 
@@ -95,40 +77,20 @@ class TwoRouters:
         answer.take(inference_pb2.GenerateResponse(tokens=chunk))
         following = answer.next_request()
         following.cache_salt = salt and f"{salt} {index}"
-        return await receive(self.others, following)
+        (rest,) = await self.second.generate_all(following)
+        return rest
 
 
-async def receive(stub: inference_pb2_grpc.InferenceStub, request: inference_pb2.GenerateRequest) -> Received:
-    received = Received()
-    async for response in stub.Generate(request, timeout=30.0):
-        match response.WhichOneof("event"):
-            case "started":
-                assert received.started is None, "two first messages"
-                received.started = response.started
-            case "tokens":
-                chunk = response.tokens
-                received.indices += range(chunk.index, chunk.index + len(chunk.token_ids))
-                received.token_ids += chunk.token_ids
-                received.text += chunk.text
-                received.logprobs += [entry.logprob for entry in chunk.logprobs]
-            case "finished":
-                received.finished = response.finished
-    return received
+def logprobs_of(answer: Received) -> list[float]:
+    return [entry.logprob for chunk in answer.chunks for entry in chunk.logprobs]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["auto", "never"])
 async def routers(request: pytest.FixtureRequest) -> AsyncIterator[TwoRouters]:
     """`params`: prompts are computed by the decode worker, or by a prefill worker."""
     config = tiny_config(MODEL, local_prefill=request.param)
-    async with deploy(config, num_prefill=int(request.param == "never")) as deployment:
-        second = build_router(config, place(1))
-        try:
-            address = (await second.start()).address
-            await second.set_workers(list(deployment.endpoints.values()))
-            async with grpc.aio.insecure_channel(address) as channel:
-                yield TwoRouters(deployment, second, inference_pb2_grpc.InferenceStub(channel))
-        finally:
-            await second.stop()
+    async with deploy(config, num_prefill=int(request.param == "never")) as first, another_router(first) as second:
+        yield TwoRouters(first, second)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,7 +105,7 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
     if "stop_strings" in options:
         assert whole.finished.stop_match in options["stop_strings"], "no stop string matched: nothing was tested"
     # With another salt, no worker has the KV, so a prefill worker computes the start of the answer.
-    salt = case if routers.has_prefill else ""
+    salt = case if routers.first.prefill else ""
     resumed = await asyncio.gather(
         *(routers.resume(request, whole, index, salt) for index in range(1, len(whole.token_ids) + 1))
     )
@@ -153,15 +115,15 @@ async def test_resumed_at_every_index_the_answer_is_the_undisturbed_one(routers:
         assert text + rest.text == whole.text, index
         assert whole.token_ids[:index] + rest.token_ids == whole.token_ids
         assert rest.indices == list(range(index, len(whole.token_ids)))
-        assert rest.logprobs == pytest.approx(whole.logprobs[index:], abs=1e-4)
-        assert rest.finished.finish_reason == whole.finished.finish_reason
-        assert rest.finished.stop_match == whole.finished.stop_match
-        assert rest.finished.seed == whole.finished.seed
-        assert rest.finished.usage.prompt_tokens == whole.finished.usage.prompt_tokens
-        assert rest.finished.usage.completion_tokens == len(whole.token_ids)
+        assert logprobs_of(rest) == pytest.approx(logprobs_of(whole)[index:], abs=1e-4)
+        ends = [
+            (end.finish_reason, end.stop_match, end.seed, end.usage.prompt_tokens, end.usage.completion_tokens)
+            for end in (rest.finished, whole.finished)
+        ]
+        assert ends[0] == ends[1]
         assert rest.finished.attempts == (1 if rest.token_ids else 0)
         assert rest.started == (whole.started if rest.token_ids else None)
-    if routers.has_prefill:
+    if routers.first.prefill:
         paths = {rest.finished.path for rest in resumed}
         assert inference_pb2.REQUEST_PATH_DISAGGREGATED in paths, "the decode worker computed every start"
 
@@ -175,12 +137,3 @@ async def test_a_resumed_answer_computes_at_most_one_block_again(routers: TwoRou
         assert 1 <= rest.finished.recomputed_tokens <= BLOCK_SIZE
         assert rest.finished.usage.cached_tokens == whole.finished.usage.prompt_tokens
     assert whole.finished.recomputed_tokens == 0
-
-
-async def test_a_call_with_several_choices_is_refused_by_name(routers: TwoRouters) -> None:
-    request = make_request(text="a", n=2)
-    request.resume.append(1)
-    with pytest.raises(grpc.aio.AioRpcError, match="resume: needs n = 1") as refused:
-        await routers.undisturbed(request)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert trailers_of(refused.value)["tandem-field"] == "resume"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import pytest
 import pytest_asyncio
 
 from gateway.fleets import Fleets
-from tandem_client import AsyncClient, Client
 from tandem_client.prompts import build_request
 from tandem_client.resuming import Answer
 from tandem_client.stubs import inference_pb2
@@ -155,24 +153,3 @@ async def test_another_router_resumes_inside_a_call(deployment: Deployment) -> N
     assert (head.text, head.calls) == (whole.text, whole.calls)
     assert head.num_calls == whole.num_calls, "Finished counts the whole answer"
     assert whole.num_deltas > 5, "the answer has come in several chunks"
-
-
-async def test_both_clients_give_typed_calls_that_the_next_prompt_takes(deployment: Deployment) -> None:
-    options: Any = {"tools": TOOLS, "tool_choice": {"name": "weather", "single": True}, "max_tokens": LIMIT, "seed": 2}
-    async with AsyncClient(deployment.router_address) as client:
-        async with client.stream(MESSAGES, **options) as stream:
-            pieces = [piece async for piece in stream]
-        (call,) = stream.result.tool_calls
-        assert call.name == "weather"
-        assert "".join(delta.arguments_json for piece in pieces for delta in piece.tool_calls) == call.arguments_json
-        assert set(json.loads(call.arguments_json)) == {"city", "days"}
-        asked = {"role": "assistant", "content": stream.result.text, "tool_calls": stream.result.tool_calls}
-        answered = {"role": "tool", "tool_call_id": call.id, "content": "25 C"}
-        final = await client.complete([*MESSAGES, asked, answered], tools=TOOLS, max_tokens=4)
-        assert final.usage.completion_tokens > 0
-
-    def blocking() -> str:
-        with Client(deployment.router_address) as client:
-            return client.complete(MESSAGES, **options).tool_calls[0].arguments_json
-
-    assert await asyncio.to_thread(blocking) == call.arguments_json

@@ -63,6 +63,7 @@ class Answer:
     text: str = ""
     indices: list[int] = field(default_factory=list)
     chunks: list[inference_pb2.TokenChunk] = field(default_factory=list)
+    started: inference_pb2.Started | None = None  # of the call; at its first choice
     end: inference_pb2.Finished | None = None
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
@@ -70,6 +71,8 @@ class Answer:
         if response.HasField("finished"):
             assert self.end is None, "two final messages"
             self.end = response.finished
+        elif response.HasField("started"):
+            self.started = response.started
         elif response.HasField("tokens"):
             tokens = response.tokens
             self.chunks.append(tokens)
