@@ -11,5 +11,5 @@ PATHS = ("resumed", "batches of 32", "chunks of 16 tokens", "preempted", "split"
 
 
 def test_no_path_changes_a_float32_stream() -> None:
-    different = dict(count_different("float32", make_requests(2), num_blocks=7))
+    different = dict(count_different("float32", make_requests(4), num_blocks=13))
     assert different == dict.fromkeys(PATHS, 0)
