@@ -129,6 +129,13 @@ a prompt without memory ends alone and its chunk is not offered
   blocks
   idle                        -> yes
 
+a chunk without memory is not offered
+  arrive a 16                 -> first step a 0+8; connect peer
+  want 1 0..3                 -> ready 1:
+  step no_memory=a            -> abort 1 prefill_failed; fail a OutOfDeviceMemory: no memory for a
+  release 1 prefill_failed
+  blocks
+
 the first token is computed even if the reader gives up
   arrive a 16                 -> first step a 0+8; connect peer
   want 1 0..3                 -> ready 1:
