@@ -15,7 +15,7 @@ from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix,
 from engine.weights import GGUFWeights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.gguf_file import GGUFFile
-from tests.unit.engine.cpu.quantized_cases import matrix_of
+from tests.unit.engine.cpu.kernel_cases import matrix_of
 
 SHAPES = [(1, 1), (47, 31), (48, 32), (49, 33), (100, 576)]
 

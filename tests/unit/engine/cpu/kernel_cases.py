@@ -1,6 +1,7 @@
 """Random cases for the C kernels, each computed by a kernel and by plain torch.
 
-The sanitizer's tests run this file as a program in another process: `python kernel_cases.py LIBRARY`.
+The sanitizer's test runs this file as a program in another process: `python kernel_cases.py LIBRARY`. The program ends
+with a write out of bounds, which shows that the sanitizer watches.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from engine.cpu.attention import NativeAttention
 from engine.cpu.kernels import Kernels, usable_flags
 from engine.cpu.linear import NativeLinear
 from engine.cpu.ops import NativeOps
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.cpu.sampling import NativeDraw
+from engine.host_memory import HugePages
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
 from engine.ops import TorchOps
+from engine.quantization import GROUP, QuantizedMatrix, quantize
 from engine.rotary import RotaryTable
 from engine.sampling import exponentials, filtered_distribution, masked
-from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
 # bfloat16 has 8 bits: two roundings of a value near 4 differ by at most 1/64. Torch also rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
-Difference = tuple[str, float]  # name of the comparison, largest difference of any element
+Difference = tuple[str, float]  # name of the comparison, largest difference (of quantized: relative)
 
 
 class AttentionCase:
@@ -210,6 +213,77 @@ def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
     return found
 
 
+# ---- quantized matrices
+
+
+class SeparateAllocations(HugePages):
+    """Allocates each piece separately, so that AddressSanitizer detects reads past a piece."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def matrix_of(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantizedMatrix:
+    """A quantized matrix whose first half is written last."""
+    matrix = QuantizedMatrix(weight.shape[0], weight.shape[1], bits, dtype, SeparateAllocations())
+    half = len(weight) // 2
+    for start, rows in ((half, weight[half:]), (0, weight[:half])):
+        if len(rows):
+            matrix.put(start, quantize(rows, bits))
+    return matrix
+
+
+def rounded(inputs: torch.Tensor, fused: bool) -> torch.Tensor:
+    """The inputs after the kernel's rounding to 8 bits: groups of 32, scaled by the largest element. -> float32
+
+    `fused`: with fused multiply-add, the product is not rounded before it is rounded to a code. The difference matters
+    for values halfway between two codes.
+    """
+    values = F.pad(inputs.float(), (0, -inputs.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = values.abs().amax(-1, keepdim=True)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    scaled = (values.double() * factor.double()).round().float() if fused else (values * factor).round()
+    return (scaled * largest / 127.0).flatten(1)[:, : inputs.shape[1]]
+
+
+def quantized_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 1) -> list[Difference]:
+    """Products and rows of matrices of odd sizes, with and without a bias, 8 and 4 bits."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, size = draw.choice([1, 2, 5, 6, 7, 13, 300]), draw.choice([1, 31, 32, 48, 250, 576])
+    out_size = draw.choice([1, 15, 47, 48, 49, 96, 200])
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight, inputs = tensor(out_size, size), tensor(num_rows, size).to(TORCH_DTYPES[dtype])
+    weight[0], inputs[num_rows // 2] = 0.0, 0.0
+    inputs[:, 0] *= draw.choice([1.0, 100.0, 1e-35])
+    bias = tensor(out_size).to(TORCH_DTYPES[dtype]) if draw.random() < 0.5 else None
+    found = []
+    for bits in (8, 4):
+        matrix = matrix_of(weight, bits, TORCH_DTYPES[dtype])
+        method = NativeQuantizedLinear(kernels, num_threads)
+        plain = matrix.grouped(torch.arange(out_size)).dequantized().double()
+        product = method.prepare(matrix, bias)(inputs)
+        expected = [
+            F.linear(rounded(inputs, fused).double(), plain, None if bias is None else bias.double())
+            for fused in (True, False)
+        ]
+        name = f"seed {seed}: {dtype} {num_rows} x {size} x {out_size}, {bits} bits"
+        found.append((f"product, {name}", min(relative(product, one) for one in expected)))
+        row_ids = torch.tensor([out_size - 1, 0, out_size // 2])
+        looked_up = method.prepare_embedding(matrix)(row_ids)
+        found.append((f"rows, {name}", relative(looked_up, plain[row_ids].to(looked_up.dtype))))
+    return found
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not ours.isfinite().all():
+        return float("inf")
+    return (ours.double() - theirs.double()).abs().max().item() / (1.0 + theirs.abs().max().item())
+
+
 def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range) -> list[Difference]:
     found = []
     for seed in seeds:
@@ -229,7 +303,9 @@ def main(library: str) -> None:
         wrong = [difference for difference in found if not difference[1] <= tolerance]
         if wrong:
             raise SystemExit(f"{wrong}")
-        print(f"{dtype}: {len(found)} comparisons within {tolerance}")
+        print(f"{dtype}: {len(found)} comparisons within {tolerance}", flush=True)
+    rows, too_short = torch.ones(4, 64), torch.empty(4, 31)
+    kernels.silu_and_multiply(rows.data_ptr(), too_short.data_ptr(), 4, 32, 0, 1)
 
 
 if __name__ == "__main__":

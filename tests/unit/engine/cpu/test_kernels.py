@@ -133,10 +133,14 @@ def attend(case: AttentionCase, kernels: Kernels, num_threads: int = 1) -> torch
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
 def test_kernels_of_instructions_that_this_cpu_lacks_are_correct_c() -> None:
-    """The tests above compile this CPU's targets. On any x86 the compiler checks the instructions of all targets."""
+    """The tests above compile this CPU's targets. On any x86 the compiler checks the instructions of all targets.
+
+    A widened target has no line that neither itself nor `avx512` has.
+    """
     need_compiler()
-    lacking = [target for target in TARGETS if target not in targets_here()]
-    for target in [*lacking, *(widened(target) for target in lacking if target.lanes == 16)]:
+    for target in TARGETS:
+        if target in targets_here():
+            continue
         flags = [*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", "-fsyntax-only"]
         done = subprocess.run(
             [find_compiler(), *flags, *SOURCES.glob("*.c")], capture_output=True, text=True, timeout=120, check=False

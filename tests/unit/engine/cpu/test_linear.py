@@ -28,9 +28,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return loaded
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_any_shape_agrees_with_torch(kernels: Kernels, num_threads: int) -> None:
-    found = [difference for seed in range(60) for difference in linear_differences(kernels, seed, num_threads)]
+def test_any_shape_agrees_with_torch_by_several_threads(kernels: Kernels) -> None:
+    """`test_kernels.py` has one thread."""
+    found = [difference for seed in range(60) for difference in linear_differences(kernels, seed, num_threads=3)]
     assert len(found) == 180
     assert [difference for difference in found if not difference[1] <= TOLERANCE["bfloat16"]] == []
 
