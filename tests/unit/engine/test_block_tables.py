@@ -6,13 +6,15 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.batch import Batch
 from engine.block_tables import BlockTables, StepTables
+from engine.rotary import RotaryTable
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 1000
@@ -43,6 +45,7 @@ def test_the_arrays_of_a_batch_follow_its_chunks() -> None:
 
 
 @given(st.integers(0, 2**32))
+@settings(max_examples=30)
 def test_each_step_sees_its_tables_until_the_next_step_but_one(seed: int) -> None:
     draw = random.Random(seed)
     tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE)
@@ -99,3 +102,22 @@ def test_the_slot_of_each_token_is_in_its_block() -> None:
     batch = batch_of((view_of([7, 8, 9]), 7, 3), (view_of([2]), 0, 1))
     step = BlockTables(NUM_BLOCKS, BLOCK_SIZE).begin_step(batch)
     assert np.array_equal(step.block_of_each_token(batch, BLOCK_SIZE), [8, 9, 9, 2])
+
+
+# ---- The angles of a step are those of each position alone.
+
+FREQUENCIES = 10_000.0 ** -(torch.arange(64) / 64)
+
+
+@pytest.mark.parametrize("positions", [[0], [7], [2999], [5, 0, 5], range(100, 400), range(3000)])
+def test_a_table_has_the_bits_of_angles_that_are_computed_for_the_step(positions: list[int]) -> None:
+    table = RotaryTable(FREQUENCIES, 3000)
+    rotation = table.rows(np.array(positions, np.int32))
+    angles = torch.tensor(positions, dtype=torch.float32)[:, None] * FREQUENCIES
+    assert torch.equal(rotation.cosine, angles.cos())
+    assert torch.equal(rotation.sine, angles.sin())
+
+
+def test_a_position_behind_the_table_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        RotaryTable(FREQUENCIES, 8).rows(np.array([8], np.int32))

@@ -15,7 +15,6 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.step import SampledToken
 from engine.backend import choose_linear_method
 from engine.cpu.attention import NativeAttention
 from engine.cpu.quantized_linear import NativeQuantizedLinear, NativeQuantizedMatrix
@@ -27,7 +26,7 @@ from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model
 from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
-from tests.unit.engine.cpu.test_runner import MODELS, top_tokens
+from tests.unit.engine.cpu.test_runner import MODELS, assert_log_probabilities_agree, top_tokens
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_weights import random_weights, write_gguf
 
@@ -58,15 +57,7 @@ def native(model: str, quantization: str, dtype: str = "float32") -> TorchRunner
 def test_log_probabilities_are_those_of_the_dequantized_weights(model: str, quantization: str, dtype: str) -> None:
     ours = top_tokens(native(model, quantization, dtype))
     theirs = top_tokens(build(f"random:{model}", quantization, "torch"))
-    assert_close(ours, theirs, LOGPROB_TOLERANCE[dtype])
-
-
-def assert_close(ours: list[SampledToken], theirs: list[SampledToken], tolerance: float) -> None:
-    for found, reference in zip(ours, theirs, strict=True):
-        expected = dict(reference.top_logprobs)
-        shared = [(logprob, expected[token]) for token, logprob in found.top_logprobs if token in expected]
-        assert len(shared) >= 12, "the lists of most likely tokens differ too much"
-        assert max(abs(a - b) for a, b in shared) < tolerance
+    assert_log_probabilities_agree(ours, theirs, LOGPROB_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", LOGPROB_TOLERANCE)

@@ -107,7 +107,7 @@ def test_draws_follow_the_filtered_distribution(options: dict[str, float]) -> No
     assert ((found - expected) ** 2 / expected).sum() < len(found) + 4 * math.sqrt(2 * len(found))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_draw_without_a_sort_takes_the_token_of_the_law(seed: int) -> None:
     rng, draw = np.random.default_rng(seed), QuickDraw()

@@ -118,38 +118,14 @@ def test_penalties_and_logprobs_know_the_promised_token(runner: Runner) -> None:
     assert decode.token_ids != unpenalized, "the penalties changed nothing, so this test shows nothing"
 
 
-def test_draws_at_promised_positions_are_those_of_single_steps(runner: Runner) -> None:
-    wanted = request("a", PROMPT, temperature=1.0, seed=5, max_tokens=20)
-    decode = Decode(wanted, [4, 1, 7, 2, 9])
-    submit(runner, 0, decode)
-    for step_id in range(1, 20):
-        submit(runner, step_id, decode)
-        collect(runner, decode)
-    collect(runner, decode)
-    assert decode.token_ids == alone(runner, wanted)
-
-
-def test_an_exception_drops_the_step_behind_and_later_steps_run(runner: Runner) -> None:
-    wanted = request("a", PROMPT)
-    submit(runner, 0, Decode(wanted, [4, 1, 7, 2]))
-    submit(runner, 1, Decode(request("b", PROMPT[:20]), [8, 9]))
-    fail(runner)
-    with pytest.raises(StepDropped, match="step 1"):
-        runner.collect()
-    again = Decode(wanted, [4, 1, 7, 2])
-    submit(runner, 2, again)
-    collect(runner, again)
-    assert again.token_ids == alone(runner, wanted)[:1]
-
-
-def test_a_step_submitted_behind_a_dropped_step_runs(runner: Runner) -> None:
+def test_an_exception_drops_the_step_behind_and_a_later_step_runs(runner: Runner) -> None:
     wanted = request("a", PROMPT)
     submit(runner, 0, Decode(request("b", PROMPT[:20]), [8, 9]))
     submit(runner, 1, Decode(wanted, [4, 1, 7, 2]))
     fail(runner)
     decode = Decode(wanted, [5, 6, 8, 9])
     submit(runner, 2, decode)
-    with pytest.raises(StepDropped):
+    with pytest.raises(StepDropped, match="step 1"):
         runner.collect()
     collect(runner, decode)
     assert decode.token_ids == alone(runner, wanted)[:1]
@@ -174,20 +150,20 @@ def test_a_third_step_in_flight_is_an_assertion_error(runner: Runner) -> None:
 
 
 def test_one_thread_submits_while_another_collects(runner: Runner) -> None:
-    wanted = request("a", PROMPT, max_tokens=60)
-    decode = Decode(wanted, [4, 1, 7, 2, 9, 3, 5])
+    wanted = request("a", PROMPT, max_tokens=30)
+    decode = Decode(wanted, [4, 1, 7, 2, 9])
     room, submitted, seen = threading.Semaphore(2), threading.Semaphore(0), set[int]()
 
     def collect_all() -> None:
         seen.add(threading.get_ident())
-        for _ in range(60):
+        for _ in range(30):
             assert submitted.acquire(timeout=30)
             collect(runner, decode)
             room.release()
 
     thread = threading.Thread(target=collect_all, daemon=True)
     thread.start()
-    for step_id in range(60):
+    for step_id in range(30):
         assert room.acquire(timeout=30)
         submit(runner, step_id, decode)
         submitted.release()
@@ -202,11 +178,14 @@ def expected(runner: Runner) -> dict[str, list[int]]:
     return {wanted.request_id: alone(runner, wanted) for wanted in REQUESTS}
 
 
-REQUESTS = [request(str(length), PROMPT[:length], max_tokens=20 - length // 4) for length in (1, 2, 15, 16, 17, 31, 45)]
+REQUESTS = [  # every other one is sampled
+    request(str(length), PROMPT[:length], max_tokens=20 - length // 4, temperature=float(index % 2), seed=5)
+    for index, length in enumerate((1, 2, 15, 16, 17, 31, 45))
+]
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
     runner: Runner, expected: dict[str, list[int]], seed: int
 ) -> None:

@@ -28,7 +28,7 @@ from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, config_from_gguf
-from model_files.model_source import load_config, load_model_info, resolve_model
+from model_files.model_source import load_config, resolve_model
 
 CPU = torch.device("cpu")
 HF_CONFIG = {
@@ -125,12 +125,6 @@ def logits(model: str) -> np.ndarray:
 
 def test_a_directory_gives_the_logits_of_the_saved_weights(llama_directory: Path) -> None:
     np.testing.assert_array_equal(logits(str(llama_directory)), logits("random:llama-tiny"))
-
-
-def test_generation_ends_at_every_eos_id_of_the_config(llama_directory: Path) -> None:
-    assert load_model_info(str(llama_directory)).eos_token_ids == {256, 258}
-    (llama_directory / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert load_model_info(str(llama_directory)).eos_token_ids == {7, 256, 258}
 
 
 @pytest.mark.parametrize(

@@ -191,12 +191,6 @@ def test_there_is_a_parser_for_every_format_that_a_template_may_show() -> None:
     assert FORMATS.keys() == FAMILIES.keys()
 
 
-def test_a_long_call_takes_time_in_proportion_to_its_length() -> None:
-    arguments = json.dumps({"text": "x" * 300_000})
-    for output in (f'{{"name": "f", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "f"}}'):
-        assert read("llama3_json", [output]) == ("", [("f", arguments)])
-
-
 class CountedText(str):
     """Counts the characters of all texts that slices and sums of it make."""
 

@@ -94,12 +94,12 @@ def test_steps_ahead_wait_for_their_masks(
     runner = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=launches_ahead))
     monkeypatch.setattr(Model, "compute", scarce)
     num_promised = 0
-    for seed in range(6):
+    for seed in range(3):
         driver = OneAhead(runner, random.Random(seed))
         found = driver.generate(list(ENDLESS))
         assert found == {wanted.request_id: expected[wanted.request_id] for wanted in ENDLESS}
         num_promised += driver.num_promised
-    assert num_promised > 50
+    assert num_promised > 25
     assert refused, "the memory was never scarce"
 
 

@@ -95,13 +95,6 @@ def test_a_poisoned_pool_changes_no_token(order: PoolOrder, expected: dict[str, 
     assert poisoned._pool.tensor.is_contiguous() is (order is PoolOrder.BLOCK_MAJOR)
 
 
-def test_the_bytes_of_the_pool_end_before_the_padding_block(runner: GpuRunner) -> None:
-    memory = runner.pool_memory()
-    assert memory is not None
-    assert len(memory) == runner.num_blocks * runner.layout.block_bytes
-    assert len(runner._pool.tensor) == runner.num_blocks + 1
-
-
 def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> None:
     poison(runner)
     run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
@@ -254,10 +247,10 @@ def test_random_plans_one_step_ahead_with_little_memory_give_the_same_tokens(
     queue = HostQueue(torch.device("cpu"), launches_ahead=launches_ahead)
     scarce_runner = gpu_runner(queue=queue)
     scarce = Scarce(monkeypatch, is_mixed)
-    for seed in range(6):
+    for seed in range(3):
         driver = OneAhead(scarce_runner, random.Random(seed))
         assert driver.generate(REQUESTS) == expected
-    assert scarce.num_refused > 20, "the memory was hardly ever scarce"
+    assert scarce.num_refused > 10, "the memory was hardly ever scarce"
 
 
 def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:

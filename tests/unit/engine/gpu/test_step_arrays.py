@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
+from engine.gpu.cpu_graph import CpuGraph, NotCapturable
 from engine.gpu.device_queue import HostQueue
+from engine.gpu.graphs import buckets_up_to
 from engine.gpu.ops import PREFILL_TILE_TOKENS
 from engine.gpu.step_arrays import NOT_PROMISED, StepArranger, tiles
-from engine.gpu.step_buffers import StagingSet, places
+from engine.gpu.step_attention import OperatorAttention, OperatorOps
+from engine.gpu.step_buffers import StagingSet, places, tensors_in
+from engine.linear import PlainLinear
+from engine.loading import ModelSetup
+from engine.model import Model, ModelInputs
+from engine.model_weights import allocate_weights
+from engine.rotary import RotaryTable
+from model_files.builtin_configs import RANDOM_CONFIGS
 
 BLOCKS = [5, 3, 9, 1, 7, 2]
 
@@ -77,3 +90,94 @@ def test_a_staging_set_grows_and_shows_the_arrays() -> None:
         for array, tensor in zip(arrays, staged.tensors(), strict=True):
             assert array.tolist() == tensor.tolist()
         assert staged.max_context == count + 1
+
+
+# ---- The computation of a step runs on the meta device, which has no values: the host waits for none.
+
+META = torch.device("meta")
+BLOCK_SIZE, NUM_BLOCKS = 16, 32
+
+
+def meta_chunk(name: str, start: int, count: int, samples: bool = True, promised: bool = False) -> ScheduledChunk:
+    view = SequenceView(name, [1] * (start + count), start + count, list(range(16)), SamplingParams(max_tokens=1))
+    return ScheduledChunk(view, start, count, samples, promised)
+
+
+STEPS = {
+    "prefill": [meta_chunk("a", 0, 40), meta_chunk("b", 0, 7)],
+    "chunked prefill": [meta_chunk("a", 24, 70, samples=False)],
+    "decode": [meta_chunk("a", 40, 1), meta_chunk("b", 7, 1, promised=True)],
+    "mixed": [meta_chunk("a", 40, 1, promised=True), meta_chunk("b", 16, 20), meta_chunk("c", 3, 1, samples=False)],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RANDOM_CONFIGS if name.endswith("tiny")])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_reads_no_value_on_the_host(name: str, step: str) -> None:
+    setup = ModelSetup.of(EngineConfig(model=f"random:{name}", device="cpu", dtype="bfloat16", num_threads=1), None)
+    config, ops = setup.model_config, OperatorOps()
+    model = Model(allocate_weights(config, torch.bfloat16, META), PlainLinear(ops), ops)
+    table = RotaryTable(torch.empty(config.head_dim // 2, device=META), NUM_BLOCKS * BLOCK_SIZE)
+    pool = torch.empty((NUM_BLOCKS + 1, *setup.layout.block_shape), dtype=torch.bfloat16, device=META)
+    arrays = StepArranger(NUM_BLOCKS, BLOCK_SIZE).arrange(STEPS[step], {"a": 0, "b": 1})
+    flat = torch.empty(places(arrays.sizes)[1], dtype=torch.int32, device=META)
+    tensors = tensors_in(flat, arrays.sizes)
+    attention = OperatorAttention(pool, table, tensors, arrays.max_context, lambda *_: 3)
+    logits = model.compute(ModelInputs(tensors.token_ids, tensors.sampling_rows, attention))
+    assert logits.is_meta
+    assert logits.shape == (sum(chunk.samples for chunk in STEPS[step]), config.vocab_size)
+
+
+# ---- `CpuGraph` finds what a graph would do wrong.
+
+
+def test_a_replay_computes_with_new_inputs_at_the_same_addresses() -> None:
+    given, kept = torch.ones(3), torch.zeros(3)
+    graph = CpuGraph(lambda: kept.add_((given * 2).view(3)) + 1)
+    address = graph.result.data_ptr()
+    kept.zero_()
+    given.fill_(5.0)
+    graph.replay()
+    assert graph.result.tolist() == [11.0] * 3
+    assert graph.result.data_ptr() == address
+
+
+def test_memory_of_the_capture_holds_nothing_between_replays() -> None:
+    given = torch.ones(3)
+    graph = CpuGraph(lambda: torch.empty(3).mul(0.0) + given)
+    graph.replay()
+    assert graph.result.isnan().all(), "the computation reads memory that it has not written"
+
+
+def test_a_tensor_that_only_the_caller_of_the_capture_held_is_missed() -> None:
+    def compute() -> torch.Tensor:
+        return torch.ones(3) + inputs.pop()
+
+    inputs = [torch.ones(3)]
+    with pytest.raises(NotCapturable, match="ones"):
+        CpuGraph(compute)
+    inputs = [torch.ones(3)]
+    graph = CpuGraph(lambda: inputs.pop() * 2)
+    with pytest.raises(NotCapturable, match="is gone"):
+        graph.replay()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: bool(x[0] > 0), lambda x: x.sort()],
+    ids=["item", "nonzero", "boolean index", "branch", "not on the list"],
+)
+def test_operators_that_a_graph_must_not_hold_are_refused(compute: object) -> None:
+    given = torch.ones(3)
+    with pytest.raises(NotCapturable, match="a graph must not hold"):
+        CpuGraph(lambda: compute(given))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 7, 8, 64, 100, 256, 300])
+def test_buckets_reach_the_limit_and_waste_little(max_running: int) -> None:
+    buckets = buckets_up_to(max_running)
+    assert buckets[0] == 1
+    assert buckets[-1] == max_running
+    assert buckets == sorted(set(buckets))
+    for before, bucket in itertools.pairwise(buckets):
+        assert bucket - before <= max(before, 1) if bucket <= 16 else bucket - before <= max(16, before // 8)
