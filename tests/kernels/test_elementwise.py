@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 
-from engine.gpu import elementwise, reference
+from engine.fp8 import CODES, dequantized
+from engine.gpu import copies, digests, elementwise, fp8_kernels, reference
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -70,3 +73,146 @@ def test_no_rows_launch_nothing() -> None:
     empty = torch.empty(0, 64)
     elementwise.add_rms_norm(empty, empty, torch.ones(64), 1e-5, empty)
     elementwise.silu_and_multiply(torch.empty(0, 128), empty)
+
+
+# ---- The kernels around a product of codes, beside their references.
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 48), (5, 300), (2, 20_000)])
+def test_codes_and_scales_are_those_of_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = (torch.randn(num_rows, size, generator=generator) * 3).to(dtype)
+    rows[0, :7] = torch.tensor([0.0, 1e-3, -1e-3, 2**-9, 400, -400, 0.07])
+    found, wanted = (torch.zeros(num_rows, size, dtype=CODES) for _ in range(2))
+    found_scales, scales = torch.zeros(num_rows), torch.zeros(num_rows)
+    fp8_kernels.quantize_rows(rows, found, found_scales)
+    reference.quantize_rows(rows, wanted, scales)
+    torch.testing.assert_close(found_scales, scales, rtol=1e-6, atol=0)
+    # The factor of a row may differ in its last bit, and so a value between two codes may get the other one.
+    assert (found.float() != wanted.float()).float().mean() < 1e-3
+    exact = rows.float()
+    error = (dequantized(found, found_scales, torch.float32) - exact).abs()
+    assert (error <= exact.abs() * 2**-4 * 1.001 + scales[:, None] * 2**-9).all()
+
+
+def test_a_row_of_zeros_has_codes_of_zero() -> None:
+    codes, scales = torch.ones(2, 32).to(CODES), torch.zeros(2)
+    fp8_kernels.quantize_rows(torch.zeros(2, 32), codes, scales)
+    assert not codes.float().any()
+    assert (scales > 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_rows", "has_bias"), [(1, 40, False), (3, 1500, True)])
+def test_products_are_scaled(num_tokens: int, num_rows: int, has_bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    products = torch.randn(num_tokens, num_rows, generator=generator) * 1000
+    token_scales, row_scales = (torch.rand(count, generator=generator) for count in (num_tokens, num_rows))
+    bias = torch.randn(num_rows, generator=generator).to(dtype) if has_bias else None
+    found, wanted = (torch.full((num_tokens, num_rows), float("nan"), dtype=dtype) for _ in range(2))
+    fp8_kernels.scale_products(products, token_scales, row_scales, bias, found)
+    reference.scale_products(products, token_scales, row_scales, bias, wanted)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+# ---- The digest kernel gives what xxhash gives for the same bytes.
+
+
+def digests_of(memory: torch.Tensor, blocks: list[int]) -> list[int]:
+    found = torch.full((len(blocks),), -1)
+    sums = torch.full(digests.scratch_shape(len(blocks), memory.shape[1]), -1)
+    digests.block_digests(memory, torch.tensor(blocks, dtype=torch.int32), sums, found)
+    return [digest % 2**64 for digest in found.tolist()]
+
+
+# The shortest block; the last chunk of 8, of 1,024 and of 64 bytes; several loops of the chain and of the sums.
+@pytest.mark.parametrize("block_bytes", [248, 1032, 2048, 16 * 1024 + 64, 34 * 1024 + 512])
+def test_digests_are_those_of_xxhash(block_bytes: int) -> None:
+    memory = torch.randint(0, 256, (3, block_bytes), dtype=torch.uint8)
+    expected = [xxhash.xxh3_64_intdigest(memory[block].numpy().tobytes()) for block in (2, 0)]
+    assert digests_of(memory, [2, 0]) == expected
+
+
+def test_blocks_may_repeat_and_fill_several_programs() -> None:
+    memory = torch.randint(0, 256, (4, 256), dtype=torch.uint8)
+    blocks = [3, 1, 1, 0, 2, 3]
+    assert digests_of(memory, blocks) == [xxhash.xxh3_64_intdigest(memory[block].numpy().tobytes()) for block in blocks]
+
+
+@pytest.mark.parametrize("value", [0, 255])
+def test_blocks_of_one_byte_value_overflow_nothing(value: int) -> None:
+    memory = torch.full((1, 1088), value, dtype=torch.uint8)
+    assert digests_of(memory, [0]) == [xxhash.xxh3_64_intdigest(bytes([value]) * 1088)]
+
+
+def test_blocks_of_a_wider_row_are_found() -> None:
+    memory = torch.randint(0, 256, (3, 512), dtype=torch.uint8)
+    assert digests_of(memory[:, :320], [1]) == [xxhash.xxh3_64_intdigest(memory[1, :320].numpy().tobytes())]
+
+
+# ---- The copy kernel: every byte of every run arrives, and no other byte changes.
+
+
+def copy(runs: list[tuple[int, int, int]]) -> dict[int, int]:
+    """Copy by the kernel. Returns the number of pieces by the bytes of an access."""
+    by_access = copies.runs_by_access(runs)
+    for access_bytes, (table, num_pieces) in by_access.items():
+        copies.copy_runs(torch.from_numpy(table), num_pieces, access_bytes)
+    return {access_bytes: num_pieces for access_bytes, (_, num_pieces) in by_access.items()}
+
+
+def test_runs_of_several_pieces_arrive_and_nothing_else_changes() -> None:
+    size = copies.PIECE_BYTES
+    source = torch.randint(0, 256, (6 * size,), dtype=torch.uint8)
+    target = torch.zeros(8 * size, dtype=torch.uint8)
+    places = [(0, 5 * size + 64, 2 * size + 16), (3 * size, 16, 48), (4 * size + 32, size, size)]
+
+    found = copy([(source.data_ptr() + a, target.data_ptr() + b, count) for a, b, count in places])
+
+    expected = torch.zeros_like(target)
+    for a, b, count in places:
+        expected[b : b + count] = source[a : a + count]
+    assert torch.equal(target, expected)
+    assert found == {16: 5}
+
+
+@pytest.mark.parametrize(
+    ("source_offset", "target_offset", "num_bytes", "access_bytes"),
+    [(0, 8, 64, 8), (4, 0, 64, 4), (0, 0, 30, 2), (3, 5, 101, 1), (16, 32, 16, 16)],
+)
+def test_odd_addresses_and_lengths_use_smaller_accesses(
+    source_offset: int, target_offset: int, num_bytes: int, access_bytes: int
+) -> None:
+    source, target = torch.randint(0, 256, (256,), dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    expected = target.clone()
+    expected[target_offset : target_offset + num_bytes] = source[source_offset : source_offset + num_bytes]
+
+    found = copy([(source.data_ptr() + source_offset, target.data_ptr() + target_offset, num_bytes)])
+
+    assert torch.equal(target, expected)
+    assert found == {access_bytes: 1}
+
+
+def test_many_runs_of_many_lengths_arrive() -> None:
+    lengths = [16 * count for count in np.random.default_rng(1).integers(1, 5000, 60).tolist()]
+    source = torch.randint(0, 256, (sum(lengths),), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    begins = np.cumsum([0, *lengths[:-1]]).tolist()
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()  # of the runs in the target
+    places = dict(zip(order, np.cumsum([0, *(lengths[run] for run in order[:-1])]).tolist(), strict=True))
+
+    found = copy(
+        [(source.data_ptr() + begins[run], target.data_ptr() + places[run], lengths[run]) for run in range(60)]
+    )
+
+    assert torch.equal(target, torch.cat([source[begins[run] :][: lengths[run]] for run in order]))
+    assert found == {16: sum(-(-length // copies.PIECE_BYTES) for length in lengths)}
+
+
+def test_nothing_to_copy_launches_nothing() -> None:
+    assert copy([]) == {}
+    assert copy([(16, 32, 0)]) == {}
