@@ -442,18 +442,13 @@ async def test_a_handshake_counts_as_a_connection_and_has_the_deadline_of_a_head
     assert not client.state.connections
 
 
-async def test_a_handshake_over_the_limit_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_and_handshakes_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 0)
-    client = SilentTlsClient()
-    assert client.transport.is_lost
-    assert not client.state.connections
-
-
-async def test_connections_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 0)
-    client = Client()
+    client, silent = Client(), SilentTlsClient()
     assert client.has_answer(503)
     assert client.transport.is_closed
+    assert silent.transport.is_lost
+    assert not silent.state.connections
 
 
 PIECES = [

@@ -148,6 +148,7 @@ def test_logprobs_of_a_chat_have_a_switch_and_a_number() -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": "\u00e9"}}}
+OF_SCHEMA = OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False))
 
 
 @pytest.mark.parametrize(
@@ -156,16 +157,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"const": "\u00e9"}}}
         ({}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, OutputFormat(json_object=True)),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA},
-                }
-            },
-            OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
-        ),
-        ({"guided_json": SCHEMA}, OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False))),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, OF_SCHEMA),
+        ({"guided_json": SCHEMA}, OF_SCHEMA),
         ({"guided_regex": "a+"}, OutputFormat(regex="a+")),
         ({"guided_choice": ["a", "b"]}, OutputFormat(choices=Choices(texts=["a", "b"]))),
         ({"structured_outputs": {"json": "true"}}, OutputFormat(json_schema="true")),
@@ -196,7 +189,7 @@ def test_the_format_of_a_response() -> None:
     body = ResponsesBody.model_validate(
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}}
     )
-    assert text_format(body) == (OutputFormat(json_schema=json.dumps(SCHEMA, ensure_ascii=False)), [])
+    assert text_format(body) == (OF_SCHEMA, [])
     assert echoed_fields(body, [])["text"]["format"] == {
         "type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import FrameType
 from typing import Any
@@ -38,28 +39,21 @@ def test_flush_returns_held_text_that_did_not_become_a_stop_string() -> None:
     assert stream.flush() == "", "once"
 
 
-@pytest.mark.parametrize("stop_strings", [["ab", "abc"], ["abc", "ab"]])
-@pytest.mark.parametrize("tokens", [["xabc"], ["xa", "b", "c"], ["xab", "c"]])
-def test_of_two_stop_strings_at_one_place_the_one_that_is_complete_first_matches(
-    stop_strings: list[str], tokens: list[str]
+@pytest.mark.parametrize(
+    ("stop_strings", "text", "match"),
+    [
+        (["ab", "abc"], "xabc", "ab"),  # at one place: the one that is complete first
+        (["abcd", "bc"], "xabcd", "bc"),  # inside another: the same
+        (["b", "ab"], "xab", "ab"),  # ending together: the longer one
+    ],
+)
+def test_of_two_stop_strings_one_matches_in_any_order_however_the_tokens_divide_them(
+    stop_strings: list[str], text: str, match: str
 ) -> None:
-    stream, shown = stream_of(stop_strings, *tokens)
-    assert ("".join(shown), stream.stop_match) == ("x", "ab")
-
-
-@pytest.mark.parametrize("tokens", [["abcd"], ["a", "b", "c", "d"], ["abc", "d"]])
-def test_a_stop_string_inside_another_matches_first_however_the_tokens_divide_them(tokens: list[str]) -> None:
-    stream, shown = stream_of(["abcd", "bc"], *tokens)
-    assert ("".join(shown), stream.stop_match) == ("a", "bc")
-
-
-@pytest.mark.parametrize("stop_strings", [["b", "ab"], ["ab", "b"]])
-@pytest.mark.parametrize("tokens", [["xab"], ["xa", "b"]])
-def test_of_two_stop_strings_that_end_together_the_longer_one_matches(
-    stop_strings: list[str], tokens: list[str]
-) -> None:
-    stream, shown = stream_of(stop_strings, *tokens)
-    assert ("".join(shown), stream.stop_match) == ("x", "ab")
+    cuts = itertools.combinations_with_replacement(range(len(text)), 2)
+    for (first, second), ordered in itertools.product(cuts, (stop_strings, stop_strings[::-1])):
+        stream, shown = stream_of(ordered, *filter(None, (text[:first], text[first:second], text[second:])))
+        assert ("".join(shown), stream.stop_match) == (text[: text.index(match)], match)
 
 
 def test_an_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
