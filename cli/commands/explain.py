@@ -11,10 +11,10 @@ from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
 
-# new = tokens to compute; read = until a peer's cached part of the prompt is here, while the queue goes on; room = wait
-# for blocks of the decode worker; gap = what each step of its streams becomes longer, times the streams; first = until
-# the first token. All times are in ms.
-COLUMNS = ("cached", "new", "queue", "read", "prefill", "transfer", "room", "gap", "first", "cost")
+# new = tokens to compute; room = wait for blocks of the decode worker; gap = what each step of its streams becomes
+# longer, times the streams; first = until the first token. All times are in ms.
+COLUMNS = ("cached", "new", "queue", "prefill", "transfer", "room", "gap", "first", "cost")
+READ = "read"  # of a prefix that a peer has cached, while the queue goes on: the peer and the time; where one is read
 MAX_ROWS = 24
 MIN_PIPE_WIDTH = 120  # columns of an output that is no terminal
 
@@ -31,10 +31,13 @@ def candidates_table(explained: cluster_pb2.ExplainResponse) -> Table:
     )
     for name in ("", "prefill", "decode"):
         table.add_column(name, overflow="fold")
-    for name in COLUMNS:
+    has_reads = any(candidate.source for candidate in explained.candidates)
+    for name in (*COLUMNS, READ) if has_reads else COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)  # in a narrow terminal, only the names wrap
     for candidate in sorted(explained.candidates, key=lambda candidate: candidate.cost_ms)[:MAX_ROWS]:
-        table.add_row(*_row(candidate), style="bold" if candidate.chosen else None)
+        read = f"{_name(candidate.source)} {_ms(candidate.read_ms)}" if candidate.source else "-"
+        cells = [*_row(candidate), read] if has_reads else _row(candidate)
+        table.add_row(*cells, style="bold" if candidate.chosen else None)
     return table
 
 
@@ -46,7 +49,7 @@ def _row(candidate: cluster_pb2.Candidate) -> list[str]:
         _name(c.decode_worker),
         str(c.cached_tokens),
         str(c.uncached_tokens),
-        *(_ms(time) for time in (c.queue_ms, c.read_ms, c.prefill_ms, c.transfer_ms, c.room_wait_ms)),
+        *(_ms(time) for time in (c.queue_ms, c.prefill_ms, c.transfer_ms, c.room_wait_ms)),
         f"{_ms(c.gap_ms)} x {c.num_streams}",
         _ms(c.first_token_ms),
         _ms(c.cost_ms),
