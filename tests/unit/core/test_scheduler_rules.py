@@ -333,6 +333,19 @@ def test_the_chunks_of_a_prompt_follow_each_other_over_two_steps_in_flight() -> 
     assert driven.scheduler.num_waiting_tokens == 10
 
 
+def test_a_pulled_sequence_preempts_a_later_one_only_after_the_step_in_flight() -> None:
+    driven = Driven(num_blocks=7, max_running=2)
+    driven.add("running", [1, 2], max_tokens=8)
+    plan = driven.begin()
+    driven.add_pulled("pulled", range(1, 13), arrival=1)  # lacks a block for its next token
+    later = driven.add_pulled("later", range(21, 32), arrival=2)
+    assert driven.scheduler.schedule() is None
+    assert len(later.block_table) == 3
+    driven.end(plan)
+    assert driven.step() == {"running": 1, "pulled": 1}
+    assert later.num_preemptions == 1
+
+
 def test_a_view_belongs_to_one_block_table_that_never_shrinks() -> None:
     driven = Driven(num_blocks=3)
     driven.add("first", range(1, 5), max_tokens=4)
