@@ -111,43 +111,6 @@ async def test_logprobs_would_show_masked_text_and_are_refused(http: httpx.Async
     assert response.json()["error"]["param"] == "logprobs"
 
 
-def called(arguments: str) -> list[dict[str, Any]]:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    return [
-        {"role": "user", "content": "look it up"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "found"},
-    ]
-
-
-def tool(description: str, name: str = "look") -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": {}}}
-
-
-SIDE_DOORS: dict[str, dict[str, Any]] = {
-    "arguments": {"messages": called('{"what": "sarin"}')},
-    "escaped arguments": {"messages": called('{"what": "s\\u0061rin"}')},
-    "beside half a character": {"messages": called('{"what": "s\\u0061rin \\ud800"}')},
-    "tool": {"tools": [tool("explains sarin")]},
-    "name of a tool": {"tools": [tool("", "how_to_make_sarin")]},
-    "template options": {"chat_template_kwargs": {"note": "sarin"}},
-}
-
-
-@pytest.mark.parametrize("door", SIDE_DOORS)
-async def test_a_guardrail_sees_every_text_of_a_chat(deployment: Deployment, door: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    config = GatewayConfig(guardrail="examples.guardrail:build")
-    async with (
-        serving_gateway(Fleets([deployment.router.calls]), config) as url,
-        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
-    ):
-        harmless = await client.post("/v1/chat/completions", json=body | {"tools": [tool("explains rivers")]})
-        refused = await client.post("/v1/chat/completions", json=body | SIDE_DOORS[door])
-    assert harmless.status_code == 200, harmless.text
-    assert refused.json()["error"]["message"] == "prompts about sarin are not answered here"
-
-
 async def test_responses_pass_the_guardrail_too(http: httpx.AsyncClient) -> None:
     refused = await http.post("/v1/responses", json={"input": "refuse"})
     assert refused.json()["error"]["code"] == "content_policy_violation"

@@ -118,17 +118,6 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(deployment: De
         writer.close()
 
 
-async def test_a_head_over_the_limit_is_refused(deployment: Deployment) -> None:
-    async with client_of(Fleets([deployment.router.calls])) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        writer.write(b"GET /health HTTP/1.1\r\nx-long: " + b"y" * (MAX_HEAD_BYTES + 1))
-        async with asyncio.timeout(30):
-            answer = await reader.read()
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 431")
-        assert b"headers_too_large" in answer
-
-
 @pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES + 6_000, 200_000, 1_000_000])
 async def test_a_long_body_is_not_taken_for_a_head(deployment: Deployment, num_bytes: int) -> None:
     """In one write, in two with the last bytes alone, and twice on one connection."""

@@ -170,17 +170,6 @@ async def test_a_forced_call_of_a_tool_streams_and_has_arguments_of_its_schema(c
     assert len(one.choices[0].message.tool_calls or ()) == 1
 
 
-async def test_vllms_names_of_a_format(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"model": MODEL, "prompt": "Is it?", "max_tokens": 20}
-    for extra in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}):
-        answer = await client.completions.create(**options, extra_body=extra)
-        assert answer.choices[0].text in ("yes", "no")
-        assert answer.choices[0].finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match="Invalid type: objekt") as refused:
-        await client.completions.create(**options, extra_body={"guided_json": {"type": "objekt"}})
-    assert refused.value.param == "guided_json"
-
-
 async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> None:
     options: Any = {"model": MODEL, "input": "Hello", "instructions": "Be brief.", "temperature": 0}
     whole = await client.responses.create(**options, max_output_tokens=8)
@@ -242,10 +231,6 @@ async def test_a_receipt_comes_on_request(scripted_client: openai.AsyncOpenAI) -
 # ---- errors
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an unknown field": ({"extra_body": {"colour": 1}}, "colour", "unknown field"),
-    "a value out of range": ({"temperature": -1}, "temperature", "[0, 100]"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-                 "messages[0].content[0].type", "read text only"),
     "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
     "too long an output, under its other name": (
         {"max_completion_tokens": 100_000}, "max_completion_tokens", "context of"),
@@ -349,13 +334,10 @@ async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -
 # ---- clients that go away
 
 
-@pytest.mark.parametrize("prompt", ["abc", ["abc", "def", "ghi"]])
-async def test_closing_a_stream_ends_every_request(
-    client: openai.AsyncOpenAI, deployment: Deployment, prompt: str | list[str]
-) -> None:
+async def test_closing_a_stream_ends_every_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
     slow_down(deployment.decode[0], 0.02)
     stream = await client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=2000, stream=True, n=2, extra_body={"ignore_eos": True}
+        model=MODEL, prompt=["abc", "def", "ghi"], max_tokens=2000, stream=True, n=2, extra_body={"ignore_eos": True}
     )
     await anext(aiter(stream))
     assert not no_requests(deployment)
@@ -389,6 +371,3 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_th
         await until(lambda: shell.view.num_queued, "the request is queued")
         waiting.cancel()
         await until(lambda: not shell.view.num_queued and not shell.num_open, "the queue is empty")
-
-
-# ---- guardrails
