@@ -88,6 +88,8 @@ async def test_a_cancelled_stop_is_cancelled_and_the_server_stops_nevertheless()
 
 
 # ---- A server refuses calls of every kind without the key or the token that they need, before their handler runs.
+# The client is a blocking one: where a server ends a call whose requests are still being sent, grpc.aio may report
+# INTERNAL in place of the server's status (grpc/grpc#36066).
 
 KEY = "tandem-key-of-a-test"
 TOKEN = "the-token-of-this-cluster"
