@@ -1,4 +1,4 @@
-"""API keys on a real router: who may call, for which tenant, and how much."""
+"""API keys on a real router, over gRPC and HTTP: who may call, for which tenant, and how much."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig, SecurityConfig, TelemetryConfig
+from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.waiting import until
 
 TOKEN = "the-token-of-this-cluster"
-KEYS = ("alice", "bob", "team-a", "team-b", "olga")
+KEYS = ("alice", "bob", "team-a", "team-b", "olga", "carol")
 PROMPT = list(range(3, 3 + 64))
 
 
@@ -50,6 +53,7 @@ async def deployment(trace_file: Path) -> AsyncIterator[Deployment]:
             config_of("team-a", tenant="team"),
             config_of("team-b", tenant="team"),
             config_of("olga", operator=True),
+            config_of("carol", max_streams=2),
         ),
     )
     async with deploy(config) as deployed:
@@ -157,3 +161,53 @@ async def test_no_log_and_no_span_shows_a_key(
     await until(lambda: "watched" in text_of(trace_file), "the span is written")
     shown = caplog.text + text_of(trace_file) + repr(deployment.config) + repr(done)
     assert not any(key_of(name) in shown or hash_of(key_of(name)) in shown for name in KEYS)
+
+
+# ---- through the gateway, which passes keys on: the statuses and headers that clients of OpenAI know
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving_gateway(Fleets([deployment.router.calls])) as url,
+        httpx.AsyncClient(base_url=url, timeout=30.0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/api/fleet", "/dashboard/api/requests", "/v1/completions"])
+async def test_without_a_valid_key_a_request_gets_401(http: httpx.AsyncClient, path: str) -> None:
+    body = {"prompt": "a"} if path.startswith("/v1") else None
+    for headers in ([], [(b"authorization", "Bearer kéy".encode())]):
+        response = await http.request("POST" if body else "GET", path, json=body, headers=headers)
+        assert response.status_code == 401, response.text
+        assert body is None or response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("is_over_the_wire", [False, True])
+async def test_an_unknown_key_is_refused_before_the_body_comes(deployment: Deployment, is_over_the_wire: bool) -> None:
+    fleets = over_the_wire(deployment.router_address) if is_over_the_wire else Fleets([deployment.router.calls])
+    async with serving_gateway(fleets) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        for key, answer in ((key_of("alice"), b"HTTP/1.1 400"), ("unknown", b"HTTP/1.1 401")):
+            body = b"" if answer.endswith(b"401") else b"{}"
+            head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: 2\r\n\r\n"
+            writer.write(head.encode() + body)
+            async with asyncio.timeout(20):
+                whole = await reader.readuntil(b"}}")
+            assert whole.startswith(answer), whole
+        writer.close()
+
+
+async def test_more_prompts_than_a_key_may_have_open_are_no_reason_to_try_again(http: httpx.AsyncClient) -> None:
+    headers, body = {"authorization": f"Bearer {key_of('carol')}"}, {"max_tokens": 2, "temperature": 0}
+    assert (await http.post("/v1/completions", json=body | {"prompt": ["a", "b"]}, headers=headers)).status_code == 200
+    refused = await http.post("/v1/completions", json=body | {"prompt": ["a", "b", "c"]}, headers=headers)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "prompt"
+    assert "retry-after" not in refused.headers
+
+
+async def test_what_needs_no_key_over_grpc_needs_none_over_http(http: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/version", "/v1/models"):
+        assert (await http.get(path)).status_code == 200, path

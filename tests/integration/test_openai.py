@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 import grpc
@@ -12,13 +12,14 @@ import httpx
 import openai
 import pydantic
 import pytest
+import pytest_asyncio
 
 from gateway.fleets import Fleets
 from tandem_client.stubs.inference_pb2 import ToolCallDelta
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.scripted_router import ScriptedRouter, scripted_router
-from tests.support.steps import slow_down
+from tests.support.steps import runner_of, slow_down
 from tests.support.waiting import until
 
 MODEL = "fake:tiny"
@@ -34,33 +35,41 @@ CALL = [
 ]
 BUSY = (("tandem-retryable", "true"), ("tandem-retry-after-ms", "10"))
 NO_RETRIES = {"max_retries": 0}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
     async with deploy(tiny_config()) as deployment:
         yield deployment
 
 
 @pytest.fixture
+def slow_decode(deployment: Deployment) -> Iterator[None]:
+    slow_down(deployment.decode[0], 0.02)
+    yield
+    del runner_of(deployment.decode[0]).collect
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(deployment: Deployment) -> AsyncIterator[str]:
     async with serving_gateway(Fleets([deployment.router.calls])) as url:
         yield url
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with client_of(url) as client:
         yield client
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def scripted() -> AsyncIterator[ScriptedRouter]:
     async with scripted_router(["Hello ", "world"]) as router:
         yield router
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def scripted_client(scripted: ScriptedRouter) -> AsyncIterator[openai.AsyncOpenAI]:
     async with serving_gateway(over_the_wire(scripted.address)) as url, client_of(url) as client:
         yield client
@@ -270,19 +279,19 @@ async def test_headers_of_the_request_reach_the_router(
     assert answer.id == scripted.requests[0].request_id == "mine-1"
 
 
-async def test_a_full_queue_is_a_rate_limit_with_a_hint() -> None:
+async def test_a_full_queue_is_a_rate_limit_with_a_hint_and_a_client_that_leaves_frees_its_place() -> None:
     async with (
         deploy(tiny_config(max_queued=1), num_decode=0) as deployment,
         serving_gateway(Fleets([deployment.router.calls])) as url,
         client_of(url) as client,
     ):
         shell = deployment.router._shell
-        waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt="waits", max_tokens=2))
+        waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt="a", max_tokens=2, stream=True))
         await until(lambda: shell.view.num_queued, "the first request is queued")
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(model=MODEL, prompt="finds it full", max_tokens=2)
         waiting.cancel()
-        await until(lambda: no_requests(deployment), "the router has dropped the request")
+        await until(lambda: not shell.view.num_queued and not shell.num_open, "the queue is empty")
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.response.headers["x-should-retry"] == "true"
 
@@ -310,10 +319,10 @@ async def test_an_unexpected_fault_is_an_error_with_an_id(
     assert 'tandem_gateway_requests_total{route="/v1/chat/completions",status="500"} 1.0' in page
 
 
+@pytest.mark.usefixtures("slow_decode")
 async def test_a_deadline_in_the_middle_of_a_stream_is_an_event(
     client: openai.AsyncOpenAI, deployment: Deployment
 ) -> None:
-    slow_down(deployment.decode[0], 0.05)
     stream = await client.completions.create(
         model=MODEL, prompt="abc", max_tokens=1000, stream=True,
         extra_body={"ignore_eos": True}, extra_headers={"x-tandem-timeout-ms": "3000"},
@@ -334,8 +343,8 @@ async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -
 # ---- clients that go away
 
 
+@pytest.mark.usefixtures("slow_decode")
 async def test_closing_a_stream_ends_every_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
-    slow_down(deployment.decode[0], 0.02)
     stream = await client.completions.create(
         model=MODEL, prompt=["abc", "def", "ghi"], max_tokens=2000, stream=True, n=2, extra_body={"ignore_eos": True}
     )
@@ -346,8 +355,8 @@ async def test_closing_a_stream_ends_every_request(client: openai.AsyncOpenAI, d
     await deployment.settle()
 
 
+@pytest.mark.usefixtures("slow_decode")
 async def test_a_client_that_stops_waiting_ends_its_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
-    slow_down(deployment.decode[0], 0.02)
     waiting = asyncio.create_task(
         client.chat.completions.create(
             model=MODEL, messages=HELLO, max_tokens=2000, n=2, extra_body={"ignore_eos": True}
@@ -357,17 +366,3 @@ async def test_a_client_that_stops_waiting_ends_its_request(client: openai.Async
     waiting.cancel()
     await until(lambda: no_requests(deployment), "the router has dropped the request")
     await deployment.settle()
-
-
-async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_the_queue() -> None:
-    async with (
-        deploy(tiny_config(), num_decode=0) as deployment,
-        serving_gateway(Fleets([deployment.router.calls])) as url,
-        client_of(url) as client,
-    ):
-        shell = deployment.router._shell
-        create = client.chat.completions.create
-        waiting = asyncio.create_task(create(model=MODEL, messages=HELLO, max_tokens=4, n=3, stream=True))
-        await until(lambda: shell.view.num_queued, "the request is queued")
-        waiting.cancel()
-        await until(lambda: not shell.view.num_queued and not shell.num_open, "the queue is empty")

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import SecurityConfig, TandemConfig
@@ -29,6 +30,7 @@ from tests.support.deployment import Deployment, deploy, make_request, tiny_conf
 TOKEN = "the-token-of-this-cluster"
 TIMEOUT_S = 20.0  # for a busy machine; nothing here is to last so long
 REFUSED = grpc.StatusCode.UNAUTHENTICATED
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def with_security(security: SecurityConfig) -> TandemConfig:
@@ -90,13 +92,18 @@ async def statuses_of_worker_calls(deployment: Deployment, metadata: list[tuple[
 # ---- the token
 
 
-async def test_a_worker_answers_no_call_without_the_token_and_the_router_has_it() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[Deployment]:
     async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
-        assert await statuses_of_worker_calls(deployment, []) == {REFUSED}
-        statuses = await statuses_of_worker_calls(deployment, Credentials(TOKEN).metadata)
-        assert statuses == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}  # the empty requests
-        assert len((await deployment.generate(text="through both pools", max_tokens=3)).token_ids) == 3
-        await deployment.settle()
+        yield deployment
+
+
+async def test_a_worker_answers_no_call_without_the_token_and_the_router_has_it(deployment: Deployment) -> None:
+    assert await statuses_of_worker_calls(deployment, []) == {REFUSED}
+    statuses = await statuses_of_worker_calls(deployment, Credentials(TOKEN).metadata)
+    assert statuses == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}  # the empty requests
+    assert len((await deployment.generate(text="through both pools", max_tokens=3)).token_ids) == 3
+    await deployment.settle()
 
 
 async def test_a_router_with_another_token_never_learns_a_worker_s_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,24 +125,23 @@ async def test_a_router_with_another_token_never_learns_a_worker_s_address(monke
             assert list(shell.view.workers()) == []
 
 
-async def test_the_public_api_and_health_need_no_token_but_steering_does() -> None:
-    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
-        for address in (*addresses(deployment).values(), deployment.router_address):
-            async with channel_to(address) as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-                assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
-        for method, request in (
-            ("Scale", cluster_pb2.ScaleRequest(decode=2)),
-            ("Apply", cluster_pb2.ApplyRequest()),
-            ("GetLedger", cluster_pb2.GetLedgerRequest()),
-        ):
-            call = getattr(deployment.cluster, method)
-            assert await status_of(call(request, timeout=TIMEOUT_S)) is REFUSED, method
-        # With the token it is refused for another reason: nobody supervises this fleet.
-        with_token = deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, TOKEN)])
-        assert await status_of(with_token) is grpc.StatusCode.UNAVAILABLE
+async def test_the_public_api_and_health_need_no_token_but_steering_does(deployment: Deployment) -> None:
+    for address in (*addresses(deployment).values(), deployment.router_address):
+        async with channel_to(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
+    for method, request in (
+        ("Scale", cluster_pb2.ScaleRequest(decode=2)),
+        ("Apply", cluster_pb2.ApplyRequest()),
+        ("GetLedger", cluster_pb2.GetLedgerRequest()),
+    ):
+        call = getattr(deployment.cluster, method)
+        assert await status_of(call(request, timeout=TIMEOUT_S)) is REFUSED, method
+    # With the token it is refused for another reason: nobody supervises this fleet.
+    with_token = deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, TOKEN)])
+    assert await status_of(with_token) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +159,7 @@ async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCapture
 
 
 async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_get(
-    monkeypatch: pytest.MonkeyPatch,
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
 
@@ -176,9 +182,8 @@ async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_
     link = worker_link.WorkerLink
     monkeypatch.setattr(link, "start_prefill", note("prefill", link.start_prefill, lambda action: action.transfer_id))
     monkeypatch.setattr(link, "start_decode", note("decode", link.start_decode, lambda action: action.source[0]))
-    async with deploy(tiny_config()) as deployment:
-        for number in range(5):
-            await deployment.generate(text=f"request {number} goes through both pools", max_tokens=2)
+    for number in range(5):
+        await deployment.generate(text=f"request {number} goes through both pools", max_tokens=2)
     assert seen["prefill"] == seen["decode"]
     assert len(set(seen["prefill"])) == 5
     assert set(seen["prefill"]) <= set(drawn)
@@ -204,22 +209,27 @@ async def watch_with(address: str, credentials: Credentials) -> grpc.StatusCode:
         return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
 
 
-async def test_a_worker_answers_only_who_has_a_certificate_of_the_cluster(
-    ours: Authority, strangers: Authority
-) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tls(ours: Authority) -> AsyncIterator[tuple[Deployment, SecurityConfig]]:
     security = ours.config("fleet", cluster_token=TOKEN)
+    async with deploy(with_security(security)) as deployment:
+        yield deployment, security
+
+
+async def test_a_worker_answers_only_who_has_a_certificate_of_the_cluster(
+    tls: tuple[Deployment, SecurityConfig], ours: Authority, strangers: Authority
+) -> None:
+    deployment, security = tls
     right = load_credentials(security)
     wrong = load_credentials(strangers.config("stranger", ca=ours.certificate, cluster_token=TOKEN))
     none = replace(right, cert=b"", key=b"", ca=right.ca)
-    async with deploy(with_security(security)) as deployment:
-        answer = await deployment.generate(text="all of it over TLS", max_tokens=3)
-        assert len(answer.token_ids) == 3
-        for address in addresses(deployment).values():
-            assert await watch_with(address, right) is grpc.StatusCode.OK
-            assert await watch_with(address, replace(right, token="")) is REFUSED
-            assert await watch_with(address, wrong) is grpc.StatusCode.UNAVAILABLE
-            assert await watch_with(address, none) is grpc.StatusCode.UNAVAILABLE  # no TLS at all
-            assert await watch_without_certificate(address, right) is grpc.StatusCode.UNAVAILABLE
+    assert len((await deployment.generate(text="all of it over TLS", max_tokens=3)).token_ids) == 3
+    for address in addresses(deployment).values():
+        assert await watch_with(address, right) is grpc.StatusCode.OK
+        assert await watch_with(address, replace(right, token="")) is REFUSED
+        assert await watch_with(address, wrong) is grpc.StatusCode.UNAVAILABLE
+        assert await watch_with(address, none) is grpc.StatusCode.UNAVAILABLE  # no TLS at all
+        assert await watch_without_certificate(address, right) is grpc.StatusCode.UNAVAILABLE
 
 
 async def watch_without_certificate(address: str, credentials: Credentials) -> grpc.StatusCode:
@@ -231,20 +241,19 @@ async def watch_without_certificate(address: str, credentials: Credentials) -> g
         return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
 
 
-@pytest.mark.parametrize("required", [False, True])
 async def test_the_public_api_asks_clients_for_a_certificate_where_the_config_says_so(
-    ours: Authority, required: bool
+    tls: tuple[Deployment, SecurityConfig], ours: Authority
 ) -> None:
-    security = ours.config(f"router-{required}", require_client_certs=required)
-    async with deploy(with_security(security)) as deployment:
-        tls = grpc.ssl_channel_credentials(ours.certificate.read_bytes())
-        async with grpc.aio.secure_channel(deployment.router_address, tls) as channel:
-            call = inference_pb2_grpc.InferenceStub(channel).Generate(
-                make_request(text="hi", max_tokens=2), timeout=TIMEOUT_S
-            )
-            expected = grpc.StatusCode.UNAVAILABLE if required else grpc.StatusCode.OK
-            assert await status_of(call) is expected
-        assert len((await deployment.generate(text="with one", max_tokens=2)).token_ids) == 2
+    async def generates(deployment: Deployment) -> grpc.StatusCode:
+        credentials = grpc.ssl_channel_credentials(ours.certificate.read_bytes())
+        async with grpc.aio.secure_channel(deployment.router_address, credentials) as channel:
+            request = make_request(text="hi", max_tokens=2)
+            return await status_of(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=TIMEOUT_S))
+
+    assert await generates(tls[0]) is grpc.StatusCode.OK
+    async with deploy(with_security(ours.config("asks", require_client_certs=True))) as asking:
+        assert await generates(asking) is grpc.StatusCode.UNAVAILABLE
+        assert len((await asking.generate(text="with one", max_tokens=2)).token_ids) == 2
 
 
 async def test_a_router_hands_nothing_to_a_worker_whose_certificate_is_not_of_the_cluster(
@@ -281,8 +290,9 @@ async def test_one_name_for_all_certificates_serves_where_addresses_are_not_know
         assert await watch_with(address, nameless) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_command_without_the_fleet_s_tls_says_what_may_be_missing(ours: Authority) -> None:
-    async with deploy(with_security(ours.config("tls-only"))) as deployment:
-        async with AsyncClient(deployment.router_address) as client:
-            with pytest.raises(CallFailed, match="its TLS settings differ from the client's"):
-                await client.fleet()
+async def test_a_command_without_the_fleet_s_tls_says_what_may_be_missing(
+    tls: tuple[Deployment, SecurityConfig],
+) -> None:
+    async with AsyncClient(tls[0].router_address) as client:
+        with pytest.raises(CallFailed, match="its TLS settings differ from the client's"):
+            await client.fleet()
