@@ -84,6 +84,7 @@ async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> 
                 worker = next(w for w in deployment.decode if deployment.endpoints[id(w)].service_id == stopped)
                 await worker.stop()
             finished = response.finished if response.HasField("finished") else None
+        assert finished is not None
         assert finished.attempts == 2
         trace = await client.get_trace(finished.trace_id)
     first, second = [span for span in trace.spans if span.name == "router.attempt"]

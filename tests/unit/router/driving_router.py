@@ -270,6 +270,8 @@ def seen(action: RouterAction) -> str:
             return f"finish {request_id} {_outcome(outcome)}"
         case events.Fail(request_id, error, _, _):
             return f"fail {request_id} {_error(error)}"
+        case events.OfferPrefix(dispatch_id, worker_id, ticket, reader, token_ids, _, _):
+            return f"offer {dispatch_id} {worker_id} to {_name(reader)}/{ticket} {len(token_ids)} tokens"
         case events.UpdatePeers(worker_id, changes):
             return f"peers {worker_id} {' '.join(map(_peer, changes))}"
         case _:

@@ -27,12 +27,13 @@ from core.scheduling.ledger import BlockHolder, Claim, SequenceState
 from core.scheduling.worker_load import RouterCalls, WorkerLoad
 from protos import codec, report_codec
 from tandem_client.stubs import worker_pb2
+from worker.prefixes import PrefixRequested
 from worker.reports import MAX_HOLDERS, ReportFeed
 
 NOBODY: Any = None  # the call's context, which is not used
 
 
-def feed_of(num_holders: int, met: list[PeerJoined | PeerLeft]) -> ReportFeed:
+def feed_of(num_holders: int, met: list[PeerJoined | PeerLeft | PrefixRequested]) -> ReportFeed:
     holders = [worker_pb2.BlockHolder(name=str(number)) for number in range(num_holders)]
     return ReportFeed(
         WorkerConfig(),
@@ -82,7 +83,7 @@ def test_the_kind_of_a_holder_follows_from_its_state() -> None:
 
 
 async def test_news_of_the_fleet_arrives_in_order() -> None:
-    met: list[PeerJoined | PeerLeft] = []
+    met: list[PeerJoined | PeerLeft | PrefixRequested] = []
     news: list[PeerJoined | PeerLeft] = [PeerJoined(agent("p"), True), PeerJoined(agent("d"), False), PeerLeft("p")]
     request = worker_pb2.UpdatePeersRequest(changes=map(codec.encode_change, news))
     await feed_of(0, met).UpdatePeers(request, NOBODY)
