@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from core.config import ApiKeyConfig
 from protos import kserve_pb2, kserve_pb2_grpc
@@ -98,11 +99,13 @@ async def run(program: str, *arguments: str) -> str:
     return out.decode()
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
     async with deploy(tiny_config()) as deployment:
         yield deployment
-        await deployment.settle()
 
 
 @needs_client
@@ -179,7 +182,8 @@ async def test_a_client_that_goes_away_frees_everything(deployment: Deployment) 
     call = stub.ModelStreamInfer(timeout=30)
     await call.write(infer_request(parameters={"max_tokens": PARAMETER(int64_param=400)}))
     await call.read()
-    call.cancel()  # the fixture waits until nothing is open
+    call.cancel()
+    await deployment.settle()
 
 
 async def test_an_api_key_guards_generation_and_not_the_descriptions() -> None:
