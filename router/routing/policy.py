@@ -41,6 +41,7 @@ MAX_TIMED = 8  # of each role: the workers whose times are predicted, those with
 MAX_PAIRED = 4  # of each role: the workers whose pairs are compared
 NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
+LEAST_GAIN_SHARE, LEAST_GAIN_S = 0.02, 0.0005  # of reading a prefix over computing it
 MESSAGE_S = 0.002  # from the router to a worker and back
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
 MAX_SOURCES = 4  # workers with the longest cached parts of a prompt, from which another may read
@@ -275,7 +276,7 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     read = min(reads, key=lambda read: read.seconds - read.num_tokens * worker.cost.token_s)
     cached_tokens += read.num_tokens
     with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read)
-    least_gain_s = NEAR_TIE_SHARE * start.total_s + NEAR_TIE_S
+    least_gain_s = LEAST_GAIN_SHARE * start.total_s + LEAST_GAIN_S
     return with_read if with_read.total_s + least_gain_s < start.total_s else start
 
 
