@@ -13,7 +13,7 @@ from router.routing.policy import Candidate
 from router.routing.worker_record import CallWork
 from router.routing.workers import WorkerTable
 
-LATE_FACTOR, LATE_S = 2.0, 0.05  # a read of a prefix is late after so many times its price, and so many seconds
+LATE_S = 0.05  # beyond twice its price; or half of its gain beyond its price: then the read of a prefix is late
 
 
 class OpenDispatches:
@@ -76,7 +76,7 @@ class OpenDispatches:
         reader = self._workers.chosen(candidate.prefill_worker or candidate.decode_worker)
         for record in (source, reader):
             record.use_link(now + read.seconds)
-        limit_s = LATE_FACTOR * read.seconds + LATE_S
+        limit_s = read.seconds + max(read.seconds + LATE_S, read.gain_s / 2)
         prefix = PrefixSource(self._new_ticket(), source.agent, candidate.cached_tokens, limit_s)
         offer = events.OfferPrefix(
             dispatch_id, source.worker_id, prefix.transfer_id, reader.agent,

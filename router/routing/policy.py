@@ -132,6 +132,7 @@ class PrefixRead(NamedTuple):
     source: str | None  # None: it reads nothing
     num_tokens: int  # that it lacks
     seconds: float  # from the dispatch to the last block
+    gain_s: float = 0.0  # that the first token comes sooner
 
 
 NO_READ = PrefixRead(None, 0, 0.0)
@@ -277,7 +278,8 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     cached_tokens += read.num_tokens
     with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read)
     least_gain_s = LEAST_GAIN_SHARE * start.total_s + LEAST_GAIN_S
-    return with_read if with_read.total_s + least_gain_s < start.total_s else start
+    gain_s = start.total_s - with_read.total_s
+    return with_read._replace(read=read._replace(gain_s=gain_s)) if gain_s > least_gain_s else start
 
 
 def prefix_read(
