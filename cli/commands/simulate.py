@@ -192,6 +192,7 @@ def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
         slo_ttft_ms=options["slo_ttft_ms"],
         admission=options["admission"],
         local_prefill=options["local_prefill"],
+        peer_prefixes=options["peer_prefixes"],
     )
     return ReplayConfig(
         num_routers=options["routers"],

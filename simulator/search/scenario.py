@@ -202,6 +202,7 @@ def _router_config(chance: random.Random, calm: bool) -> RouterConfig:
         max_in_flight_per_worker=chance.choice((6, 12, 64)),
         max_attempts=chance.choice((2, 3, 4)),
         local_prefill=chance.choice(("never", "auto", "auto")),
+        peer_prefixes="auto",
         report_stale_s=0.9,
         worker_lost_s=1.5,
         worker_wait_s=2.0,

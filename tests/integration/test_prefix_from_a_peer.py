@@ -26,7 +26,7 @@ async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """A tiny model computes a prefix faster than any call takes, so here the router reads wherever it can."""
     monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
     monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)  # a busy machine delays messages
-    async with deploy(tiny_config(request.param, transport="nixl")) as running:
+    async with deploy(tiny_config(request.param, transport="nixl", peer_prefixes="auto")) as running:
         yield running
 
 

@@ -56,7 +56,9 @@ def sharing(scenario: Scenario, num_requests: int = 40, *, faults: bool = False)
         scenario,
         calm=not faults,
         workers=workers,
-        router=replace(scenario.router, local_prefill="auto", max_queued=1024, max_in_flight_per_worker=64),
+        router=replace(
+            scenario.router, local_prefill="auto", peer_prefixes="auto", max_queued=1024, max_in_flight_per_worker=64
+        ),
         requests=tuple(requests),
         network=NetworkFaults(delay_s=0.001, loss=0.05 * faults, doubling=0.05 * faults),
         reads=ReadFaults(slow=0.1, broken=0.1, corrupted=0.05) if faults else ReadFaults(),

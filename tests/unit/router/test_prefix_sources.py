@@ -103,7 +103,7 @@ class Driven:
     """A router with the prefill worker P, the decode worker D and the worker S, which has a prefix."""
 
     def __init__(self, source_load: WorkerLoad = LOAD, **config: object) -> None:
-        options = RouterConfig(**({"local_prefill": "never"} | config))  # type: ignore[arg-type]
+        options = RouterConfig(**({"local_prefill": "never", "peer_prefixes": "auto"} | config))  # type: ignore[arg-type]
         self.machine = RouterMachine(options, iter(range(1, 99)).__next__)
         self.num_requests = 0
         roles = {"P": ServiceRole.PREFILL, "D": ServiceRole.DECODE, "S": ServiceRole.DECODE}
@@ -142,7 +142,7 @@ def test_the_call_names_the_source_and_the_source_is_told(load: WorkerLoad) -> N
 
 
 def test_a_router_that_may_not_names_no_source() -> None:
-    router = Driven(peer_prefixes="never")
+    router = Driven(peer_prefixes=RouterConfig().peer_prefixes)
     assert router.source_of(router.ask()) is None
 
 
