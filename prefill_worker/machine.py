@@ -247,7 +247,7 @@ class PrefillMachine:
         The router retries the requests of withdrawn offers.
         """
         if self.core.scheduler.num_steps_in_flight or not any(
-            self.transfers.is_wanted(call.transfer_id) for call in self._calls.values() if call.transfer_id is not None
+            self.transfers.is_wanted(call.transfer_id) for call in self._queued() if call.transfer_id is not None
         ):
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -260,10 +260,15 @@ class PrefillMachine:
                 return [*self._apply_results(aborted, now), *self.core.next_step(now)]
         return []
 
+    def _queued(self) -> list[_OpenCall]:
+        """The calls with a prompt in the scheduler. The others lack no block: they wait for their prefix."""
+        waiting = {sequence.sequence_id for sequence in self.prefixes.waiting}
+        return [call for request_id, call in self._calls.items() if request_id not in waiting]
+
     def _least_useful_offer(self) -> TransferId | None:
         """The newest offer without a WANT; else the newest one whose reader lacks blocks; else the unfinished offer of
         lowest rank. Never the unfinished prompt of highest rank, if its reader has sent a WANT."""
-        by_rank = sorted(self._calls.values(), key=lambda call: call.sequence.rank)
+        by_rank = sorted(self._queued(), key=lambda call: call.sequence.rank)
         first = by_rank[0].transfer_id if by_rank else None
         starved = [
             offer for offer in self.transfers.starved_offers() if offer != first or not self.transfers.is_wanted(offer)

@@ -201,6 +201,14 @@ a full queue refuses a prompt with a source
   arrive d 8 first=80 ticket=4  -> refused QueueFull: 1 sequences wait already (max_waiting)
   seek a 10 prefix=8            -> refused QueueFull: 1 sequences wait already (max_waiting)
 
+a prompt that waits for its prefix is no deadlock
+  arrive b 8 first=40 ticket=2  -> first step b 0+8; connect peer
+  run                           -> digests 2; done b 0: 8
+  seek a 10 prefix=8 limit=3    -> want 9: 0 1
+  want 1 0..2                   -> ready 1:
+  wait 1.2
+  blocks                        -> leased 2; incoming 2
+
 the end of the call aborts its offer and its pull
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
   cancel a                      -> release 9 cancelled; abort 1 prefill_failed
