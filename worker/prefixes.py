@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from core.block_hash import FullBlock, extend_full_blocks, root_hash
 from core.errors import LayoutMismatch, TandemError
-from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
+from core.handoff import MAX_POSITIONS, AbortReason, AgentAddress, PrefixSource, TransferId
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState
 from core.scheduling.sequence import Sequence
@@ -111,7 +111,7 @@ class Prefixes:
             return None
         block_size, most_tokens = scheduler.block_size, sequence.num_tokens - 1
         scheduler.hold_cached_prefix(sequence, most_tokens)
-        positions = range(len(sequence.block_table), min(source.num_tokens, most_tokens) // block_size)
+        positions = range(len(sequence.block_table), min(source.num_tokens, most_tokens) // block_size)[:MAX_POSITIONS]
         if not 0 < len(positions) <= num_spare_blocks - len(sequence.block_table):
             scheduler.drop_blocks(sequence)
             return None

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from core.handoff import PrefixSource
 from decode_worker.events import DecodeArrived, DecodeDone
+from kv_transfer.protocol import puller
 from prefill_worker.machine import PrefillArrived, PrefillDone
 from tests.support.driven_worker import LAYOUT, address, request
 from tests.support.transcripts import transcripts_of
 from tests.support.worker_words import WorkerReplay
+from worker import prefixes
 from worker.prefixes import PrefixRequested
 
 
@@ -42,6 +46,14 @@ class PrefixReplay(WorkerReplay):
         if isinstance(action, PrefillDone | DecodeDone) and action.prefix is not None:
             words += f", read {action.prefix.num_tokens}"
         return words
+
+
+def test_a_read_takes_no_more_blocks_than_a_want_can_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prefixes, puller):
+        monkeypatch.setattr(module, "MAX_POSITIONS", 2)
+    replay = PrefixReplay()
+    replay.line("decode")
+    assert replay.line("seek a 18 prefix=16")[-1] == "  -> want 9: 0 1"
 
 
 def transcripts(text: str, setup: str) -> Callable[[str], None]:
