@@ -92,7 +92,7 @@ class DecodeMachine:
         self.prefixes = Prefixes(self.core, self.transfers)
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
-        """Raises `TandemError` if it refuses a `DecodeArrived` or a `MoveArrived`."""
+        """Raises `TandemError` if it refuses a `DecodeArrived`, a `MoveArrived` or a `PrefixRequested`."""
         actions: list[DecodeAction] = []
         match event:
             case DecodeArrived():
@@ -123,6 +123,8 @@ class DecodeMachine:
                 self.core.scheduler.set_config(scheduler)
                 self.max_pulls_waiting = worker.max_pulls_waiting
             case PrefixRequested():
+                if self.core.draining and not self._calls:
+                    raise WorkerDrains("this decode worker has drained")  # else it would never be idle
                 actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks, now), now)
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)

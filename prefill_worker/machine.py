@@ -108,7 +108,7 @@ class PrefillMachine:
         self._stalled_since: float | None = None
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
-        """Raises `TandemError` if it refuses a `PrefillArrived`."""
+        """Raises `TandemError` if it refuses a `PrefillArrived` or a `PrefixRequested`."""
         actions: list[PrefillAction] = []
         match event:
             case PrefillArrived():
@@ -128,6 +128,8 @@ class PrefillMachine:
             case ConfigChanged(scheduler):
                 self.core.scheduler.set_config(scheduler)
             case PrefixRequested():
+                if self.core.draining and not self._calls:
+                    raise WorkerDrains("this prefill worker has drained")  # else it would never be idle
                 offered = self.prefixes.offer(event, self.core.num_spare_blocks(), now)
                 actions += self._apply_results(offered, now)
             case Tick():

@@ -278,10 +278,12 @@ a silent reader keeps the blocks for a lease
   wait 2
   blocks
 
-a worker that drains still gives
+a worker that drains gives as long as it has calls
+  arrive y 12 first=40 max=3    -> first step y 0+8
   drain
   asked 9 12                    -> connect peer; digests 3
-  want 9 0..2                   -> ready 9: 0..2 last
+  run                           -> tokens y 0: 12..14; done y length
+  asked 8 12                    -> refused WorkerDrains: this decode worker has drained
   idle                          -> no
   release 9
   idle                          -> yes
