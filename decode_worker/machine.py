@@ -31,7 +31,7 @@ from core.lifecycle import FinishReason, Stage
 from core.machine import Tick
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState, check_claims
-from core.scheduling.sequence import Sequence
+from core.scheduling.sequence import Rank, Sequence
 from core.scheduling.worker_load import WorkerLoad
 from core.step import SampledToken, StepOutput, TokenEvent
 from decode_worker.events import (
@@ -125,7 +125,7 @@ class DecodeMachine:
             case PrefixRequested():
                 if self.core.draining and not self._calls:
                     raise WorkerDrains("this decode worker has drained")  # else it would never be idle
-                actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks, now), now)
+                actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks(), now), now)
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
                 actions += self._apply_results(self.prefixes.on_tick(now), now)
@@ -135,6 +135,8 @@ class DecodeMachine:
                     actions += self._end(request_id, late, AbortReason.DEADLINE, now)
             case _:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
+        while given_up := self.prefixes.give_way(self._num_spare_blocks, now):
+            actions += self._apply_results(given_up, now)
         actions += self._give_blocks(now)
         steps = self.core.next_step(now, admit_before=self.pulls.blocked_rank)
         while (victim := self.pulls.victim(now)) is not None:
@@ -165,7 +167,7 @@ class DecodeMachine:
         return self.core.load(
             self.transfers,
             num_pulls_waiting=self.pulls.num_waiting,
-            num_promised_blocks=self.pulls.num_promised_blocks,
+            num_promised_blocks=self.pulls.num_promised_blocks(),
             prompts_left=self.prefixes.prompts_left(),
             takes_moves=True,
         )
@@ -178,9 +180,8 @@ class DecodeMachine:
         ]
         return [*self.core.claims(), *pulled, *self.prefixes.claims(), *self.transfers.claims()]
 
-    @property
-    def _num_spare_blocks(self) -> int:
-        return self.core.num_spare_blocks(self.pulls.num_promised_blocks)
+    def _num_spare_blocks(self, before: Rank | None = None) -> int:
+        return self.core.num_spare_blocks(self.pulls.num_promised_blocks(before), before)
 
     # ---- a sequence arrives
 
@@ -201,7 +202,7 @@ class DecodeMachine:
             self.core.scheduler.refuse(sequence)
             begun = None
             if event.prefix is not None:
-                begun = self.prefixes.begin(sequence, event.prefix, self._num_spare_blocks, now)
+                begun = self.prefixes.begin(sequence, event.prefix, self._num_spare_blocks(), now)
             if begun is None:
                 self.core.scheduler.add(sequence)
             return self._apply_results(begun or [], now)
@@ -329,7 +330,8 @@ class DecodeMachine:
 
     def _make_room(self, now: float) -> list[DecodeAction]:
         """Offer sequences that preemption would take, and pause those that move before one is preempted."""
-        asked = self.moves.ask_for_room(num_short(self.core, self.pulls, self.transfers), now)
+        num_lacking = num_short(self.core, self.pulls, self.transfers, self.prefixes.num_targets)
+        asked = self.moves.ask_for_room(num_lacking, now)
         if self.moves.by_id and self.core.pool.num_available < len(self.core.scheduler.running):
             return [*asked, *self._apply_results(self.moves.pause_all(now), now)]
         return [*asked]

@@ -100,10 +100,10 @@ class PullQueue:
         """Hand-offs without a WANT. They hold no block."""
         return sum(not pull.admitted for pull in self._lacking)
 
-    @property
-    def num_promised_blocks(self) -> int:
-        """Blocks that the open hand-offs have yet to take."""
-        return sum(pull.num_missing for pull in self.by_id.values() if not pull.call_ended)
+    def num_promised_blocks(self, before: Rank | None = None) -> int:
+        """Blocks that the open hand-offs, or those that rank higher than `before`, have yet to take."""
+        pulls = (pull for pull in self.by_id.values() if before is None or _rank(pull) < before)
+        return sum(pull.num_missing for pull in pulls if not pull.call_ended)
 
     @property
     def num_half_pulled(self) -> int:

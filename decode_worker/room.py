@@ -17,12 +17,15 @@ UNKNOWN_BYTES_PER_S = 1e9  # of a worker that has not read yet
 MIN_STEP_S = 1e-5  # a fitted cost may be zero
 
 
-def num_short(core: WorkerCore, pulls: PullQueue, transfers: TransferMachine) -> int:
-    """Blocks that running sequences will lack before a move of the lowest-ranked one could end; 0 = they lack none."""
+def num_short(core: WorkerCore, pulls: PullQueue, transfers: TransferMachine, num_prefix_targets: int) -> int:
+    """Blocks that running sequences will lack before a move of the lowest-ranked one could end; 0 = they lack none.
+
+    The targets of prefixes are given up before, so they count as free.
+    """
     running, block_size = core.scheduler.running, core.scheduler.block_size
     if len(running) < 2:
         return 0  # nobody gains by its move
-    num_free = core.pool.num_available - pulls.num_promised_blocks
+    num_free = core.pool.num_available + num_prefix_targets - pulls.num_promised_blocks()
     # After most steps this is all: no step is shorter than one without sequences.
     most_steps = _num_steps_of_move(core, transfers, running[-1], StepWork(0, 0, 0, 0.0))
     if num_free >= len(running) * (most_steps // block_size + 1):

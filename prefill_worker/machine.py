@@ -18,6 +18,7 @@ ready reader can be computed. A heartbeat says whether a reader lacks blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerDrains
 from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
@@ -139,6 +140,8 @@ class PrefillMachine:
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"), now)
             case _:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
+        while given_up := self.prefixes.give_way(partial(self.core.num_spare_blocks, 0), now):
+            actions += self._apply_results(given_up, now)
         return [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
@@ -244,7 +247,8 @@ class PrefillMachine:
     # ---- deadlocks of prompts and readers
 
     def _unblock(self, now: float) -> list[PrefillAction]:
-        """Withdraw one offer after each stall: a reader may hold blocks for a prompt, and no step can run.
+        """Withdraw one offer, or give up a read, after each stall: a reader may hold blocks for a prompt, and no step
+        can run.
 
         The router retries the requests of withdrawn offers.
         """
@@ -256,6 +260,8 @@ class PrefillMachine:
             self._stalled_since = now
         elif now >= self._stalled_since + MAX_STALL_S:
             self._stalled_since = now
+            if given_up := self.prefixes.give_up_last(now):
+                return [*self._apply_results(given_up, now), *self.core.next_step(now)]
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.owner.abort(withdrawn, AbortReason.OVERLOADED)

@@ -266,15 +266,19 @@ class WorkerCore:
         if self._step_works:
             self._on_step_started(now)
 
-    def num_spare_blocks(self, num_promised_blocks: int = 0) -> int:
-        """Available blocks that no running sequence, half-computed prompt or hand-off needs, nor the next prompt."""
+    def num_spare_blocks(self, num_promised_blocks: int = 0, before: Rank | None = None) -> int:
+        """Available blocks that no running sequence, half-computed prompt or hand-off needs, nor the next prompt.
+
+        Negative if these lack blocks. `before`: prompts count if they rank higher.
+        """
         queues, block_size = self.scheduler.queues, self.scheduler.block_size
         prompts = dict(queues.prefilling)
         if (first := queues.prompts.first()) is not None:
             prompts[first.sequence_id] = first
-        needed = sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in prompts.values())
+        ahead = [each for each in prompts.values() if before is None or each.rank < before]
+        needed = sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in ahead)
         needed += len(self.scheduler.running) + len(queues.waiting_with_blocks) + num_promised_blocks
-        return max(0, self.pool.num_available - needed)
+        return self.pool.num_available - needed
 
     def unbegun(self) -> list[Sequence]:
         """Waiting sequences of which nothing is computed or held here: another worker loses nothing with them."""

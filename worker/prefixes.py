@@ -7,12 +7,13 @@ While a prefix is on its way, its sequence waits here, and holds the part of the
 of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. A pull that
 failed or was late has cost its time only. Its targets stay reserved until no read can write into them.
 
-Neither side takes a block that others need (`WorkerCore.num_spare_blocks`).
+Neither side takes a block that others need (`WorkerCore.num_spare_blocks`). When higher ranks begin to need blocks, the
+reader gives up the pull of lowest rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from core.block_hash import FullBlock, extend_full_blocks, root_hash
@@ -20,7 +21,7 @@ from core.errors import LayoutMismatch, TandemError
 from core.handoff import MAX_POSITIONS, AbortReason, AgentAddress, PrefixSource, TransferId
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState
-from core.scheduling.sequence import Sequence
+from core.scheduling.sequence import Rank, Sequence
 from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, TransferAction
 from kv_transfer.protocol.machine import TransferMachine
 from runtime.tracing.span_names import Attribute
@@ -89,6 +90,7 @@ class Prefixes:
         Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the ticket is not new.
         """
         own, pool = self._transfers.address.layout, self._core.pool
+        num_spare_blocks = max(0, num_spare_blocks)
         if event.reader.layout != own:
             raise LayoutMismatch(own.differences(event.reader.layout))
         actions = self._transfers.offer(event.transfer_id, event.reader, now, event.limit_s)
@@ -176,6 +178,31 @@ class Prefixes:
                 self._core.scheduler.drop_blocks(pull.sequence)
                 return self._transfers.puller.cancel(pull.source.transfer_id, reason, now)
         return []
+
+    def give_way(self, num_spare_blocks: Callable[[Rank], int], now: float) -> Actions:
+        """Give up the pull of lowest rank if higher ranks lack blocks. Call it until it returns nothing.
+
+        `num_spare_blocks`: beside what ranks before a given one need. Negative if these lack blocks.
+        """
+        last = self._last_awaited
+        if last is None:
+            return []
+        num_coming = sum(len(pull.targets) for pull in self.pulls.values() if not pull.is_awaited)
+        if num_spare_blocks(last.sequence.rank) + num_coming >= 0:
+            return []
+        return self.give_up_last(now)
+
+    def give_up_last(self, now: float) -> Actions:
+        """Give up the pull of lowest rank. Its blocks are free once its reads have ended."""
+        last = self._last_awaited
+        if last is None:
+            return []
+        return self._transfers.puller.cancel(last.source.transfer_id, AbortReason.OVERLOADED, now)
+
+    @property
+    def _last_awaited(self) -> PrefixPull | None:
+        awaited = (pull for pull in self.pulls.values() if pull.is_awaited)
+        return max(awaited, key=lambda pull: pull.sequence.rank, default=None)
 
     # ---- time
 

@@ -154,6 +154,42 @@ a hand-off that waits for blocks goes first
   seek a 10 prefix=8            -> first step a 0+8
   load                          -> serving; promised 3
 
+a read gives its blocks to hand-offs of higher rank
+  decode blocks=8
+  seek a 18 prefix=16 limit=9 priority=5 -> connect peer; want 9: 0..3
+  arrive h 12 first=40 ticket=1 priority=1 -> want 1: 0..2
+  ready 1 0                     -> read 1: 0
+  arrive i 16 first=60 ticket=2 -> first step a 0+8; release 9 overloaded; want 2: 0..3
+  blocks                        -> held 2; incoming 1
+
+a read keeps its blocks while only lower ranks lack some
+  decode blocks=8
+  seek a 18 prefix=16 limit=9   -> connect peer; want 9: 0..3
+  arrive h 12 first=40 ticket=1 priority=1 -> want 1: 0..2
+  ready 1 0..2 last=1           -> read 1: 0..2
+  arrive i 16 first=60 ticket=2 priority=1
+  blocks                        -> incoming 7
+
+blocks in flight are others' once the reads have ended
+  decode blocks=8
+  seek a 26 prefix=24 limit=9 priority=5 -> connect peer; want 9: 0..5
+  ready 9 0..5 last=1           -> read 9: 0..5
+  arrive h 12 first=40 ticket=1
+  blocks                        -> incoming 6
+  reads                         -> first step a 0+8; release 9 overloaded; want 1: 0..2
+
+a read ends before a running sequence is preempted or asked to move
+  decode blocks=9
+  arrive r 4 first=60 max=16    -> first step r 0+4
+  step                          -> step r 4+1; tokens r 0: 4
+  arrive q 8 first=80 max=12
+  step                          -> step r 5+1, q 0+7; tokens r 1: 5
+  seek a 14 prefix=12 limit=9   -> connect peer; want 9: 0..2
+  step                          -> step r 6+1, q 7+1; tokens r 2: 6; ask to move q (room)
+  step                          -> step r 7+1, q 8+1; tokens r 3: 7, q 0: 8
+  step                          -> step r 8+1, q 9+1; tokens r 4: 8, q 1: 9; release 9 overloaded
+  load                          -> serving; waiting 1
+
 a source with another layout is not read
   seek a 10 prefix=8 other=1    -> first step a 0+8
 
@@ -220,6 +256,19 @@ a prompt that waits for its prefix is no deadlock
   want 1 0..2                   -> ready 1:
   wait 1.2
   blocks                        -> leased 2; incoming 2
+
+a read gives its blocks to prompts of higher rank
+  prefill blocks=16
+  seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
+  arrive p 40 first=80 ticket=3 -> first step p 0+8; release 9 overloaded
+  blocks                        -> held 2
+
+a prompt that stalls behind a read of higher rank gets its blocks before an offer is withdrawn
+  prefill blocks=11
+  seek a 42 prefix=40 limit=9   -> connect peer; want 9: 0..9
+  arrive p 20 first=80 ticket=3
+  want 3 0..4                   -> ready 3:
+  wait 1.2                      -> release 9 overloaded; first step p 0+8
 
 the end of the call aborts its offer and its pull
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
