@@ -4,8 +4,9 @@
     reader   `begin` -> all targets are INCOMING, WANT is sent -> the pull ends, or its time is over -> the scheduler
 
 While a prefix is on its way, its sequence waits here, and holds the part of the prefix that the worker has. At the end
-of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. A pull that
-failed or was late has cost its time only. Its targets stay reserved until no read can write into them.
+of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. Another
+sequence that lacks the same blocks waits for the same pull. A pull that failed or was late has cost its time only. Its
+targets stay reserved until no read can write into them.
 
 Neither side takes a block that others need (`WorkerCore.num_spare_blocks`). When higher ranks begin to need blocks, the
 reader gives up the pull of lowest rank.
@@ -14,7 +15,7 @@ reader gives up the pull of lowest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.block_hash import FullBlock, extend_full_blocks, root_hash
 from core.errors import LayoutMismatch, TandemError
@@ -28,6 +29,7 @@ from runtime.tracing.span_names import Attribute
 from worker.core import WorkerCore, claim_of
 
 MAX_PREFIX_PULLS = 16  # prefixes on their way to a worker; beyond: computed
+MAX_FOLLOWERS = 16  # other prompts that wait for one pull; beyond: they pull too
 PullResult = PullCompleted | PullFailed | PullGivenUp
 
 
@@ -49,6 +51,16 @@ class PrefixPull:
     targets: list[int]  # INCOMING, in order of position
     begun_at: float
     is_awaited: bool = True  # the sequence waits here
+    followers: list[Sequence] = field(default_factory=list)  # wait for the same blocks; they hold none
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [self.sequence, *self.followers] if self.is_awaited else []
+
+    @property
+    def rank(self) -> Rank:
+        """The highest of the sequences that wait."""
+        return min(sequence.rank for sequence in self.waiting)
 
     @property
     def late_at(self) -> float:
@@ -109,12 +121,17 @@ class Prefixes:
     def begin(self, sequence: Sequence, source: PrefixSource, num_spare_blocks: int, now: float) -> Actions | None:
         """Read the prefix before the sequence joins the scheduler. None if the sequence should join at once."""
         scheduler, transfers = self._core.scheduler, self._transfers
-        if len(self.pulls) >= MAX_PREFIX_PULLS or source.agent.layout != transfers.address.layout:
+        if source.agent.layout != transfers.address.layout:
             return None
         block_size, most_tokens = scheduler.block_size, sequence.num_tokens - 1
         scheduler.hold_cached_prefix(sequence, most_tokens)
         positions = range(len(sequence.block_table), min(source.num_tokens, most_tokens) // block_size)[:MAX_POSITIONS]
-        if not 0 < len(positions) <= num_spare_blocks - len(sequence.block_table):
+        if positions and (pull := self._pull_of(sequence, positions, now + source.limit_s)) is not None:
+            scheduler.drop_blocks(sequence)
+            pull.followers.append(sequence)
+            return []
+        num_spare_blocks -= len(sequence.block_table)
+        if len(self.pulls) >= MAX_PREFIX_PULLS or not 0 < len(positions) <= num_spare_blocks:
             scheduler.drop_blocks(sequence)
             return None
         try:
@@ -128,6 +145,23 @@ class Prefixes:
         puller = transfers.puller
         actions += puller.start(source.transfer_id, positions, now, may_be_short=True)
         return actions + puller.add_targets(source.transfer_id, dict(zip(positions, targets, strict=True)), now)
+
+    def _pull_of(self, sequence: Sequence, positions: range, late_at: float) -> PrefixPull | None:
+        """A pull that brings all these blocks, and is given up at `late_at` at the latest."""
+        block_size = self._core.scheduler.block_size
+        last = sequence.full_blocks(block_size)[positions[-1]]  # identifies the blocks before it, too
+        for pull in self.pulls.values():
+            first = len(pull.sequence.block_table)
+            if (
+                pull.is_awaited
+                and pull.late_at <= late_at
+                and len(pull.followers) < MAX_FOLLOWERS
+                and first <= positions[0]
+                and positions[-1] < first + len(pull.targets)
+                and pull.sequence.full_blocks(block_size)[positions[-1]] == last
+            ):
+                return pull
+        return None
 
     def owns(self, action: object) -> bool:
         """Whether this is the result of a pull that began here."""
@@ -155,15 +189,21 @@ class Prefixes:
         scheduler.blocks.register_full_blocks(sequence)
 
     def _join(self, pull: PrefixPull, now: float, num_blocks: int = 0) -> None:
-        if not pull.is_awaited:
-            return
-        pull.is_awaited, sequence, scheduler = False, pull.sequence, self._core.scheduler
-        scheduler.drop_blocks(sequence)
-        layout = pull.source.agent.layout
-        self._pulled[sequence.sequence_id] = PulledPrefix(
-            num_blocks * layout.block_size, now - pull.begun_at, pull.source.agent.name, num_blocks * layout.block_bytes
-        )
-        scheduler.add(sequence, has_waited=True)
+        layout, waiting = pull.source.agent.layout, pull.waiting
+        for sequence in waiting:
+            num_bytes = num_blocks * layout.block_bytes if sequence is pull.sequence else 0
+            self._pulled[sequence.sequence_id] = PulledPrefix(
+                num_blocks * layout.block_size, now - sequence.arrived_at, pull.source.agent.name, num_bytes
+            )
+        self._leave(pull, waiting)
+
+    def _leave(self, pull: PrefixPull, joining: list[Sequence]) -> None:
+        """Nothing waits for the pull any more, and these sequences join the scheduler."""
+        if pull.is_awaited:
+            pull.is_awaited = False
+            self._core.scheduler.drop_blocks(pull.sequence)
+        for sequence in joining:
+            self._core.scheduler.add(sequence, has_waited=True)
 
     def take_pulled(self, request_id: str) -> PulledPrefix | None:
         """What the source of a call has brought; None without one. Call it at the end of each call."""
@@ -173,10 +213,13 @@ class Prefixes:
         """The call has ended. Its sequence joins nothing any more."""
         self._pulled.pop(request_id, None)
         for pull in self.pulls.values():
-            if pull.is_awaited and pull.sequence.sequence_id == request_id:
-                pull.is_awaited = False
-                self._core.scheduler.drop_blocks(pull.sequence)
+            names = [sequence.sequence_id for sequence in pull.waiting]
+            if names[:1] == [request_id]:
+                self._leave(pull, pull.followers)
                 return self._transfers.puller.cancel(pull.source.transfer_id, reason, now)
+            if request_id in names:
+                del pull.followers[names.index(request_id) - 1]
+                return []
         return []
 
     def give_way(self, num_spare_blocks: Callable[[Rank], int], now: float) -> Actions:
@@ -188,7 +231,7 @@ class Prefixes:
         if last is None:
             return []
         num_coming = sum(len(pull.targets) for pull in self.pulls.values() if not pull.is_awaited)
-        if num_spare_blocks(last.sequence.rank) + num_coming >= 0:
+        if num_spare_blocks(last.rank) + num_coming >= 0:
             return []
         return self.give_up_last(now)
 
@@ -202,7 +245,7 @@ class Prefixes:
     @property
     def _last_awaited(self) -> PrefixPull | None:
         awaited = (pull for pull in self.pulls.values() if pull.is_awaited)
-        return max(awaited, key=lambda pull: pull.sequence.rank, default=None)
+        return max(awaited, key=lambda pull: pull.rank, default=None)
 
     # ---- time
 
@@ -220,25 +263,27 @@ class Prefixes:
 
     @property
     def waiting(self) -> list[Sequence]:
-        return [pull.sequence for pull in self.pulls.values() if pull.is_awaited]
+        return [sequence for pull in self.pulls.values() for sequence in pull.waiting]
 
     @property
     def num_targets(self) -> int:
         return sum(len(pull.targets) for pull in self.pulls.values())
 
     def prompts_left(self) -> Iterable[tuple[int, int]]:
-        """As `Scheduler.prompts_left`: what a waiting sequence will have to compute if its pull completes."""
+        """As `Scheduler.prompts_left`: what a waiting sequence will have to compute, at best, if its pull completes."""
         block_size = self._core.scheduler.block_size
         for pull in self.pulls.values():
-            if pull.is_awaited:
-                start = (len(pull.sequence.block_table) + len(pull.targets)) * block_size
-                yield pull.sequence.num_tokens - start, start
+            num_blocks = len(pull.sequence.block_table) + len(pull.targets)
+            for sequence in pull.waiting:
+                start = min(num_blocks, (sequence.num_tokens - 1) // block_size) * block_size
+                yield sequence.num_tokens - start, start
 
     def claims(self) -> list[Claim]:
         return [claim_of(s, SequenceState.TRANSFER) for s in self.waiting if s.block_table]
 
     def check(self) -> None:
         assert len(self.pulls) <= MAX_PREFIX_PULLS
+        assert all(len(pull.followers) <= MAX_FOLLOWERS for pull in self.pulls.values())
         assert self.pulls.keys() <= self._transfers.puller.pulls.keys()
         assert self._pulled.keys() <= self._core.open_calls.timelines.keys()
         for sequence in self.waiting:

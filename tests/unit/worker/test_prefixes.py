@@ -142,6 +142,54 @@ the last token is computed even if the source has it
   reads                         -> first step a 4+4; release 9; path peer fine
   run                           -> tokens a 0: 8 9; done a length, cached 4, read 4
 
+prompts with the same prefix wait for one read
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  seek b 14 prefix=8 ticket=8
+  load                          -> serving; waiting 2
+  ready 9 0 1 last=1            -> read 9: 0 1
+  reads                         -> first step a 8+2, b 8+6; release 9; path peer fine
+  run                           -> tokens a 0: 10 11; tokens b 0: 14 15
+                                -> done a length, cached 8, read 8; done b length, cached 8, read 8
+
+a prompt with a longer prefix has a read of its own
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  seek b 14 prefix=12 ticket=8  -> want 8: 0..2
+
+prompts with one salt do not wait for the read of another
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  seek b 10 prefix=8 ticket=8 salt=s -> want 8: 0 1
+
+a prompt with other tokens in the block has a read of its own
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  seek b 10 prefix=8 ticket=8 first=2 -> want 8: 0 1
+
+no prompt waits longer than its own limit
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  seek b 10 prefix=8 ticket=8 limit=0.4 -> want 8: 0 1
+
+a read that is late costs its time for all
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  seek b 10 prefix=8 ticket=8
+  wait 0.6                      -> first step a 0+8; release 9 deadline
+
+the others compute when the call that reads is cancelled
+  seek a 10 prefix=8            -> connect peer; want 9: 0 1
+  seek b 10 prefix=8 ticket=8
+  seek c 10 prefix=8 ticket=7
+  cancel b                      -> fail b RequestCancelled: the router cancelled the call
+  blocks                        -> incoming 2
+  cancel a                      -> first step c 0+8; fail a RequestCancelled: the router cancelled the call
+                                -> release 9 cancelled
+
+a read has the rank of its highest prompt
+  decode blocks=8
+  seek a 18 prefix=16 limit=9 priority=5 -> connect peer; want 9: 0..3
+  seek b 18 prefix=16 limit=9 ticket=8
+  arrive h 12 first=40 ticket=1 priority=1 -> want 1: 0..2
+  ready 1 0..2 last=1           -> read 1: 0..2
+  arrive i 16 first=60 ticket=2 priority=1
+  blocks                        -> incoming 7
+
 without spare blocks the prompt is computed
   decode blocks=4
   arrive b 8 first=40 max=4     -> first step b 0+8
