@@ -386,7 +386,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
         handoff=wire.handoff,
-        read_tokens=wire.read_tokens,
+        read_tokens=wire.read_tokens if wire.HasField("read_tokens") else None,
     )
 
 
@@ -412,7 +412,7 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         drafted_tokens=wire.drafted_tokens,
         accepted_drafts=wire.accepted_drafts,
         recomputed_tokens=wire.recomputed_tokens,
-        read_tokens=wire.read_tokens,
+        read_tokens=wire.read_tokens if wire.HasField("read_tokens") else None,
     )
 
 

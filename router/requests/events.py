@@ -101,7 +101,7 @@ class PrefillResult:
     prefill_s: float
     stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
-    read_tokens: int = 0  # of the prompt, read from a peer that had cached them
+    read_tokens: int | None = None  # of the prompt, read from a peer that had cached them; None: it began no read
     handoff: bytes = b""  # for the engine of the decode worker; empty if the workers move the blocks
 
 
@@ -163,7 +163,7 @@ class DecodeResult:
     drafted_tokens: int = 0  # guesses that the worker computed
     accepted_drafts: int = 0  # ... and that were right
     recomputed_tokens: int = 0  # on this worker
-    read_tokens: int = 0  # of the prompt, read from a peer that had cached them
+    read_tokens: int | None = None  # of the prompt, read from a peer that had cached them; None: it began no read
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class RoutedRequest:
             num_moves=self.num_moves,
             num_resumed_tokens=self.num_resumed,
             recomputed_tokens=self.num_recomputed_tokens,
-            read_tokens=0 if computed is None else min(computed.read_tokens, num_prompt_tokens),
+            read_tokens=0 if computed is None else min(computed.read_tokens or 0, num_prompt_tokens),
         )
 
     def _path(self, dispatch: Dispatch) -> RequestPath:

@@ -285,11 +285,16 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
 def prefix_read(
     question: RoutingQuestion, reader: WorkerView, cached_tokens: int, owner: WorkerView, owned_tokens: int
 ) -> PrefixRead | None:
-    """What the reader would read; None if it has as much, or no path. Pulls that this router knows of come first."""
+    """What the reader would read; None if it has as much, no room, or no path.
+
+    Pulls that this router knows of come first.
+    """
     block_size = question.block_size
     # The last prompt token is always computed: the first output token is drawn from its logits.
     num_tokens = min(owned_tokens, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
-    if num_tokens <= 0 or owner is reader or reader.failed_sources.get(owner.agent_name, 0.0) > question.now:
+    has_room = num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) <= reader.num_free_blocks
+    has_failed = reader.failed_sources.get(owner.agent_name, 0.0) > question.now
+    if num_tokens <= 0 or owner is reader or has_failed or not has_room:
         return None
     path, back = reader.paths.get(owner.agent_name), owner.paths.get(reader.agent_name)
     if path is not None and path.state in NO_PATH:

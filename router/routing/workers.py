@@ -401,11 +401,12 @@ class WorkerTable:
         ]  # fmt: skip
         return nlargest(MAX_SOURCES, _options(giving, matched, block_size), key=itemgetter(1))
 
-    def note_read(self, candidate: Candidate, num_tokens: int, now: float) -> None:
-        """A call has returned that read so many tokens from the source of the candidate."""
+    def note_read(self, candidate: Candidate, num_tokens: int | None, now: float) -> None:
+        """A call has returned that read so many tokens from the source of the candidate; None: it began no read, for
+        reasons of the reader."""
         reader = self._records.get(candidate.prefill_worker or candidate.decode_worker)
         source = None if candidate.read.source is None else self._records.get(candidate.read.source)
-        if reader is None or source is None:
+        if reader is None or source is None or num_tokens is None:
             return
         reader.failed_sources = {name: until for name, until in reader.failed_sources.items() if until > now}
         if not num_tokens:

@@ -93,6 +93,13 @@ def test_a_worker_that_cannot_read_or_whose_source_has_failed_computes() -> None
     assert read_by(replace(READER, failed_sources={"S": 20.0}), now=20.0).source == "S"
 
 
+def test_no_prefix_is_read_into_a_pool_without_room() -> None:
+    """The cached part of the prompt is of the free blocks, until the prompt holds it."""
+    reader = replace(READER, num_cached_blocks=10, num_free_blocks=20)
+    assert read_by(reader, cached=40).num_tokens == 40
+    assert read_by(replace(reader, num_free_blocks=19), cached=40) is NO_READ
+
+
 # ---- the calls
 
 LOAD = replace(SERVING, gives_prefixes=True, step_cost=IDLE.cost)
@@ -119,6 +126,12 @@ class Driven:
         self.num_requests += 1
         request = Request(f"r{self.num_requests}", PROMPT, len(PROMPT), SamplingParams(max_tokens=4))
         return self.machine.handle(events.RequestArrived(request, now, now + 60.0), now)
+
+    def prefilled(self, actions: list[events.RouterAction], now: float, read_tokens: int | None) -> None:
+        """The prefill call of these actions returns."""
+        (prefill,) = [action for action in actions if isinstance(action, events.StartPrefill)]
+        result = events.PrefillResult(0, SampledToken(1), None, 0, 0.0, 0.0, read_tokens=read_tokens)
+        self.machine.handle(events.PrefillReturned(prefill.dispatch_id, result), now)
 
     @staticmethod
     def source_of(actions: list[events.RouterAction]) -> PrefixSource | None:
@@ -151,9 +164,11 @@ def test_a_worker_of_another_kind_is_no_source() -> None:
     assert router.source_of(router.ask()) is None
 
 
-def test_a_source_that_brought_nothing_is_not_asked_again_for_some_time() -> None:
+@pytest.mark.parametrize(("read_tokens", "is_asked_again"), [(0, False), (None, True), (40, True)])
+def test_a_source_that_brought_nothing_is_not_asked_again_for_some_time(
+    read_tokens: int | None, is_asked_again: bool
+) -> None:
+    """A reader that began no read, for lack of room, says nothing about its source."""
     router = Driven()
-    (prefill,) = [action for action in router.ask() if isinstance(action, events.StartPrefill)]
-    result = events.PrefillResult(0, SampledToken(1), None, 0, 0.0, 0.0, read_tokens=0)
-    router.machine.handle(events.PrefillReturned(prefill.dispatch_id, result), 1.0)
-    assert router.source_of(router.ask(1.1)) is None
+    router.prefilled(router.ask(), 1.0, read_tokens)
+    assert (router.source_of(router.ask(1.1)) is not None) is is_asked_again
