@@ -1,14 +1,15 @@
 """Digests of offered blocks, computed on a thread beside the agent's.
 
     ComputeDigests --thread--> digest of each block
-    READY          --queue, until its digests and every READY before it are done--> sent
+    READY          --queue, until its digests and every READY of its hand-off before it are done--> sent
 
-A block does not change while it is leased, so its digest is computed once for each offer, when it is offered. Where the
-reader's layout differs, a READY names pieces of blocks, and their digests are computed when the READY is sent.
+A block does not change while it is leased, so its digest is computed once for each offer. Where the reader's layout
+differs, a READY names pieces of blocks, and their digests are computed when the READY is sent.
 
 A device hashes thousands of blocks in the time of one message, so its digests are computed at once, without the thread.
 
-The thread yields every few blocks, so that the agent's thread sends messages sooner where both share a core.
+The thread computes a few blocks of each job in turn, so that few blocks do not wait for thousands of another hand-off.
+Between two turns it yields, so that the agent's thread sends messages sooner where both share a core.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from core.handoff import Ready
+from core.handoff import Ready, TransferId
 from core.kv_layout import KVLayout
 from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
 from kv_transfer.protocol.plan import TransferPlan
@@ -44,11 +45,12 @@ class OfferedDigests:
         self._memory = pool.memory if enabled and pool.view is None else None
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"digests-{name}")
-        self._jobs: deque[Future[None]] = deque()  # oldest first
+        self._jobs: deque[Future[None]] = deque()  # turns, oldest first; the thread appends, too
+        self._closed = False
         self._num_jobs = 0
-        self._job_of: dict[int, int] = {}  # block -> the newest job that computes its digest
+        self._job_of: dict[int, int] = {}  # block -> the newest job for its digest
         self._digests: dict[int, tuple[int, int]] = {}  # block -> (job, digest)
-        self._queue: deque[_QueuedReady] = deque()  # oldest first
+        self._queues: dict[TransferId, deque[_QueuedReady]] = {}  # oldest first; none is empty
 
     def compute(self, blocks: tuple[int, ...]) -> None:
         """Start to compute the digests of blocks that have just been leased."""
@@ -72,8 +74,12 @@ class OfferedDigests:
         elif peer == self._layout:
             blocks = ready.blocks.blocks
             digests = self._digests
-            self._queue.append(
-                _QueuedReady(lambda: self._has(blocks), lambda: send(tuple([digests[block][1] for block in blocks])))
+            jobs = [self._job_of[block] for block in blocks]  # a later one changes no digest, and is not waited for
+            self._enqueue(
+                ready,
+                _QueuedReady(
+                    lambda: self._has(blocks, jobs), lambda: send(tuple([digests[block][1] for block in blocks]))
+                ),
             )
             self.send_ready()
         else:
@@ -81,36 +87,47 @@ class OfferedDigests:
             plan = TransferPlan(self._layout, peer)
             pieces = [plan.source_spans(piece, block) for piece, block, _ in ready.blocks]
             future = self._thread.submit(of_pieces, self._view, pieces)
-            self._queue.append(_QueuedReady(future.done, lambda: send(future.result())))
+            self._enqueue(ready, _QueuedReady(future.done, lambda: send(future.result())))
             future.add_done_callback(lambda _: self._wake())
 
     def send_ready(self) -> None:
-        """Send the READYs whose digests are computed, in order. Raises an exception of the thread."""
+        """Send the READYs whose digests are computed, those of each hand-off in order. Raises an exception of the
+        thread."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
-        while self._queue and self._queue[0].is_done():
-            self._queue.popleft().send()
+        for transfer_id, queue in list(self._queues.items()):
+            while queue and queue[0].is_done():
+                queue.popleft().send()
+            if not queue:
+                del self._queues[transfer_id]
 
     @property
     def busy(self) -> bool:
         """Whether a READY is in the queue."""
-        return bool(self._queue)
+        return bool(self._queues)
 
     def close(self) -> None:
         """End the thread, and drop the digests that are not computed yet."""
+        self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _has(self, blocks: tuple[int, ...]) -> bool:
-        computed, job_of = self._digests, self._job_of  # the last block of a job is computed last
-        return all(block in computed and computed[block][0] == job_of[block] for block in reversed(blocks))
+    def _enqueue(self, ready: Ready, queued: _QueuedReady) -> None:
+        self._queues.setdefault(ready.transfer_id, deque()).append(queued)
+
+    def _has(self, blocks: tuple[int, ...], jobs: list[int]) -> bool:
+        computed = self._digests  # the last block of a job is computed last
+        wanted = zip(reversed(blocks), reversed(jobs), strict=True)
+        return all(block in computed and computed[block][0] >= job for block, job in wanted)
 
     # ---- on the thread
 
     def _compute(self, memory: memoryview, blocks: tuple[int, ...], job: int) -> None:
-        for first in range(0, len(blocks), BLOCKS_PER_TURN):
-            turn = blocks[first : first + BLOCKS_PER_TURN]
-            for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
+        turn, rest = blocks[:BLOCKS_PER_TURN], blocks[BLOCKS_PER_TURN:]
+        for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
+            if block not in self._digests or self._digests[block][0] < job:
                 self._digests[block] = (job, digest)
-            if self._queue:
-                self._wake()
-            os.sched_yield()
+        if self._queues:
+            self._wake()
+        os.sched_yield()
+        if rest and not self._closed:
+            self._jobs.append(self._thread.submit(self._compute, memory, rest, job))

@@ -36,6 +36,11 @@ class Offer:
     detail: str = ""
 
     @property
+    def is_of_cache(self) -> bool:
+        """Its blocks come from the prefix cache, and it may stay unwanted. Digests are computed with the WANT."""
+        return not math.isinf(self.want_until)
+
+    @property
     def want_deadline(self) -> float:
         return self.want_until if self.wanted is None and self.aborting is None else math.inf
 

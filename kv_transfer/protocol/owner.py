@@ -67,6 +67,7 @@ class Owner:
         self._peers = peers
         self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # why; the answer to a late WANT
         self._early: dict[TransferId, _EarlyMessage] = {}
+        self._hashed: set[int] = set()  # cached blocks whose digest was asked for in a lease that goes on
 
     # ---- commands of the worker
 
@@ -118,8 +119,8 @@ class Owner:
         if last:
             offer.last, offer.token_ids, offer.num_before_last = True, token_ids, offer.num_announced
         actions: Actions = []
-        if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
-            actions.append(ComputeDigests(tuple(wanted.values())))
+        if wanted and not (offer.is_of_cache and offer.wanted is None):
+            actions += self._compute_digests(offer, wanted.values())
         if offer.wanted is not None and (wanted or last):
             num_announced = offer.num_announced
             offer.announce(wanted)
@@ -149,11 +150,14 @@ class Owner:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         if want.layout_fingerprint != offer.peer.layout.fingerprint():
             return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        actions = []
         if offer.wanted is None:
             wanted = offer.want(want.positions)
             self._unlease(offer, [position for position in offer.leased if position not in wanted])
+            if offer.is_of_cache:
+                actions += self._compute_digests(offer, offer.leased.values())
             offer.announce(offer.leased)
-        return self._announce(offer, 0, now)  # a puller repeats its WANT only while it has received no READY
+        return actions + self._announce(offer, 0, now)  # a puller repeats its WANT only while it has received no READY
 
     def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
         if not self._peers.accept_heartbeat(sender, heartbeat):
@@ -307,6 +311,15 @@ class Owner:
     ) -> Actions:
         return self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
+    def _compute_digests(self, offer: Offer, blocks: Iterable[int]) -> Actions:
+        """A cached block does not change while it is leased, so one digest serves all its offers."""
+        if not (offer.plan.moves_whole_blocks and self._has_digests(offer)):
+            return []
+        new = tuple([block for block in blocks if block not in self._hashed])
+        if offer.is_of_cache:
+            self._hashed.update(new)
+        return [ComputeDigests(new)] if new else []
+
     def _has_digests(self, offer: Offer) -> bool:
         """A device has digests of whole blocks only."""
         on_host = self._peers.address.access.device is None
@@ -319,7 +332,9 @@ class Owner:
         return TransferPlan(own.layout, peer.layout)
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
-        self.pool.unlease([offer.leased.pop(position) for position in positions])
+        blocks = [offer.leased.pop(position) for position in positions]
+        self.pool.unlease(blocks)
+        self._hashed.difference_update([block for block in blocks if not self.pool.num_leases(block)])
 
     def _end(
         self, offer: Offer, state: OwnerState, reason: AbortReason | None, *, is_released: bool = False
@@ -348,6 +363,7 @@ class Owner:
                 announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
                 assert {piece // offer.plan.source_parts: block for piece, block in announced} == offer.leased
         in_pool = self.pool.leases()
+        assert self._hashed <= in_pool.keys()
         assert in_pool == leases, f"blocks and leases in the pool or in the offers: {in_pool.items() ^ leases.items()}"
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,12 +14,29 @@ import xxhash
 
 from core.handoff import OfferedBlocks, Ready
 from core.kv_layout import KVLayout
-from kv_transfer.offered_digests import OfferedDigests
+from kv_transfer.offered_digests import BLOCKS_PER_TURN, OfferedDigests
 from kv_transfer.protocol.digests import Digests
 from kv_transfer.transports.transport import PoolMemory
 
 LAYOUT = KVLayout("m", "float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64
+
+
+@dataclass
+class StoppedThread:
+    """An executor of which the test runs the jobs."""
+
+    turns: deque[Callable[[], None]]
+
+    def submit(self, job: Callable[..., None], *args: object) -> Future[None]:
+        future: Future[None] = Future()
+
+        def turn() -> None:
+            job(*args)
+            future.set_result(None)
+
+        self.turns.append(turn)
+        return future
 
 
 @dataclass
@@ -27,10 +46,10 @@ class Bench:
     woken: threading.Event
     sent: list[Digests] = field(default_factory=list)
 
-    def ready(self, *blocks: int, peer: KVLayout = LAYOUT) -> None:
+    def ready(self, *blocks: int, peer: KVLayout = LAYOUT, ticket: int = 1) -> None:
         offered = OfferedBlocks.of((position, block, 0) for position, block in enumerate(blocks))
         self.digests.when_ready(
-            Ready(1, 1, 1, ack=1, first_block=0, blocks=offered, last=False), peer, self.sent.append
+            Ready(ticket, 1, 1, ack=1, first_block=0, blocks=offered, last=False), peer, self.sent.append
         )
 
     def until_sent(self, count: int) -> list[Digests]:
@@ -84,6 +103,27 @@ def test_a_ready_without_blocks_does_not_overtake_a_ready_that_waits_for_its_dig
     assert len(bench.until_sent(2)[0]) == 1
     assert bench.sent[1] == ()
     assert not bench.digests.busy
+
+
+def test_a_ready_waits_for_no_job_behind_it_and_for_no_other_hand_off() -> None:
+    bench = bench_of(enabled=True)
+    turns: deque[Callable[[], None]] = deque()
+    bench.digests._thread = StoppedThread(turns)  # type: ignore[assignment]
+    bench.digests.compute(tuple(range(NUM_BLOCKS)))
+    bench.ready(*range(NUM_BLOCKS), ticket=1)
+    bench.digests.compute((5,))
+    bench.ready(5, ticket=2)
+    turns.popleft()()  # blocks 0 to 15 of the first job
+    turns.popleft()()
+    bench.digests.send_ready()
+    assert bench.sent == [(bench.digest(5),)]
+    for _ in range(NUM_BLOCKS // BLOCKS_PER_TURN - 1):
+        bench.digests.compute((5, 40))  # the same blocks are offered again and again
+        turns.popleft()()
+    while len(bench.sent) < 2 and turns:
+        turns.popleft()()
+        bench.digests.send_ready()
+    assert bench.sent[1:] == [tuple(map(bench.digest, range(NUM_BLOCKS)))]
 
 
 def test_a_ready_between_unequal_layouts_has_the_digests_of_its_pieces(bench: Bench) -> None:

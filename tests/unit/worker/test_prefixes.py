@@ -337,12 +337,22 @@ CACHED = """
 test_owner = transcripts(
     """
 a cached prefix is offered at once
-  asked 9 12                    -> connect peer; digests 3
+  asked 9 12                    -> connect peer
   blocks                        -> leased 3
-  want 9 0..2                   -> ready 9: 0..2 last
+  want 9 0..2                   -> digests 3; ready 9: 0..2 last
   release 9
   blocks
   cached                        -> 3
+
+only wanted blocks are hashed and once while they are leased
+  asked 9 12                    -> connect peer
+  want 9 1 2                    -> digests 2; ready 9: 1 2 last
+  asked 8 12
+  want 8 0..2                   -> digests 1; ready 8: 0..2 last
+  release 9
+  release 8
+  asked 7 12
+  want 7 2                      -> digests 1; ready 7: 2 last
 
 only what the reader lacks stays leased
   want 9 1 2
@@ -359,17 +369,17 @@ a prefix with another salt is not offered
   blocks
 
 the source has only the first blocks
-  asked 9 16                    -> connect peer; digests 3
-  want 9 0..3                   -> ready 9: 0..2 last
+  asked 9 16                    -> connect peer
+  want 9 0..3                   -> digests 3; ready 9: 0..2 last
 
 a reader that never comes keeps no block
-  asked 9 12 limit=0.5          -> connect peer; digests 3
+  asked 9 12 limit=0.5          -> connect peer
   wait 0.6                      -> abort 9 deadline (no WANT in time)
   blocks
 
 a silent reader keeps the blocks for a lease
-  asked 9 12                    -> connect peer; digests 3
-  want 9 0..2                   -> ready 9: 0..2 last
+  asked 9 12                    -> connect peer
+  want 9 0..2                   -> digests 3; ready 9: 0..2 last
   wait 11
   blocks                        -> leased 3
   wait 2
@@ -378,7 +388,7 @@ a silent reader keeps the blocks for a lease
 a worker that drains gives as long as it has calls
   arrive y 12 first=40 max=3    -> first step y 0+8
   drain
-  asked 9 12                    -> connect peer; digests 3
+  asked 9 12                    -> connect peer
   run                           -> tokens y 0: 12..14; done y length
   asked 8 12                    -> refused WorkerDrains: this decode worker has drained
   idle                          -> no
@@ -390,7 +400,7 @@ a source under pressure gives what it has left
   arrive x 12 max=1             -> first step x 0+8
   run                           -> tokens x 0: 12; done x length
   arrive y 12 first=40 max=2    -> first step y 0+8
-  asked 9 12                    -> connect peer; digests 2
+  asked 9 12                    -> connect peer
   blocks                        -> held 2; leased 2
 
 blocks of a running sequence cost nothing
@@ -398,14 +408,14 @@ blocks of a running sequence cost nothing
   arrive x 12 max=4             -> first step x 0+8
   step                          -> step x 8+4
   step                          -> step x 12+1; tokens x 0: 12
-  asked 9 12                    -> connect peer; digests 3
-  want 9 0..2                   -> ready 9: 0..2 last
+  asked 9 12                    -> connect peer
+  want 9 0..2                   -> digests 3; ready 9: 0..2 last
 
 another layout is refused
   asked 9 12 other=1            -> refused LayoutMismatch: KV layouts differ in dtype: 'float32' here, 'float16' there
 
 a ticket is used once
-  asked 9 12                    -> connect peer; digests 3
+  asked 9 12                    -> connect peer
   asked 9 12                    -> refused TransferFailed: transfer 00000000 was offered before
 """,
     CACHED,
