@@ -310,13 +310,10 @@ class WorkerLink:
         )
         try:
             await self._worker.OfferPrefix(request, timeout=action.limit_s, metadata=self._credentials.metadata)
-        except grpc.aio.AioRpcError as error:  # the reader computes the prefix at the end of its limit
-            logger.info(
-                "worker %s gives no prefix for %s: %s",
-                self.endpoint.service_id,
-                action.dispatch_id,
-                error_from(error),
-            )
+        except Exception as error:  # noqa: BLE001 - the reader computes the prefix after any failure
+            failure, worker_id = _failure(error), self.endpoint.service_id
+            logger.info("worker %s gives no prefix for %s: %s", worker_id, action.dispatch_id, failure)
+            self._post(events.PrefixRefused(action.dispatch_id, worker_id, failure))
 
     async def _call_move(self, action: events.StartMove | events.ResumeSequence) -> None:
         request = worker_pb2.MoveRequest(transfer_id=encode_transfer_id(action.transfer_id))

@@ -128,6 +128,15 @@ class MoveRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixRefused:
+    """The source of a prefix makes no offer, or is gone."""
+
+    dispatch_id: str  # of the reader
+    worker_id: str
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """Tokens of one or more steps of a decode worker, in columns: entry i of each column belongs to token i."""
 
@@ -198,6 +207,7 @@ RouterEvent = (
     | StepTokens
     | TokenStreamLost
     | MoveRefused
+    | PrefixRefused
     | DecodeReturned
     | ConfigChanged
     | StartExpected

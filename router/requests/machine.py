@@ -30,6 +30,7 @@ from core.errors import (
     RequestCancelled,
     TandemError,
     TransferFailed,
+    WorkerDrains,
     WorkerUnavailable,
 )
 from core.handoff import TransferId
@@ -89,6 +90,7 @@ class RouterMachine:
             events.StepTokens: self._on_step_tokens,
             events.TokenStreamLost: self._on_stream_lost,
             events.MoveRefused: self._moves.on_refused,
+            events.PrefixRefused: self._on_prefix_refused,
             events.DecodeReturned: self._on_decode,
             events.ConfigChanged: self._on_config,
             events.StartExpected: self._on_start_expected,
@@ -172,7 +174,7 @@ class RouterMachine:
             return self._on_prefill_failed(routed, event.result, now)
         self._dispatches.end_prefill(routed)
         dispatch_of(routed).prefill = event.result
-        self.workers.note_read(dispatch_of(routed).candidate, event.result.read_tokens, now)
+        self._dispatches.end_read(dispatch_of(routed), event.result.read_tokens, now)
         routed.kv_block_seconds += event.result.kv_block_seconds
         routed.note_recomputed(event.result.cached_tokens)
         token = event.result.token
@@ -235,8 +237,17 @@ class RouterMachine:
             return self._retry(routed, lost, dispatch.candidate.decode_worker, now)
         routed.note_decoded(dispatch, result)
         if dispatch.transfer_id is None:
-            self.workers.note_read(dispatch.candidate, result.read_tokens, now)
+            self._dispatches.end_read(dispatch, result.read_tokens, now)
         return self._finish_if_complete(routed, now)
+
+    def _on_prefix_refused(self, event: events.PrefixRefused, now: float) -> list[RouterAction]:
+        """The reader computes the prefix, or already has."""
+        if isinstance(event.error, WorkerUnavailable):
+            self.workers.suspect(event.worker_id)
+        routed = self._dispatches.by_id.get(event.dispatch_id)
+        if routed is not None:
+            self._dispatches.end_read(dispatch_of(routed), 0, now)
+        return []
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
         """Append a `Deliver` with the tokens that were accepted since the last call."""
@@ -302,6 +313,7 @@ class RouterMachine:
         """
         if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
             self.workers.suspect(worker_id)
+        self._end_read_of_failed(routed, error, worker_id, now)
         if self._moves.survives(routed, error):
             return []
         finish_reason = routed.finish_reason(self._eos_token_ids)
@@ -317,6 +329,14 @@ class RouterMachine:
         routed.timeline.enter(Stage.QUEUE, now)
         self._enqueue(routed, now)
         return actions
+
+    def _end_read_of_failed(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> None:
+        """A call that computes a prompt has failed. Its source may be why, unless the worker never began."""
+        dispatch = dispatch_of(routed)
+        computes = worker_id == (dispatch.candidate.prefill_worker or dispatch.candidate.decode_worker)
+        if computes and routed.timeline.stage is Stage.PREFILL and not (dispatch.prefill or dispatch.decode):
+            has_begun = not isinstance(error, QueueFull | WorkerDrains)
+            self._dispatches.end_read(dispatch, 0 if has_begun else None, now)
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
         """Fail a request, and with it the choices that wait for its decode worker."""

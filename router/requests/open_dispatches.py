@@ -76,6 +76,7 @@ class OpenDispatches:
         reader = self._workers.chosen(candidate.prefill_worker or candidate.decode_worker)
         for record in (source, reader):
             record.use_link(now + read.seconds)
+        reader.begin_read(source.agent.name, now)
         limit_s = read.seconds + max(read.seconds + LATE_S, read.gain_s / 2)
         prefix = PrefixSource(self._new_ticket(), source.agent, candidate.cached_tokens, limit_s)
         offer = events.OfferPrefix(
@@ -83,6 +84,10 @@ class OpenDispatches:
             request.token_ids[: candidate.cached_tokens], request.cache_salt, limit_s,
         )  # fmt: skip
         return prefix, [offer]
+
+    def end_read(self, dispatch: Dispatch, num_tokens: int | None, now: float) -> None:
+        """The read of a prefix in this attempt has ended, or failed (0), or never began (None)."""
+        self._workers.end_read(dispatch.candidate, num_tokens, dispatch.started_at, now)
 
     def open_move(self, routed: RoutedRequest, worker_id: str, now: float) -> Dispatch:
         """A dispatch of the same request on another decode worker, which takes over later."""

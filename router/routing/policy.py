@@ -81,7 +81,7 @@ class WorkerView:
     num_blocks: int = 0  # of the whole pool
     reads_prefixes: bool = False  # of peers
     link_until: float = 0.0  # when the prefixes that it reads or gives, as far as this router knows, will have moved
-    failed_sources: Mapping[str, float] = field(default_factory=dict)  # agent of a peer -> not to be read until then
+    avoided_sources: Mapping[str, float] = field(default_factory=dict)  # agent of a peer -> not to be read until then
     streams_s: float = field(init=False)  # of a step without prompts
     reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
     arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
@@ -293,8 +293,8 @@ def prefix_read(
     # The last prompt token is always computed: the first output token is drawn from its logits.
     num_tokens = min(owned_tokens, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
     has_room = num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) <= reader.num_free_blocks
-    has_failed = reader.failed_sources.get(owner.agent_name, 0.0) > question.now
-    if num_tokens <= 0 or owner is reader or has_failed or not has_room:
+    is_avoided = reader.avoided_sources.get(owner.agent_name, 0.0) > question.now
+    if num_tokens <= 0 or owner is reader or is_avoided or not has_room:
         return None
     path, back = reader.paths.get(owner.agent_name), owner.paths.get(reader.agent_name)
     if path is not None and path.state in NO_PATH:

@@ -25,6 +25,7 @@ from core.paths import PathStatus
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import NUM_SIZE_CLASSES, RouterCalls, WorkerLoad, size_class
 from router.routing.policy import WorkerView
+from router.routing.source_trial import SourceTrial
 
 _NO_CALLS = RouterCalls()
 RELEASE_HALF_LIFE_S = 30.0
@@ -83,8 +84,8 @@ class WorkerRecord:
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
     on_the_way: dict[int, CallWork] = field(default_factory=dict)  # calls that no report has yet
     release: ReleaseRate = field(default_factory=ReleaseRate)
-    link_until: float = 0.0  # of `WorkerView`, like the next one
-    failed_sources: dict[str, float] = field(default_factory=dict)
+    link_until: float = 0.0  # of `WorkerView`
+    sources: dict[str, SourceTrial] = field(default_factory=dict)  # from which it has read prefixes, by agent
     load_at: float = 0.0  # time of `load`; the worker has said since then, at most, that it is unchanged
     view: WorkerView = field(init=False)
     has_room: bool = field(init=False)
@@ -122,6 +123,17 @@ class WorkerRecord:
         """A prefix that it reads or gives is on its way until then."""
         self.link_until = max(self.link_until, until)
         self.refresh()
+
+    def begin_read(self, source: str, now: float) -> None:
+        """A call starts that reads a prefix from this agent."""
+        self.sources.setdefault(source, SourceTrial()).begin(now)
+        self.refresh()
+
+    def end_read(self, source: str, num_tokens: int | None, began_at: float, now: float) -> None:
+        """As `SourceTrial.end`."""
+        if source in self.sources:
+            self.sources[source].end(num_tokens, began_at, now)
+            self.refresh()
 
     def set_max_in_flight(self, max_in_flight: int) -> None:
         self.max_in_flight, self.most_dispatched = max_in_flight, len(self.dispatched)
@@ -171,7 +183,7 @@ class WorkerRecord:
             num_blocks=self.agent.num_blocks,
             reads_prefixes=load.gives_prefixes,
             link_until=self.link_until,
-            failed_sources=self.failed_sources,
+            avoided_sources={name: trial.avoided_until for name, trial in self.sources.items() if trial.avoided_until},
         )
         self.has_room = self.serves and not self.suspect and num_sequences < self.max_in_flight
 

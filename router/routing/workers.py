@@ -25,7 +25,6 @@ NOT_TIMED = nullcontext()
 NOBODY = ("", 0)
 START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
-FAILED_SOURCE_S = 10.0  # for which a worker does not read from a peer again that has brought it nothing
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
@@ -82,7 +81,7 @@ class WorkerTable:
         if known is not None:
             record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
             record.leaves, record.most_dispatched = known.leaves, known.most_dispatched
-            record.link_until, record.failed_sources = known.link_until, known.failed_sources
+            record.link_until, record.sources = known.link_until, known.sources
             record.take_load(record.load)
             self._count_routers(known, -1)
         self._count_routers(record, 1)
@@ -157,6 +156,9 @@ class WorkerTable:
             self._count_routers(record, -1)
             self.index.forget(worker_id)
             del self._pools[record.role][worker_id]
+            for reader in self:
+                if reader.sources.pop(record.agent.name, None) is not None:
+                    reader.refresh()
             self._set_num_routers()
             self._update_pools(now)
         return record
@@ -401,17 +403,13 @@ class WorkerTable:
         ]  # fmt: skip
         return nlargest(MAX_SOURCES, _options(giving, matched, block_size), key=itemgetter(1))
 
-    def note_read(self, candidate: Candidate, num_tokens: int | None, now: float) -> None:
+    def end_read(self, candidate: Candidate, num_tokens: int | None, began_at: float, now: float) -> None:
         """A call has returned that read so many tokens from the source of the candidate; None: it began no read, for
         reasons of the reader."""
         reader = self._records.get(candidate.prefill_worker or candidate.decode_worker)
         source = None if candidate.read.source is None else self._records.get(candidate.read.source)
-        if reader is None or source is None or num_tokens is None:
-            return
-        reader.failed_sources = {name: until for name, until in reader.failed_sources.items() if until > now}
-        if not num_tokens:
-            reader.failed_sources[source.agent.name] = now + FAILED_SOURCE_S
-        reader.refresh()
+        if reader is not None and source is not None:
+            reader.end_read(source.agent.name, num_tokens, began_at, now)
 
     def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float, num_tokens: int) -> list[WorkerRecord]:
         """Workers of this role that can take a request now, and whose whole pool holds so many tokens. Those in `avoid`

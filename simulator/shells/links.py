@@ -64,13 +64,10 @@ class StreamLinks:
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
         self._to_worker[worker_id].send(partial(self._workers[worker_id].post, arrived))
 
-    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
+    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None:
         worker, line = self._workers[worker_id], self._to_router[worker_id]
         answer = lambda error: line.send(partial(refuse, error))  # noqa: E731
         self._to_worker[worker_id].send(partial(worker.ask, event, answer))
-
-    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None:
-        self._to_worker[worker_id].send(partial(self._workers[worker_id].ask, event))
 
     def cancel(self, dispatch_id: str) -> None:
         for worker_id, worker in self._workers.items():
@@ -183,7 +180,7 @@ class BreakableLinks:
         node = self._linked(worker_id)
         self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
 
-    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None:
+    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None:
         """Reliable while the worker lives. A dead worker refuses."""
         node = self._linked(worker_id)
         back = self._network.line(worker_id, self._router.name)
@@ -198,12 +195,6 @@ class BreakableLinks:
                 answer(WorkerUnavailable(f"{worker_id}: connection reset"))
 
         self._network.line(self._router.name, worker_id).send(deliver)
-
-    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None:
-        """Lost with a worker that is dead."""
-        node = self._linked(worker_id)
-        line = self._network.line(self._router.name, worker_id)
-        line.send(lambda: node.ask(event) if node.alive else None)
 
     def cancel(self, dispatch_id: str) -> None:
         for key in [key for key in self._calls if key[0] == dispatch_id]:

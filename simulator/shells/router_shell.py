@@ -51,9 +51,7 @@ class Links(Protocol):
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
 
-    def move(self, worker_id: str, event: MoveArrived | ResumeArrived, refuse: Refuse) -> None: ...
-
-    def offer_prefix(self, worker_id: str, event: PrefixRequested) -> None: ...
+    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None: ...
 
     def cancel(self, dispatch_id: str) -> None: ...
 
@@ -150,18 +148,19 @@ class RouterShell:
             case events.OfferPrefix(dispatch_id, worker_id, ticket, reader, token_ids, salt, limit_s):
                 note(f"router: {worker_id} gives {len(token_ids)} tokens to {reader.name} for {dispatch_id}")
                 self._world.counts["prefix asked of a peer"] += 1
-                self.links.offer_prefix(worker_id, PrefixRequested(ticket, reader, token_ids, salt, limit_s))
+                asked = PrefixRequested(ticket, reader, token_ids, salt, limit_s)
+                self.links.ask(worker_id, asked, lambda e: self.post(events.PrefixRefused(dispatch_id, worker_id, e)))
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
                 note(f"router: hand-off of {dispatch_id} to {worker_id}")
                 self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))
             case events.StartMove(dispatch_id, source_id, worker_id, transfer_id, reader, num_tokens):
                 note(f"router: move {source_id} to {dispatch_id}")
                 arrived = MoveArrived(source_id, transfer_id, reader, num_tokens)
-                self.links.move(worker_id, arrived, lambda e: self.post(events.MoveRefused(dispatch_id, e)))
+                self.links.ask(worker_id, arrived, lambda e: self.post(events.MoveRefused(dispatch_id, e)))
             case events.ResumeSequence(dispatch_id, worker_id, transfer_id):
                 note(f"router: resume {dispatch_id}")
                 self._world.counts["resumed by the router"] += 1
-                self.links.move(worker_id, ResumeArrived(dispatch_id, transfer_id), lambda _: None)
+                self.links.ask(worker_id, ResumeArrived(dispatch_id, transfer_id), lambda _: None)
             case events.CancelDispatch(dispatch_id):
                 self.links.cancel(dispatch_id)
             case events.UpdatePeers(worker_id, changes):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
+from core.errors import QueueFull, TransferFailed, WorkerUnavailable
 from core.handoff import PrefixSource
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathState, PathStatus
 from core.request import Request, SamplingParams
-from core.scheduling.worker_load import WorkerLoad
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.step import SampledToken
 from router.requests import events
 from router.requests.machine import RouterMachine
 from router.routing.policy import MESSAGE_S, NO_READ, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
+from router.routing.source_trial import SourceTrial
 from tests.unit.router.driving_router import SERVING, agent
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
@@ -89,8 +92,8 @@ def test_no_prefix_is_read_without_a_path(state: PathState) -> None:
 
 def test_a_worker_that_cannot_read_or_whose_source_has_failed_computes() -> None:
     assert read_by(replace(READER, reads_prefixes=False)) is NO_READ
-    assert read_by(replace(READER, failed_sources={"S": 20.0}), now=10.0) is NO_READ
-    assert read_by(replace(READER, failed_sources={"S": 20.0}), now=20.0).source == "S"
+    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=10.0) is NO_READ
+    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=20.0).source == "S"
 
 
 def test_no_prefix_is_read_into_a_pool_without_room() -> None:
@@ -162,6 +165,53 @@ def test_a_router_that_may_not_names_no_source() -> None:
 def test_a_worker_of_another_kind_is_no_source() -> None:
     router = Driven(SERVING)
     assert router.source_of(router.ask()) is None
+
+
+def test_the_first_read_from_a_source_is_a_trial() -> None:
+    router = Driven()
+    first = router.ask()
+    assert router.source_of(first) is not None
+    assert router.source_of(router.ask(0.1)) is None
+    router.prefilled(first, 0.2, 40)
+    assert all(router.source_of(router.ask(now)) is not None for now in (0.3, 0.3, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_asked_again"),
+    [
+        (lambda name: events.PrefixRefused(name, "S", QueueFull("x")), False),
+        (lambda name: events.PrefixRefused(name, "S", WorkerUnavailable("x")), False),
+        (lambda name: events.PrefillReturned(name, TransferFailed("x")), False),
+        (lambda name: events.PrefillReturned(name, QueueFull("x")), True),
+    ],
+    ids=["no offer", "it is gone", "the call fails", "the call has not begun"],
+)
+def test_a_source_is_not_asked_again_after_its_offer_or_a_call_with_it_has_failed(
+    fails: Callable[[str], events.RouterEvent], is_asked_again: bool
+) -> None:
+    router = Driven()
+    router.prefilled(router.ask(), 1.0, 40)
+    (offer,) = [action for action in router.ask(2.0) if isinstance(action, events.OfferPrefix)]
+    router.machine.handle(fails(offer.dispatch_id), 2.1)
+    for name in ("P", "S"):
+        router.machine.handle(events.WorkerReported(name, WorkerChanges()), 2.1)
+    assert (router.source_of(router.ask(2.2)) is not None) is is_asked_again
+    router.machine.check()
+
+
+def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
+    trial, now, pauses = SourceTrial(), 0.0, []
+    for _ in range(8):
+        trial.begin(now)
+        trial.end(0, now, now + 1.0)
+        trial.end(0, now, now + 2.0)  # a read that began before the failure
+        pauses.append(trial.avoided_until - now - 1.0)
+        now = trial.avoided_until
+    assert pauses == [10, 20, 40, 80, 160, 320, 600, 600]
+    trial.end(40, now, now + 1.0)
+    assert trial.avoided_until == 0.0
+    trial.end(0, now + 2.0, now + 3.0)
+    assert trial.avoided_until == now + 13.0
 
 
 @pytest.mark.parametrize(("read_tokens", "is_asked_again"), [(0, False), (None, True), (40, True)])

@@ -28,7 +28,9 @@ from router.links.token_stream import decode_step_tokens
 from router.requests.events import (
     DecodeReturned,
     HandOver,
+    OfferPrefix,
     PrefillReturned,
+    PrefixRefused,
     StartDecode,
     StartPrefill,
     StepTokens,
@@ -115,6 +117,14 @@ async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(wor
     assert isinstance(ended, DecodeReturned)
     assert ended.dispatch_id == "r#1"
     assert isinstance(ended.result, TransferFailed)
+
+
+async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.link.offer_prefix(OfferPrefix("r#1", "w", 7, address("p"), (1, 2, 3), "", limit_s=60.0))
+    refused = await worker.event()
+    assert isinstance(refused, PrefixRefused)
+    assert (refused.dispatch_id, refused.worker_id) == ("r#1", worker.link.endpoint.service_id)
 
 
 # ---- changes of peers
