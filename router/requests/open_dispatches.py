@@ -41,7 +41,7 @@ class OpenDispatches:
         prefix, offered = self._read_prefix(dispatch_id, request, candidate, now)
         if candidate.prefill_worker is None:
             work_s = decode.step_cost.prompt_seconds(uncached, cached)
-            num_blocks = -(-uncached // decode.agent.layout.block_size)
+            num_blocks = -(-(uncached + candidate.read.num_tokens) // decode.agent.layout.block_size)
             decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
             start = events.StartDecode(
                 dispatch_id, decode.worker_id, request, None, timeout_s, call, routed.promise, prefix=prefix

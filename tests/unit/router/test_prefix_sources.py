@@ -20,7 +20,7 @@ from router.requests import events
 from router.requests.machine import RouterMachine
 from router.routing.policy import MESSAGE_S, NO_READ, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
 from router.routing.source_trial import SourceTrial
-from tests.unit.router.driving_router import SERVING, agent
+from tests.unit.router.driving_router import NUM_BLOCKS, SERVING, agent
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
@@ -155,6 +155,15 @@ def test_the_call_names_the_source_and_the_source_is_told(load: WorkerLoad) -> N
     assert (source.agent.name, source.num_tokens, source.transfer_id) == (agent("S").name, 40, offer.transfer_id)
     assert (offer.worker_id, offer.reader.name, offer.token_ids) == ("S", agent("P").name, PROMPT[:40])
     assert source.limit_s == offer.limit_s == pytest.approx(0.05 + 2 * MESSAGE_S, rel=0.01)
+
+
+@pytest.mark.parametrize("peer_prefixes", ["auto", "never"])
+def test_a_decode_worker_that_reads_takes_blocks_for_the_whole_prompt(peer_prefixes: str) -> None:
+    router = Driven(DRAINING, local_prefill="auto", peer_prefixes=peer_prefixes)
+    router.machine.handle(events.WorkerLost("P", "x"), 0.0)
+    (decode,) = [action for action in router.ask() if isinstance(action, events.StartDecode)]
+    assert (decode.prefix is not None) is (peer_prefixes == "auto")
+    assert router.machine.workers.chosen("D").view.num_free_blocks == NUM_BLOCKS - 11  # of 4 tokens, for 41
 
 
 def test_a_router_that_may_not_names_no_source() -> None:
