@@ -263,5 +263,6 @@ def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished
         num_skipped_blocks=done.num_skipped_blocks,
         drafted_tokens=done.num_drafts,
         accepted_drafts=done.num_right_drafts,
+        read_bytes=0 if done.prefix is None else done.prefix.num_bytes,
         read_tokens=None if done.prefix is None else done.prefix.num_tokens,
     )

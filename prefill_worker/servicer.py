@@ -57,6 +57,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             stages=self._stages(done),
             kv_block_seconds=done.kv_block_seconds,
             handoff=done.handoff,
+            read_bytes=0 if done.prefix is None else done.prefix.num_bytes,
             read_tokens=None if done.prefix is None else done.prefix.num_tokens,
         )
 

@@ -383,6 +383,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
         handoff=wire.handoff,
+        read_bytes=wire.read_bytes,
         read_tokens=wire.read_tokens if wire.HasField("read_tokens") else None,
     )
 
@@ -409,6 +410,7 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         drafted_tokens=wire.drafted_tokens,
         accepted_drafts=wire.accepted_drafts,
         recomputed_tokens=wire.recomputed_tokens,
+        read_bytes=wire.read_bytes,
         read_tokens=wire.read_tokens if wire.HasField("read_tokens") else None,
     )
 

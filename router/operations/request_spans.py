@@ -73,9 +73,9 @@ def _add_attempt(records: list[SpanRecord], attempt: Attempt, choice: int, route
         name = _STAGES[stage.name]
         start = attempt.started_at + stage.start_s
         measured = common | {key: _typed(value) for key, value in stage.attributes.items()}
-        predicted_s = _predicted_s(name, candidate)
-        if predicted_s is not None:
-            measured[Attribute.PREDICTED] = predicted_s * 1e3
+        expected_s = predicted_s(name, candidate)
+        if expected_s is not None:
+            measured[Attribute.PREDICTED] = expected_s * 1e3
         times = (start, start + stage.duration_s)
         records.append(SpanRecord(name, service, worker_id, *times, measured, parent=place))
 
@@ -90,16 +90,18 @@ def _stages(attempt: Attempt) -> Iterator[tuple[str, str, WorkerStage]]:
             yield DECODE_WORKER, candidate.decode_worker, stage
 
 
-def _predicted_s(name: SpanName, candidate: Candidate) -> float | None:
+def predicted_s(name: SpanName, candidate: Candidate) -> float | None:
+    """Length of the span of a worker, the read of a prefix included; None without a prediction."""
     match name:
         case SpanName.PREFILL_QUEUE:
-            return candidate.queue_s
+            return max(candidate.queue_s, candidate.read.seconds)
         case SpanName.PREFILL_COMPUTE | SpanName.DECODE_PREFILL:
             return candidate.prefill_s
         case SpanName.DECODE_TRANSFER:
             return candidate.transfer_s
         case SpanName.DECODE_QUEUE:
-            return candidate.room_wait_s + (candidate.queue_s if candidate.prefill_worker is None else 0.0)
+            start_s = max(candidate.queue_s, candidate.read.seconds) if candidate.prefill_worker is None else 0.0
+            return candidate.room_wait_s + start_s
         case _:
             return None
 

@@ -73,7 +73,7 @@ def _summary(number: int, ended: EndedChoice) -> cluster_pb2.RequestSummary:
         summary.decode_worker = candidate.decode_worker
     if (outcome := ended.outcome) is not None:
         summary.path = codec.PATH_TO_WIRE[outcome.path]
-        summary.transferred_bytes = 0 if outcome.decode is None else outcome.decode.transferred_bytes
+        summary.transferred_bytes = outcome.transferred_bytes
         summary.usage.prompt_tokens = outcome.num_prompt_tokens
         summary.usage.completion_tokens = ended.num_output_tokens
         summary.usage.cached_tokens = outcome.cached_tokens

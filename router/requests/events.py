@@ -102,6 +102,7 @@ class PrefillResult:
     stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
     read_tokens: int | None = None  # of the prompt, read from a peer that had cached them; None: it began no read
+    read_bytes: int = 0  # of KV
     handoff: bytes = b""  # for the engine of the decode worker; empty if the workers move the blocks
 
 
@@ -173,6 +174,7 @@ class DecodeResult:
     accepted_drafts: int = 0  # ... and that were right
     recomputed_tokens: int = 0  # on this worker
     read_tokens: int | None = None  # of the prompt, read from a peer that had cached them; None: it began no read
+    read_bytes: int = 0  # of KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +351,13 @@ class Outcome:
     num_resumed_tokens: int = 0  # of the output, delivered by another router
     recomputed_tokens: int = 0  # of prompt and output
     read_tokens: int = 0  # of the prompt, read from `candidate.read.source`
+
+    @property
+    def transferred_bytes(self) -> int:
+        """KV that moved between workers: hand-offs, moves, and the prefix of a peer."""
+        computed = self.prefill or self.decode
+        pulled = 0 if self.decode is None else self.decode.transferred_bytes
+        return pulled + (0 if computed is None else computed.read_bytes)
 
     @property
     def num_gaps(self) -> int:

@@ -274,7 +274,10 @@ def joined(results: Items[DecodeResult]) -> DecodeResult:
         return results[0]
     sums = {name: sum(getattr(result, name) for result in results) for name in _SUMMED}
     first = results[0]
-    return replace(results[-1], cached_tokens=first.cached_tokens, read_tokens=first.read_tokens, **sums)
+    read_tokens, read_bytes = first.read_tokens, first.read_bytes
+    return replace(
+        results[-1], cached_tokens=first.cached_tokens, read_tokens=read_tokens, read_bytes=read_bytes, **sums
+    )
 
 
 def dispatch_of(routed: RoutedRequest) -> Dispatch:

@@ -187,7 +187,7 @@ class ChoiceStream:
             decode_worker=candidate.decode_worker,
             path=codec.PATH_TO_WIRE[outcome.path],
             attempts=outcome.attempts,
-            transferred_bytes=0 if decode is None else decode.transferred_bytes,
+            transferred_bytes=outcome.transferred_bytes,
             request_id=self.client_request_id,
             seed=self.request.sampling.seed,
             trace_id=self.trace.trace_id_hex,

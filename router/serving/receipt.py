@@ -49,7 +49,7 @@ def receipt_of(outcome: Outcome) -> inference_pb2.Receipt:
         prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
         decode_ms=outcome.timeline.seconds_in(Stage.DECODE) * 1e3,
         kv_block_seconds=outcome.kv_block_seconds,
-        transferred_bytes=0 if outcome.decode is None else outcome.decode.transferred_bytes,
+        transferred_bytes=outcome.transferred_bytes,
         read_tokens=outcome.read_tokens,
     )
 

@@ -462,6 +462,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
         timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), kv_block_seconds=done.kv_block_seconds,
+        read_bytes=0 if done.prefix is None else done.prefix.num_bytes,
         read_tokens=None if done.prefix is None else done.prefix.num_tokens, handoff=done.handoff,
     )  # fmt: skip
 
@@ -479,6 +480,7 @@ def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
         kv_block_seconds=done.kv_block_seconds,
         recomputed_tokens=done.num_recomputed_tokens,
+        read_bytes=0 if done.prefix is None else done.prefix.num_bytes,
         read_tokens=None if done.prefix is None else done.prefix.num_tokens,
     )
 

@@ -288,7 +288,7 @@ class SampledToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages", "handoff", "read_tokens")
+    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "kv_block_seconds", "stages", "handoff", "read_tokens", "read_bytes")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class PrefillResponse(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     first_token: SampledToken
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
@@ -307,7 +308,8 @@ class PrefillResponse(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageSpan]
     handoff: bytes
     read_tokens: int
-    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ..., read_tokens: _Optional[int] = ...) -> None: ...
+    read_bytes: int
+    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ..., read_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("transfer_id", "handoff")
@@ -419,7 +421,7 @@ class StepTokens(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveNotice, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts", "has_moved", "recomputed_tokens", "read_tokens")
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens", "kv_block_seconds", "num_moved_blocks", "num_skipped_blocks", "stages", "drafted_tokens", "accepted_drafts", "has_moved", "recomputed_tokens", "read_tokens", "read_bytes")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +439,7 @@ class DecodeFinished(_message.Message):
     HAS_MOVED_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
     queue_ms: float
@@ -454,7 +457,8 @@ class DecodeFinished(_message.Message):
     has_moved: bool
     recomputed_tokens: int
     read_tokens: int
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ..., read_tokens: _Optional[int] = ...) -> None: ...
+    read_bytes: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_block_seconds: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ..., num_skipped_blocks: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., drafted_tokens: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., has_moved: _Optional[bool] = ..., recomputed_tokens: _Optional[int] = ..., read_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router_id", "min_interval_ms")

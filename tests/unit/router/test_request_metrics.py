@@ -14,15 +14,16 @@ from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.operations.request_metrics import RequestMetrics, reason_of
 from router.operations.request_ring import RequestRing
-from router.operations.request_spans import root_attributes, route_attributes, spans_of
+from router.operations.request_spans import predicted_s, root_attributes, route_attributes, spans_of
 from router.operations.trace_messages import list_requests, trace_of
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
-from router.routing.policy import Candidate
+from router.routing.policy import Candidate, PrefixRead
 from router.serving.choice_stream import ChoiceStream
+from router.serving.receipt import receipt_of
 from runtime.prometheus.metric_series import Buckets
 from runtime.prometheus.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
 from runtime.prometheus.metrics_page import Metrics
-from runtime.tracing.span_names import Attribute
+from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.trace_context import start_trace
 from tandem_client.stubs.cluster_pb2 import ListRequestsRequest
 
@@ -113,6 +114,23 @@ def test_a_hand_off_has_its_bytes_and_blocks_in_the_metrics() -> None:
     recorded.end()
     sizes = (Metric.TRANSFER_SIZE, Metric.MOVED_BLOCKS, Metric.SKIPPED_BLOCKS)
     assert [recorded.of(metric)[()] for metric in sizes] == [4096, 2, 3]
+
+
+def test_the_bytes_of_a_read_prefix_count_for_the_client_and_the_tenant() -> None:
+    prefill = cast(PrefillResult, OUTCOME.prefill)
+    recorded, read = Recorded(), replace(OUTCOME, prefill=replace(prefill, read_tokens=32, read_bytes=1000))
+    recorded.end(read, tenant="a")
+    assert receipt_of(read).transferred_bytes == 5096
+    assert recorded.of(Metric.TENANT_BYTES) == {("a",): 5096}
+    assert recorded.of(Metric.TRANSFER_SIZE) == {(): 4096}
+
+
+def test_the_span_of_a_queue_is_as_long_as_the_read_that_it_contains() -> None:
+    read = CANDIDATE._replace(queue_s=0.1, room_wait_s=0.3, read=PrefixRead("s", 32, 0.2))
+    alone = read._replace(prefill_worker=None)
+    assert predicted_s(SpanName.PREFILL_QUEUE, read) == 0.2
+    assert predicted_s(SpanName.PREFILL_QUEUE, read._replace(queue_s=0.25)) == 0.25
+    assert [predicted_s(SpanName.DECODE_QUEUE, one) for one in (read, alone)] == [0.3, 0.5]
 
 
 def test_the_speed_of_decode_is_counted_by_length() -> None:
