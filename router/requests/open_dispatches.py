@@ -74,8 +74,11 @@ class OpenDispatches:
             return None, []
         source = self._workers.chosen(read.source)
         reader = self._workers.chosen(candidate.prefill_worker or candidate.decode_worker)
+        behind_s = max(0.0, max(source.link_until, reader.link_until) - now)
+        # Other routers choose alike, so the read counts once for each, as prompt work does.
+        until = now + behind_s + reader.num_routers * (read.seconds - behind_s)
         for record in (source, reader):
-            record.use_link(now + read.seconds)
+            record.use_link(until)
         reader.begin_read(source.agent.name, now)
         limit_s = read.seconds + max(read.seconds + LATE_S, read.gain_s / 2)
         prefix = PrefixSource(self._new_ticket(), source.agent, candidate.cached_tokens, limit_s)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import ceil
 from typing import NamedTuple, Protocol
 
@@ -44,7 +44,8 @@ NEAR_TIE_S = 0.0005
 LEAST_GAIN_SHARE, LEAST_GAIN_S = 0.02, 0.0005  # of reading a prefix over computing it
 MESSAGE_S = 0.002  # from the router to a worker and back
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
-MAX_SOURCES = 4  # workers with the longest cached parts of a prompt, from which another may read
+MAX_SOURCES = 16  # workers with the longest cached parts of a prompt, from which others may read
+MAX_READS = 4  # of these that are priced for a reader, those that it avoids left out
 UNKNOWN_BYTES_PER_S = 1e10  # of a path that nobody has measured: high, so that its first transfer measures it
 
 
@@ -111,7 +112,7 @@ class RoutingQuestion:
     prefill_alive: bool
     block_size: int
     now: float = 0.0
-    sources: Sequence[Option] = ()  # those with the longest cached parts, of the same layout; with room or without
+    sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -270,7 +271,8 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     start = Start(prompt_times(question, worker, cached_tokens), cached_tokens)
     if not worker.reads_prefixes:
         return start
-    reads = [read for source in question.sources if (read := prefix_read(question, worker, cached_tokens, *source))]
+    priced = (prefix_read(question, worker, cached_tokens, *source) for source in question.sources)
+    reads = list(islice(filter(None, priced), MAX_READS))
     if not reads:
         return start
     # A token costs about the same everywhere, so few reads are worth a closer look.
@@ -292,9 +294,9 @@ def prefix_read(
     block_size = question.block_size
     # The last prompt token is always computed: the first output token is drawn from its logits.
     num_tokens = min(owned_tokens, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
-    has_room = num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) <= reader.num_free_blocks
-    is_avoided = reader.avoided_sources.get(owner.agent_name, 0.0) > question.now
-    if num_tokens <= 0 or owner is reader or is_avoided or not has_room:
+    if num_tokens <= 0 or owner is reader or reader.avoided_sources.get(owner.agent_name, 0.0) > question.now:
+        return None
+    if num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) > reader.num_free_blocks:
         return None
     path, back = reader.paths.get(owner.agent_name), owner.paths.get(reader.agent_name)
     if path is not None and path.state in NO_PATH:

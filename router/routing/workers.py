@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import nlargest
-from operator import itemgetter
 
 from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
@@ -368,7 +367,7 @@ class WorkerTable:
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
-        sources = self._sources(matched, version, now)
+        sources = self._sources(matched, avoid, version, now)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
@@ -385,8 +384,9 @@ class WorkerTable:
             sources,
         )
 
-    def _sources(self, matched: dict[str, int], version: int, now: float) -> list[Option]:
+    def _sources(self, matched: dict[str, int], avoid: frozenset[str], version: int, now: float) -> list[Option]:
         """The workers with the longest cached parts of a prompt that may give them to others, even while they drain.
+        Of equal ones, those whose links are free first.
 
         None if the pools have different block sizes, because the hashes of their blocks differ.
         """
@@ -399,9 +399,10 @@ class WorkerTable:
             record
             for record in records
             if record.load.gives_prefixes and record.agent.protocol_version == version
-            and not record.suspect and record.reported_at >= oldest
+            and not record.suspect and record.reported_at >= oldest and record.worker_id not in avoid
         ]  # fmt: skip
-        return nlargest(MAX_SOURCES, _options(giving, matched, block_size), key=itemgetter(1))
+        options = _options(giving, matched, block_size)
+        return nlargest(MAX_SOURCES, options, key=lambda option: (option[1], -max(option[0].link_until, now)))
 
     def end_read(self, candidate: Candidate, num_tokens: int | None, began_at: float, now: float) -> None:
         """A call has returned that read so many tokens from the source of the candidate; None: it began no read, for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,12 +14,13 @@ from core.handoff import PrefixSource
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathState, PathStatus
 from core.request import Request, SamplingParams
-from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from core.step import SampledToken
 from router.requests import events
 from router.requests.machine import RouterMachine
 from router.routing.policy import MESSAGE_S, NO_READ, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
 from router.routing.source_trial import SourceTrial
+from router.routing.workers import hashes_of
 from tests.unit.router.driving_router import NUM_BLOCKS, SERVING, agent
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
@@ -112,14 +113,14 @@ PROMPT = tuple(range(1, 42))
 class Driven:
     """A router with the prefill worker P, the decode worker D and the worker S, which has a prefix."""
 
-    def __init__(self, source_load: WorkerLoad = LOAD, **config: object) -> None:
+    def __init__(self, source_load: WorkerLoad = LOAD, sources: Sequence[str] = ("S",), **config: object) -> None:
         options = RouterConfig(**({"local_prefill": "never", "peer_prefixes": "auto"} | config))  # type: ignore[arg-type]
         self.machine = RouterMachine(options, iter(range(1, 99)).__next__)
         self.num_requests = 0
-        roles = {"P": ServiceRole.PREFILL, "D": ServiceRole.DECODE, "S": ServiceRole.DECODE}
-        for name, role in roles.items():
-            cached = tuple(self._hashes()) if name == "S" else ()
-            load = source_load if name == "S" else LOAD
+        for name in ("P", "D", *sources):
+            role = ServiceRole.PREFILL if name.startswith("P") else ServiceRole.DECODE
+            cached = tuple(self._hashes()) if name in sources else ()
+            load = source_load if name in sources else LOAD
             self.machine.handle(events.WorkerJoined(name, role, agent(name), cached, load), 0.0)
 
     def _hashes(self) -> list[int]:
@@ -164,6 +165,32 @@ def test_a_decode_worker_that_reads_takes_blocks_for_the_whole_prompt(peer_prefi
     (decode,) = [action for action in router.ask() if isinstance(action, events.StartDecode)]
     assert (decode.prefix is not None) is (peer_prefixes == "auto")
     assert router.machine.workers.chosen("D").view.num_free_blocks == NUM_BLOCKS - 11  # of 4 tokens, for 41
+
+
+def test_of_equal_sources_another_is_asked_while_one_is_busy_or_has_failed() -> None:
+    """A policy prices four sources for a reader; those that it avoids are not among them."""
+    router = Driven(DRAINING, [f"S{number}" for number in range(8)])
+    sources = [router.source_of(router.ask(now)) for now in (0.0, 0.001, 0.002, 0.003, 0.004, 0.005)]
+    assert len({source.agent.name for source in sources if source is not None}) == 6
+
+
+def test_a_retry_reads_nothing_from_a_worker_that_has_failed_the_request() -> None:
+    router = Driven(LOAD, ["P1"])
+    prompt = hashes_of(Request("r", PROMPT, len(PROMPT), SamplingParams(max_tokens=4)))
+    workers = router.machine.workers
+    assert any(candidate.read.source == "P1" for candidate in workers.candidates(prompt, frozenset(), 0.0))
+    (retry,) = workers.candidates(prompt, frozenset({"P1"}), 0.0)
+    assert (retry.prefill_worker, retry.read.source) == ("P", None)
+
+
+@pytest.mark.parametrize("num_routers", [1, 3])
+def test_a_read_takes_the_links_once_for_each_router(num_routers: int) -> None:
+    router = Driven()
+    calls = {f"router-{number}": RouterCalls(1, 1) for number in range(1, num_routers)}
+    router.machine.handle(events.WorkerReported("D", WorkerChanges(replace(LOAD, router_calls=calls))), 0.0)
+    router.ask()
+    links = [router.machine.workers.chosen(name).link_until for name in ("P", "S", "D")]
+    assert links == pytest.approx([num_routers * MESSAGE_S, num_routers * MESSAGE_S, 0.0], rel=0.01)
 
 
 def test_a_router_that_may_not_names_no_source() -> None:
