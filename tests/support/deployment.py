@@ -155,6 +155,10 @@ class Deployment:
     async def settle(self) -> None:
         """Wait at most a lease until no block is in use, until no request is open, and until the workers have reported
         that. Check the machines."""
+        shell, view = self.router._shell, self.router._shell.view
+        # First: a request that waits for a worker, or is on its way to one, would take blocks again.
+        await until(lambda: shell.num_open == 0 and view.num_in_flight == 0, "the router still has requests")
+        await until(lambda: not any(record.load.num_calls for record in view.workers()), "a load still has open calls")
         within_s = self.config.transfer.lease_s + SLACK_S
 
         def left() -> dict[str, object]:
@@ -167,10 +171,6 @@ class Deployment:
         await until(lambda: not left(), lambda: f"blocks are still in use: {left()}", within_s)
         for worker in self.workers:
             machine_of(worker).check()
-        shell = self.router._shell
-        await until(lambda: shell.num_open == 0 and shell.view.num_in_flight == 0, "the router still has requests")
-        view = shell.view
-        await until(lambda: not any(record.load.num_calls for record in view.workers()), "a load still has open calls")
         shell._driver.machine.check()
 
 
