@@ -137,7 +137,7 @@ ACTORS = {
 
 
 class RayHost:
-    """A `fleet.supervisor.supervisor.Host`: the handle of one `HostActor`."""
+    """A `fleet.host.host.Host`: the handle of one `HostActor`."""
 
     def __init__(self, member: Member, spec: FleetSpec, actor: Any = None) -> None:
         """Without an `actor`, create one."""
