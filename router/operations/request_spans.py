@@ -94,14 +94,13 @@ def predicted_s(name: SpanName, candidate: Candidate) -> float | None:
     """Length of the span of a worker, the read of a prefix included; None without a prediction."""
     match name:
         case SpanName.PREFILL_QUEUE:
-            return max(candidate.queue_s, candidate.read.seconds)
+            return candidate.begin_s
         case SpanName.PREFILL_COMPUTE | SpanName.DECODE_PREFILL:
             return candidate.prefill_s
         case SpanName.DECODE_TRANSFER:
             return candidate.transfer_s
         case SpanName.DECODE_QUEUE:
-            start_s = max(candidate.queue_s, candidate.read.seconds) if candidate.prefill_worker is None else 0.0
-            return candidate.room_wait_s + start_s
+            return candidate.room_wait_s + (candidate.begin_s if candidate.prefill_worker is None else 0.0)
         case _:
             return None
 

@@ -161,15 +161,20 @@ class Candidate(NamedTuple):
         return RequestPath.LOCAL if self.prefill_worker is None else RequestPath.DISAGGREGATED
 
     @property
+    def begin_s(self) -> float:
+        """Until the computing worker begins the prompt: the queue and the read pass at the same time."""
+        return max(self.queue_s, self.read.seconds)
+
+    @property
     def first_token_s(self) -> float:
         """Predicted, from the dispatch on."""
         wait_s = self.room_wait_s if self.prefill_worker is None else 0.0
-        return wait_s + max(self.queue_s, self.read.seconds) + self.prefill_s + MESSAGE_S
+        return wait_s + self.begin_s + self.prefill_s + MESSAGE_S
 
     @property
     def cost(self) -> float:
         """Seconds."""
-        ready_s = max(self.queue_s, self.read.seconds) + self.prefill_s + self.transfer_s + self.room_wait_s
+        ready_s = self.begin_s + self.prefill_s + self.transfer_s + self.room_wait_s
         return ready_s + self.gap_s * self.num_streams
 
     @property
@@ -269,7 +274,7 @@ _COMPUTED = PromptTimes(0.0, 0.0, 0.0)
 def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Start:
     """With the prefix of a peer, if the prompt is then computed sooner."""
     start = Start(prompt_times(question, worker, cached_tokens), cached_tokens)
-    if not worker.reads_prefixes:
+    if not (question.sources and worker.reads_prefixes):
         return start
     priced = (prefix_read(question, worker, cached_tokens, *source) for source in question.sources)
     reads = list(islice(filter(None, priced), MAX_READS))
