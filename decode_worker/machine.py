@@ -200,12 +200,7 @@ class DecodeMachine:
     def _enqueue(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if event.source is None:
             self.core.scheduler.refuse(sequence)
-            begun = None
-            if event.prefix is not None:
-                begun = self.prefixes.begin(sequence, event.prefix, self._num_spare_blocks(), now)
-            if begun is None:
-                self.core.scheduler.add(sequence)
-            return self._apply_results(begun or [], now)
+            return self._apply_results(self.prefixes.add(sequence, event.prefix, self._num_spare_blocks, now), now)
         self.core.scheduler.refuse_oversized(sequence)
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")

@@ -179,12 +179,8 @@ class PrefillMachine:
             self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _OpenCall(sequence, event.transfer_id)
-        begun = None
-        if event.prefix is not None:
-            begun = self.prefixes.begin(sequence, event.prefix, self.core.num_spare_blocks(), now)
-        if begun is None:
-            self.core.scheduler.add(sequence)
-        return self._apply_results(offered + (begun or []), now)
+        read = self.prefixes.add(sequence, event.prefix, self.core.num_spare_blocks, now)
+        return self._apply_results(offered + read, now)
 
     def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
         plan = self.core.scheduler.oldest_step

@@ -1,7 +1,7 @@
 """Cached prefixes that workers read from each other, as hand-offs without a prefill (docs/adr/0060).
 
     owner    PrefixRequested -> an offer of cached blocks, complete at once -> the reader releases them
-    reader   `begin` -> all targets are INCOMING, WANT is sent -> the pull ends, or its time is over -> the scheduler
+    reader   `add` -> all targets are INCOMING, WANT is sent -> the pull ends, or its time is over -> the scheduler
 
 While a prefix is on its way, its sequence waits here, and holds the part of the prefix that the worker has. At the end
 of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. Another
@@ -118,7 +118,16 @@ class Prefixes:
 
     # ---- the reader
 
-    def begin(self, sequence: Sequence, source: PrefixSource, num_spare_blocks: int, now: float) -> Actions | None:
+    def add(
+        self, sequence: Sequence, source: PrefixSource | None, num_spare_blocks: Callable[[], int], now: float
+    ) -> Actions:
+        """The sequence joins the scheduler, at once or after its prefix has been read."""
+        begun = None if source is None else self._begin(sequence, source, num_spare_blocks(), now)
+        if begun is None:
+            self._core.scheduler.add(sequence)
+        return begun or []
+
+    def _begin(self, sequence: Sequence, source: PrefixSource, num_spare_blocks: int, now: float) -> Actions | None:
         """Read the prefix before the sequence joins the scheduler. None if the sequence should join at once."""
         scheduler, transfers = self._core.scheduler, self._transfers
         if source.agent.layout != transfers.address.layout:
