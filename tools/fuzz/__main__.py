@@ -25,6 +25,7 @@ from tools.fuzz import machines, servers
 from tools.fuzz.costs import BUSY_SLACK, costs
 
 BATCH = 100  # messages
+TOLD_EVERY = 10_000  # messages of a surface between two lines of progress
 MAX_FAULTS = 5  # of a surface; then it is left
 Batch = Callable[[random.Random, int], Counter[str]]
 MACHINES: dict[str, Batch] = {
@@ -46,9 +47,11 @@ SHARES = {
 class Run:
     """Batches of one seed. `faults` has a report of each batch that broke the law."""
 
-    def __init__(self, seed: int, first_batch: int = 0, further: str = "") -> None:
-        """`further`: arguments of the command that sends a batch again."""
-        self.seed, self.first_batch, self.further = seed, first_batch, further
+    def __init__(
+        self, seed: int, first_batch: int = 0, further: str = "", tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`further`: arguments of the command that sends a batch again. `tell` takes progress, and each fault."""
+        self.seed, self.first_batch, self.further, self.tell = seed, first_batch, further, tell
         self.outcomes: dict[str, Counter[str]] = {}
         self.faults: list[str] = []
 
@@ -75,7 +78,11 @@ class Run:
         return random.Random(f"{self.seed} {surface} {number}")
 
     def _count(self, surface: str, outcomes: Counter[str]) -> None:
-        self.outcomes[surface] = self.outcomes.get(surface, Counter()) + outcomes
+        before = self.outcomes.get(surface, Counter())
+        self.outcomes[surface] = before + outcomes
+        num_messages = self.outcomes[surface].total()
+        if num_messages // TOLD_EVERY > before.total() // TOLD_EVERY:
+            self.tell(f"{surface}: {num_messages} messages")
 
     def _goes_on(self, surface: str, number: int) -> bool:
         command = (
@@ -83,6 +90,7 @@ class Run:
             f"{self.further}"
         )
         self.faults.append(f"{traceback.format_exc(limit=-6)}replay with `{command}`")
+        self.tell(self.faults[-1])
         return sum(f"--surface {surface} " in fault for fault in self.faults) < MAX_FAULTS
 
 
@@ -92,9 +100,10 @@ def fuzz(
     surfaces: tuple[str, ...] = tuple(SHARES),
     first_batch: int = 0,
     slack: float = BUSY_SLACK,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Send about `num_messages`, shared among the surfaces, or all to the only one. `slack`: of costs."""
-    run = Run(seed, first_batch, "" if slack == BUSY_SLACK else f" --slack {slack:g}")
+    run = Run(seed, first_batch, "" if slack == BUSY_SLACK else f" --slack {slack:g}", tell)
     total = sum(SHARES[surface] for surface in surfaces)
     num_batches = {name: max(1, round(num_messages * SHARES[name] / total / BATCH)) for name in surfaces}
     for surface, batch in (MACHINES | {"costs": partial(costs, slack=slack)}).items():
@@ -118,12 +127,13 @@ def main() -> None:
     surfaces = (given.surface,) if given.surface else tuple(SHARES)
     started_at = time.monotonic()
     num_messages = BATCH * given.batches if given.batches else given.messages
-    run = fuzz(num_messages, given.seed, surfaces, given.first_batch, given.slack)
+    tell = partial(print, file=sys.stderr, flush=True)
+    run = fuzz(num_messages, given.seed, surfaces, given.first_batch, given.slack, tell)
     for surface, outcomes in run.outcomes.items():
         print(f"{surface}: {outcomes.total()} messages: {dict(outcomes.most_common())}")
     print(f"seed {given.seed}, {time.monotonic() - started_at:.1f} s, {len(run.faults)} faults")
     if run.faults:
-        sys.exit("\n\n".join(run.faults))
+        sys.exit(1)
 
 
 if __name__ == "__main__":
