@@ -112,8 +112,11 @@ class RequestMetrics:
             if result is None:
                 continue
             cached = min(result.cached_tokens, num_prompt)
+            read = min(result.read_tokens or 0, cached)
             source = "transferred" if role is ServiceRole.DECODE and pulls else "computed"
-            record(Metric.PROMPT_TOKENS, cached, role=role.value, source="local_hit")
+            record(Metric.PROMPT_TOKENS, cached - read, role=role.value, source="local_hit")
+            if read:
+                record(Metric.PROMPT_TOKENS, read, role=role.value, source="peer")
             record(Metric.PROMPT_TOKENS, num_prompt - cached, role=role.value, source=source)
 
     def _transfer(self, outcome: Outcome) -> None:

@@ -182,7 +182,7 @@ METRICS: dict[Metric, Description] = {
     ),
     Metric.PROMPT_TOKENS: Description(
         Kind.COUNTER, "Prompt tokens on the workers of a choice, by role and source of their KV: computed, local_hit "
-        "(prefix cache) or transferred", ("role", "source"),
+        "(prefix cache), peer (read from the prefix cache of another worker) or transferred", ("role", "source"),
     ),
     Metric.SLO_REQUESTS: Description(
         Kind.COUNTER, "Choices by whether they met slo_ttft_ms and, with their mean gap between tokens, slo_itl_ms: "

@@ -10,8 +10,9 @@ const STYLES = [
   [/prefill/, "prefill"],
   [/decode|respond|sample/, "decode"],
 ];
+const COST = "Cost = queue + prefill + transfer + room + gap × streams. A prefix is read from a peer while the prompt queues.";
 const TERMS = [
-  ["queue_ms", "Queue"], ["prefill_ms", "Prefill"], ["transfer_ms", "Transfer"], ["room_wait_ms", "Room"],
+  ["queue_ms", "Queue"], ["read_ms", "Read"], ["prefill_ms", "Prefill"], ["transfer_ms", "Transfer"], ["room_wait_ms", "Room"],
   ["gap_ms", "Gap"], ["num_streams", "Streams"], ["first_token_ms", "First token"], ["cost_ms", "Cost"],
 ];
 
@@ -86,7 +87,7 @@ function spanTable(spans) {
     el("td", { class: "number" }, duration(span.start_ms)), el("td", { class: "number" }, duration(span.duration_ms))))));
 }
 
-// Why the router took this way: cost = queue + prefill + transfer + room + gap x streams.
+// Why the router took this way.
 function reasons(candidates) {
   const heading = el("div", { class: "head" }, el("h3", { id: "reasons-title" }, "The router’s reasons"));
   if (candidates.length === 0) {
@@ -96,10 +97,16 @@ function reasons(candidates) {
   const rows = candidates.map((candidate) => el("tr", { class: candidate.chosen ? "chosen" : null },
     el("th", { scope: "row" }, way(candidate), candidate.chosen ? el("span", { class: "badge" }, "chosen") : null),
     el("td", { class: "number" }, `${count(candidate.cached_tokens)} tok`),
-    ...TERMS.map(([name]) => el("td", { class: "number" }, name === "num_streams" ? `× ${candidate[name]}` : duration(candidate[name])))));
+    ...TERMS.map(([name]) => el("td", { class: "number" }, term(candidate, name)))));
   return el("section", { class: "reasons", "aria-labelledby": "reasons-title" }, heading, el("p", {}, sentence(candidates)),
     el("div", { class: "scroll", tabindex: "0" }, el("table", { "aria-labelledby": "reasons-title" },
       el("thead", {}, el("tr", {}, ...header.map((title, index) => el("th", { scope: "col", class: index ? "number" : null }, title)))), el("tbody", {}, ...rows))));
+}
+
+function term(candidate, name) {
+  if (name === "num_streams") return `× ${candidate.num_streams}`;
+  if (name === "read_ms") return candidate.source ? `${duration(candidate.read_ms)} (${count(candidate.read_tokens)} tok of ${candidate.source})` : "–";
+  return duration(candidate[name]);
 }
 
 function way(candidate) {
@@ -108,11 +115,11 @@ function way(candidate) {
 
 function sentence(candidates) {
   const chosen = candidates.find((candidate) => candidate.chosen);
-  if (!chosen) return "The router compared these ways. Cost = queue + prefill + transfer + room + gap × streams.";
+  if (!chosen) return `The router compared these ways. ${COST}`;
   const others = candidates.filter((candidate) => candidate !== chosen);
   const start = `The router took ${way(chosen)} at a predicted cost of ${duration(chosen.cost_ms)}.`;
   if (others.length === 0) return `${start} No other way was open.`;
   const next = others.reduce((best, candidate) => (candidate.cost_ms < best.cost_ms ? candidate : best));
   const than = next.cost_ms >= chosen.cost_ms ? `The next best, ${way(next)}, would have cost ${duration(next.cost_ms)}.` : "Others cost nearly the same: the workers with the fewest requests won.";
-  return `${start} ${than} Cost = queue + prefill + transfer + room + gap × streams.`;
+  return `${start} ${than} ${COST}`;
 }

@@ -100,9 +100,11 @@ def test_prompt_tokens_are_counted_by_worker_and_source() -> None:
     recorded.end(
         replace(OUTCOME, prefill=None, path=RequestPath.LOCAL, candidate=CANDIDATE._replace(prefill_worker=None))
     )
+    recorded.end(replace(OUTCOME, prefill=replace(cast(PrefillResult, OUTCOME.prefill), read_tokens=32), decode=None))
     assert recorded.of(Metric.PROMPT_TOKENS) == {
-        ("prefill", "local_hit"): 64,
-        ("prefill", "computed"): 16,
+        ("prefill", "local_hit"): 64 + 32,
+        ("prefill", "peer"): 32,
+        ("prefill", "computed"): 2 * 16,
         ("decode", "local_hit"): 2 * 48,
         ("decode", "transferred"): 32,
         ("decode", "computed"): 32,
