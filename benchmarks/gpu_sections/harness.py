@@ -42,6 +42,8 @@ SECTIONS = {
     "decode": About(180, "decode of an 8B model in bfloat16, 1, 32 and 128 sequences of 2,048 and 8,192 tokens"),
     "prefill": About(90, "prompts of 2,048 and 8,192 tokens of an 8B model"),
     "hand_off": About(90, "blocks of an 8B model between two processes: runs and shuffled blocks; the lane"),
+    "vllm_inside": About(200, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools, a kill of each worker"),
+    "beside_vllm": About(420, "Tandem beside vLLM: one 8B model, one client, one load"),
     "fleet": About(150, "`tandem serve` with an 8B model: two pools that share the GPU, and one undivided worker"),
 }
 
