@@ -150,15 +150,16 @@ class AsyncEngine:
             task.cancel()
 
     async def _generate(self, prompt: Prompt) -> None:
-        from vllm.exceptions import VLLMClientError
+        from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        client_error = getattr(exceptions, "VLLMClientError", ValueError)  # vLLM 0.26 has ValueErrors alone
         request_id = prompt.request_id
         try:
             await self._stream(prompt)
         except EngineDeadError as error:
             self._report(EngineDied(str(error) or "its process has ended"))
-        except (TandemError, VLLMClientError, ValueError) as error:
+        except (TandemError, client_error, ValueError) as error:
             self._report(EngineOutput(request_id, (), error=str(error), invalid=not isinstance(error, TandemError)))
         except Exception as error:
             logger.exception("request %s failed in vLLM", request_id)
