@@ -43,9 +43,13 @@ class Section:
         """A sentence that stands below the figures: what was skipped, and why."""
         self.send({"note": text})
 
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline - time.monotonic()
+
     def has_time_for(self, seconds: float, case: str) -> bool:
         """Notes a case that would not end before the deadline. A rehearsal has time for every case."""
-        if self.rehearse or self._deadline - time.monotonic() >= seconds:
+        if self.rehearse or self.seconds_left >= seconds:
             return True
         self.note(f"{case}: not measured, for lack of time")
         return False
