@@ -68,7 +68,9 @@ def test_a_section_rehearses_under_the_interpreter(tmp_path: Path, name: str) ->
     assert (written["device"], written["machine"]["device"]) == ("cpu", "CPU, a rehearsal")
     (section,) = written["sections"]
     assert section["name"] == name
-    assert all(line["value"] > 0 for line in section["lines"] if name != "tests")
+    # Two tokens of one message have no gap, and a rehearsal skips the tests.
+    figures = [line for line in section["lines"] if name != "tests" and "gap" not in line["measure"]]
+    assert all(line["value"] > 0 for line in figures)
     if name == "tests":
         passed, failed, skipped = (line["value"] for line in section["lines"])
         assert (passed, failed) == (0, 0)
