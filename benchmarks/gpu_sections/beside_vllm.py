@@ -150,7 +150,7 @@ def vllm_server() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def serving_vllm(model: Path, options: Sequence[str]) -> Iterator[None]:
-    command = [python_of(VllmConfig()), "-m", "vllm.entrypoints.cli.main", "serve", model, *options]
+    command = [str(python_of(VllmConfig())), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0

@@ -30,10 +30,8 @@ def test_a_model_without_weights_has_the_architecture_and_names_each_token(tmp_p
 
 def test_pieces_of_text_have_times_and_the_server_counts_the_tokens() -> None:
     received = Received()
-    for at, event in enumerate(
-        ({"choices": [{"text": "<1>"}]}, {"choices": [{"text": ""}]}, {"choices": [{"text": "<2><3>"}], "usage": None},
-         {"choices": [], "usage": {"completion_tokens": 3}})
-    ):  # fmt: skip
+    events: list[dict[str, Any]] = [{"choices": [{"text": text}], "usage": None} for text in ("<1>", "", "<2><3>")]
+    for at, event in enumerate([*events, {"choices": [], "usage": {"completion_tokens": 3}}]):
         take_event(event, received, float(at))
     assert (received.times, received.num_tokens, received.gaps, received.mean_gap) == ([0.0, 2.0], 3, [2.0], 1.0)
     with pytest.raises(ValueError, match="overloaded"):
