@@ -4,8 +4,9 @@
     prompts    TTFT of a prompt that is alone
     load       prompts of 2,048 tokens and outputs of 128 at random times, the same ones for every system
 
-vLLM has its defaults, but for `--max-model-len`. Tandem's systems are one undivided worker whose steps are limited, two
-pools that share the GPU with the same limit, and one undivided worker without a limit.
+vLLM has its defaults, but for `--max-model-len`, and once more with steps of at most 1,024 tokens. Tandem's systems are
+one undivided worker whose steps are limited, two pools that share the GPU with the same limit, and one undivided worker
+without a limit.
 
 The limits of a request are those of MLPerf Inference for Llama 3.1 8B in interactive use: TTFT of 500 ms, and 30 ms for
 each token after it. A request is *smooth* if also no pause between two of its tokens is above 100 ms, which a mean
@@ -44,7 +45,7 @@ GRPC_PORT, HTTP_PORT = 50_671, 50_672
 VLLM_START_S = 240.0
 VLLM_READY = "Application startup complete"
 MAX_CONTEXT = 16_384
-STEP_LIMIT_MS = 25.0
+STEP_LIMIT_MS, STEP_TOKENS = 25.0, 1024  # about as long
 VLLM = "vLLM"
 
 
@@ -120,7 +121,8 @@ def systems(section: Section) -> list[System]:
     if not python_of(VllmConfig()).exists():
         section.note(f"vLLM is not installed at {python_of(VllmConfig())}")
         return found
-    return [System(VLLM, vllm_server, 150.0, alone=True), *found]
+    small_steps = System(f"vLLM, steps of {STEP_TOKENS:,} tokens", partial(vllm_server, STEP_TOKENS), 125.0)
+    return [System(VLLM, vllm_server, 150.0, alone=True), *found[:-1], small_steps, found[-1]]
 
 
 # ---- servers
@@ -137,19 +139,21 @@ def tandem_server(section: Section, text: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def vllm_server() -> Iterator[Server]:
-    """`vllm serve` from its ready line to the end of the block. Raises `RuntimeError` if it does not start."""
+def vllm_server(step_tokens: int = 0) -> Iterator[Server]:
+    """`step_tokens`: 0 = vLLM's default."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         write_model(model, RANDOM_CONFIGS["llama-3.1-8b"])
         options = ["--served-model-name", "model", "--port", str(HTTP_PORT), "--disable-uvicorn-access-log"]
         options += [*RANDOM_WEIGHTS, "--max-model-len", str(MAX_CONTEXT)]
+        options += ["--max-num-batched-tokens", str(step_tokens)] if step_tokens else []
         with serving_vllm(model, options):
             yield Server(HTTP_PORT, "model")
 
 
 @contextlib.contextmanager
 def serving_vllm(model: Path, options: Sequence[str]) -> Iterator[None]:
+    """`vllm serve` from its ready line to the end of the block. Raises `RuntimeError` if it does not start."""
     command = [str(python_of(VllmConfig())), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     process = subprocess.Popen(
