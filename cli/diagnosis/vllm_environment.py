@@ -18,6 +18,7 @@ import vllm_worker
 from cli.diagnosis.doctor_findings import Finding, Health, judge
 from core.config import EngineConfig, TandemConfig, VllmConfig
 from core.errors import ConfigError
+from kv_transfer.device.device_checks import GET_ZCOPY
 from model_files.catalogue import CATALOGUE, default_cache_dir
 from vllm_worker.adapters import adapter_arguments
 
@@ -73,6 +74,7 @@ def variables(python: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the interface of its logits processors is another one
         "HF_HUB_OFFLINE": "1",
+        GET_ZCOPY: os.environ.get(GET_ZCOPY, "y"),  # else reads of GPU memory fall back to TCP
         **({"LD_PRELOAD": ":".join(preload)} if preload else {}),
     }
 

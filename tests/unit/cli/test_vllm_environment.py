@@ -212,3 +212,12 @@ def test_the_processes_of_vllm_find_every_package_of_tandem_and_no_library_besid
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == [str(site_packages / name / "__init__.py") for name in ("core", "cli")]
+
+
+def test_hand_offs_read_gpu_memory_over_cuda_ipc_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", raising=False)
+    assert variables(Path(sys.executable))["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "y"
+    monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "auto")
+    assert variables(Path(sys.executable))["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "auto"
