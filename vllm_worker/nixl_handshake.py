@@ -4,8 +4,8 @@
     WorkerExtension    methods for the process that computes (`--worker-extension-cls`), called between its steps
 
 vLLM's connector shakes hands with the engine of a prefill worker when it first reads from that engine.
-`WorkerExtension` lets it do so before, by one internal method of vLLM 0.32. Another version may lack the method: then
-the first hand-off shakes hands, as it did.
+`WorkerExtension` lets it do so before, by one internal method of vLLM 0.32 and 0.26. Another version may lack the
+method: then the first hand-off shakes hands, as it did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ async def shake_hands(llm: Any, address: EngineAddress) -> str:
     async with asyncio.timeout(TIMEOUT_S):
         await _greeted(address.remote_host, address.remote_port)
         engine = (address.remote_engine_id, address.remote_host, address.remote_port)
-        sizes = {"tp_size": address.tp_size, "dcp_size": address.dcp_size, "pp_size": address.pp_size}
+        sizes = {"tp_size": address.tp_size, "pp_size": address.pp_size}
+        if address.dcp_size > 1:
+            sizes["dcp_size"] = address.dcp_size  # vLLM 0.26 does not know it
         errors = await llm.collective_rpc("tandem_begin_handshake", args=engine, kwargs=sizes)
         while not any(errors):
             await asyncio.sleep(POLL_S)

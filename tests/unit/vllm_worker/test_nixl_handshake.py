@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,9 @@ class EarlierConnector(FakeConnector):
 
     def _ensure_handshake(  # type: ignore[override]
         self, engine_id: str, host: str, port: int, tp_size: int, pp_size: int = 1, notif_agents_only: bool = False
-    ) -> None:
+    ) -> Future[None] | None:
         self.calls.append((engine_id, host, port, tp_size, pp_size, notif_agents_only))
+        return self.handshake
 
 
 class FakeLlm:
@@ -93,12 +95,22 @@ async def test_the_error_of_one_process_is_the_error(monkeypatch: pytest.MonkeyP
     assert "mismatch" in await shake_hands(FakeLlm(monkeypatch, FakeConnector(), FakeConnector(failed)), address)
 
 
-@pytest.mark.parametrize("connector", [None, object(), EarlierConnector()])
+async def test_an_earlier_version_shakes_hands_unless_its_contexts_are_parallel(
+    monkeypatch: pytest.MonkeyPatch, address: EngineAddress
+) -> None:
+    connector = EarlierConnector()
+    assert await shake_hands(FakeLlm(monkeypatch, connector), address) == ""
+    assert connector.calls == [("engine", "127.0.0.1", address.remote_port, 2, 1, False)]
+    parallel = replace(address, dcp_size=2)
+    assert "another way" in await shake_hands(FakeLlm(monkeypatch, connector), parallel)
+    assert len(connector.calls) == 1
+
+
+@pytest.mark.parametrize("connector", [None, object()])
 async def test_another_version_of_vllm_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, address: EngineAddress, connector: object
 ) -> None:
     assert "another way" in await shake_hands(FakeLlm(monkeypatch, connector), address)
-    assert not getattr(connector, "calls", [])
 
 
 async def test_a_peer_that_is_dead_or_stopped_reaches_no_thread_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
