@@ -22,10 +22,8 @@ from benchmarks.processes import ChildProcess, obey, take_stdout
 from core.errors import TransportError
 from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
-from kv_transfer.device.device_memory import Copy
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
@@ -65,10 +63,10 @@ class PoolEnd:
     def export(self) -> str:
         return base64.b64encode(self.memory.export()).decode()
 
-    def copies(self, base: int, pairs: Pairs) -> list[Copy]:
-        """From the pool at `base`."""
+    def copies(self, base: int, pairs: Pairs) -> list[tuple[int, int, int]]:
+        """From the pool at `base`: (source address, target address, bytes)."""
         size, address = self.layout.block_bytes, self.bytes.data_ptr()
-        return [Copy(base + s * size, address + t * size, count * size) for s, t, count in pairs]
+        return [(base + s * size, address + t * size, count * size) for s, t, count in pairs]
 
     def copy(self, base: int, pairs: Pairs) -> None:
         """Copy the blocks, and wait without a sleep, which would be longer than the end of a copy is late."""
@@ -117,10 +115,11 @@ class PoolEnd:
         self.transport.connect(peer)
         return self.transport.lane(peer.name).value
 
-    def read(self, peer: str, pairs: Pairs) -> None:
+    def read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Read blocks, as the agent does."""
         assert self.transport is not None
-        size, deadline = self.layout.block_bytes, time.monotonic() + READ_TIMEOUT_S
-        self.transport.start_read(peer, [ByteRun(s * size, t * size, count * size) for s, t, count in pairs])
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        self.transport.start_block_read(peer, sources, targets)
         while time.monotonic() < deadline:
             for event in self.transport.poll():
                 if isinstance(event, ReadDone):

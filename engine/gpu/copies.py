@@ -13,7 +13,6 @@ lower priority, so programs of a step start first wherever a processor has room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +34,17 @@ class Runs(NamedTuple):
     num_pieces: int
 
 
-def runs_by_access(copies: Sequence[tuple[int, int, int]]) -> dict[int, Runs]:
-    """Sort copies (source address, target address, bytes) by the largest access that suits a copy.
+def runs_by_access(copies: npt.ArrayLike) -> dict[int, Runs]:
+    """Sort copies, int64 [copies, 3] of source address, target address and bytes, by the largest access that suits one.
 
     An access of 16 bytes needs addresses and a length divisible by 16. Copies of pools always suit it.
     """
-    table = np.array(copies, dtype=np.int64).reshape(-1, 3)
+    table = np.asarray(copies, dtype=np.int64).reshape(-1, 3)
     table = table[table[:, 2] > 0]
+    if not len(table):
+        return {}
+    if not int(np.bitwise_or.reduce(table, axis=None)) % _ACCESSES[0]:
+        return {_ACCESSES[0]: _numbered(table)}
     bits = np.bitwise_or.reduce(table, axis=1)
     access = np.minimum(bits & -bits, _ACCESSES[0])
     return {size: _numbered(table[access == size]) for size in _ACCESSES if (access == size).any()}
@@ -49,8 +52,11 @@ def runs_by_access(copies: Sequence[tuple[int, int, int]]) -> dict[int, Runs]:
 
 def _numbered(copies: npt.NDArray[np.int64]) -> Runs:
     counts = -(-copies[:, 2] // PIECE_BYTES)
+    table = np.empty((len(copies), 4), np.int64)
+    table[:, :3] = copies
     behind = np.cumsum(counts)
-    return Runs(np.column_stack((copies, behind - counts)), int(behind[-1]))
+    np.subtract(behind, counts, out=table[:, 3])
+    return Runs(table, int(behind[-1]))
 
 
 def copy_runs(runs: torch.Tensor, num_pieces: int, access_bytes: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from core.errors import DeviceLost, TransportError
@@ -99,7 +100,7 @@ class CudaDeviceMemory:
         if bases:
             self._enter_driver().close(bases.pop())
 
-    def start_copies(self, copies: Sequence[tuple[int, int, int]]) -> int:
+    def start_copies(self, copies: npt.ArrayLike) -> int:
         with _as_transport_error("start copies"), self._copying.computing():
             for access_bytes, runs in runs_by_access(copies).items():
                 ops.copy_runs(upload(runs.table, self._pool.device), runs.num_pieces, access_bytes)

@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 
-class Copy(NamedTuple):
-    """A copy between addresses that the device can reach: its own memory and mapped pools of peers."""
-
-    source: int
-    target: int
-    num_bytes: int
+# int64 [copies, 3], or its rows: address of the source, address of the target, bytes. The device can reach both: its
+# own memory and mapped pools of peers.
+Copies = npt.NDArray[np.int64] | Sequence[tuple[int, int, int]]
 
 
 class DeviceMemory(Protocol):
@@ -35,7 +34,7 @@ class DeviceMemory(Protocol):
         """No copy from the peer's pool may be in flight."""
         ...
 
-    def start_copies(self, copies: Sequence[Copy]) -> int:
+    def start_copies(self, copies: Copies) -> int:
         """Start copies, in any order among themselves, behind all copies started before. Returns a handle."""
         ...
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.errors import TransportError
-from kv_transfer.device.device_memory import Copy
+from kv_transfer.device.device_memory import Copies
 from kv_transfer.protocol.digests import of_blocks
 
 
 @dataclass(slots=True)
 class _Batch:
     handle: int
-    copies: Sequence[Copy]
+    copies: list[tuple[int, int, int]]  # source, target, bytes
     polls_left: int
 
 
@@ -74,18 +74,19 @@ class FakeDeviceMemory:
     def unmap(self, address: int) -> None:
         first, end = address, address + self._regions[address].nbytes
         for batch in self._in_flight:
-            if any(copy.source < end and copy.source + copy.num_bytes > first for copy in batch.copies):
+            if any(source < end and source + num_bytes > first for source, _, num_bytes in batch.copies):
                 raise TransportError("a copy from the pool is in flight")
         self._mapped.remove(address)
         del self._regions[address]
 
-    def start_copies(self, copies: Sequence[Copy]) -> int:
+    def start_copies(self, copies: Copies) -> int:
         self._fail()
-        for copy in copies:
-            self._check(copy.source, copy.num_bytes)
-            self._check(copy.target, copy.num_bytes)
+        rows = [(int(source), int(target), int(num_bytes)) for source, target, num_bytes in copies]
+        for source, target, num_bytes in rows:
+            self._check(source, num_bytes)
+            self._check(target, num_bytes)
         self.num_batches += 1
-        self._in_flight.append(_Batch(self.num_batches, copies, self.polls_per_copy))
+        self._in_flight.append(_Batch(self.num_batches, rows, self.polls_per_copy))
         return self.num_batches
 
     def has_ended(self, handle: int) -> bool:

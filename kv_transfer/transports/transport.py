@@ -98,6 +98,15 @@ def check_runs(runs: Runs, peer: AgentAddress, pool: PoolMemory) -> None:
             raise TransportError("a run is outside our pool")
 
 
+def check_blocks(sources: Sequence[int], targets: Sequence[int], peer: AgentAddress, pool: PoolMemory) -> None:
+    """`check_runs` for whole blocks, equally large in both pools."""
+    size = pool.layout.block_bytes
+    if sources and not 0 <= min(sources) <= max(sources) < peer.num_bytes // size:
+        raise TransportError(f"a block is outside the pool of {peer.name}")
+    if targets and not 0 <= min(targets) <= max(targets) < pool.num_bytes // size:
+        raise TransportError("a block is outside our pool")
+
+
 class Transport(Protocol):
     name: str  # the agent's name, unique among all agents
     busy: bool  # whether the last poll moved bytes or messages, so that the next poll should follow at once

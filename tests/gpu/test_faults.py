@@ -21,7 +21,6 @@ from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu.device_memory import CudaDeviceMemory
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits, run_step
-from kv_transfer.device.device_memory import Copy
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +66,7 @@ def illegal_access(answer: Connection) -> None:
     memory = built.device_memory()
     assert memory is not None
     with contextlib.suppress(TransportError):  # the error may appear here already
-        memory.start_copies([Copy(NOWHERE, built.pool_address(), 1 << 20)])
+        memory.start_copies([(NOWHERE, built.pool_address(), 1 << 20)])
     raised = None
     for _ in range(20):
         try:
@@ -118,7 +117,7 @@ def test_reads_end_and_other_blocks_stay_when_the_peer_is_killed() -> None:
     base, deadline = memory.map(ours.recv_bytes()), time.monotonic() + 20.0
     with contextlib.suppress(TransportError):
         for number in range(20):
-            handle = memory.start_copies([Copy(base, pool.data_ptr(), half)])
+            handle = memory.start_copies([(base, pool.data_ptr(), half)])
             if number == 5:
                 peer.kill()
             while not memory.has_ended(handle):

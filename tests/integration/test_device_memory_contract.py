@@ -12,7 +12,7 @@ import torch
 from core.errors import TransportError
 from engine.gpu.cuda_driver import Allocation
 from engine.gpu.device_memory import CudaDeviceMemory
-from kv_transfer.device.device_memory import Copy, DeviceMemory
+from kv_transfer.device.device_memory import Copies, DeviceMemory
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.protocol.digests import of_blocks
 
@@ -47,7 +47,7 @@ class Pool:
     def bytes(self) -> torch.Tensor:
         return self.tensor.cpu().clone()
 
-    def copy(self, copies: list[Copy]) -> None:
+    def copy(self, copies: Copies) -> None:
         handle = self.memory.start_copies(copies)
         give_up = time.monotonic() + 10
         while not self.memory.has_ended(handle):
@@ -82,7 +82,7 @@ def test_blocks_of_a_mapped_pool_arrive_and_others_stay(kind: str) -> None:
     chosen = random.Random(1)
     pairs = list(zip(chosen.sample(range(NUM_BLOCKS), 9), chosen.sample(range(NUM_BLOCKS), 9), strict=True))
 
-    ours.copy([Copy(base + s * BLOCK_BYTES, ours.block(t), BLOCK_BYTES) for s, t in pairs])
+    ours.copy([(base + s * BLOCK_BYTES, ours.block(t), BLOCK_BYTES) for s, t in pairs])
     ours.memory.unmap(base)
 
     for s, t in pairs:
@@ -97,7 +97,7 @@ def test_runs_of_any_length_and_address_arrive(kind: str) -> None:
     half = len(expected) // 2
     runs = [(0, half, 10_000), (10_001, half + 10_003, 777), (20_004, half + 20_000, 4), (30_000, half + 30_000, 9_999)]
 
-    pool.copy([Copy(pool.block(0) + s, pool.block(0) + t, size) for s, t, size in runs])
+    pool.copy([(pool.block(0) + s, pool.block(0) + t, size) for s, t, size in runs])
 
     for s, t, size in runs:
         expected[t : t + size] = expected[s : s + size].clone()
@@ -107,7 +107,7 @@ def test_runs_of_any_length_and_address_arrive(kind: str) -> None:
 def test_later_copies_see_what_earlier_ones_wrote(kind: str) -> None:
     pool = make_pool(kind, 1)
     first = pool.bytes()[0]
-    copies = [[Copy(pool.block(n), pool.block(n + 1), BLOCK_BYTES)] for n in range(6)]
+    copies = [[(pool.block(n), pool.block(n + 1), BLOCK_BYTES)] for n in range(6)]
     handles = [pool.memory.start_copies(batch) for batch in copies[:-1]]
     pool.copy(copies[-1])
     assert torch.equal(pool.bytes()[6], first)

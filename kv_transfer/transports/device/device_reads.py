@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from core.handoff import AgentAddress
@@ -18,9 +19,9 @@ class DeviceReads(Protocol):
         """Reads from the peer break."""
 
     def start(self, handle: int, peer: str, runs: Runs) -> None:
-        """Start a read. The peer is connected, and the caller has checked the runs (`check_runs`)."""
+        """Start a read. The peer is connected, and the caller has checked the runs."""
 
-    def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    def start_blocks(self, handle: int, peer: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """`start` for whole blocks, equally large in both pools."""
 
     def try_complete(self, handle: int) -> bool: ...

@@ -34,7 +34,14 @@ from kv_transfer.transports.device.mapped_reads import MappedReads
 from kv_transfer.transports.device.plain_reads import PlainReads
 from kv_transfer.transports.host_address import machine_id
 from kv_transfer.transports.process_name import own_process
-from kv_transfer.transports.transport import Notification, PoolMemory, Transport, TransportEvent, check_runs
+from kv_transfer.transports.transport import (
+    Notification,
+    PoolMemory,
+    Transport,
+    TransportEvent,
+    check_blocks,
+    check_runs,
+)
 
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 DIRECT_SUFFIX = "/direct"  # of the name of the second transport
@@ -157,24 +164,22 @@ class DeviceTransport:
     # ---- reads
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        reads, handle = self._reads_for(peer, runs), next(self._handles)
+        address, path = self._connected(peer)
+        assert self._pool is not None
+        check_runs(runs, address, self._pool)  # a device would read what is outside a pool
+        reads, handle = self._reads_by[path], next(self._handles)
         reads.start(handle, peer, runs)
         self._read_by[handle] = reads
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        assert self._pool is not None
-        reads, handle = self._reads_for(peer, self._pool.block_runs(sources, targets)), next(self._handles)
-        reads.start_blocks(handle, peer, tuple(sources), tuple(targets))
-        self._read_by[handle] = reads
-        return handle
-
-    def _reads_for(self, peer: str, runs: Runs) -> DeviceReads:
-        """The way to read from a peer. Raises `TransportError` for runs outside a pool: a device would read them."""
         address, path = self._connected(peer)
         assert self._pool is not None
-        check_runs(runs, address, self._pool)
-        return self._reads_by[path]
+        check_blocks(sources, targets, address, self._pool)
+        reads, handle = self._reads_by[path], next(self._handles)
+        reads.start_blocks(handle, peer, sources, targets)
+        self._read_by[handle] = reads
+        return handle
 
     def try_complete(self, handle: int) -> bool:
         done = self._read_by[handle].try_complete(handle)

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.device.device_memory import Copy, DeviceMemory
+from kv_transfer.device.device_memory import DeviceMemory
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.process_name import has_died
 from kv_transfer.transports.transport import PoolMemory, ReadEnd, read_end
@@ -70,15 +74,21 @@ class MappedReads:
         self._unmap_left()
 
     def start(self, handle: int, peer: str, runs: Runs) -> None:
+        self._start(handle, peer, np.array(runs, np.int64).reshape(-1, 3))
+
+    def start_blocks(self, handle: int, peer: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """A row for each block: the kernel is about as fast as with merged runs, which take Python longer."""
+        copies = np.empty((len(sources), 3), np.int64)
+        copies[:, 0], copies[:, 1], copies[:, 2] = sources, targets, 1
+        self._start(handle, peer, copies * self._pool.layout.block_bytes)
+
+    def _start(self, handle: int, peer: str, copies: npt.NDArray[np.int64]) -> None:
+        """`copies` has offsets from block 0 of each pool."""
         mapped = self._mapped[peer]
         if mapped.gone:
             raise PeerDisconnected(f"{peer} is gone: {mapped.gone}")
-        ours, theirs = self._pool.address, mapped.base
-        copies = [Copy(theirs + source, ours + target, num_bytes) for source, target, num_bytes in runs]
+        copies += (mapped.base, self._pool.address, 0)
         self._reads[handle] = _MappedRead(mapped, self._memory.start_copies(copies))
-
-    def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        self.start(handle, peer, self._pool.block_runs(sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from core.handoff import AgentAddress
 from kv_transfer.protocol.plan import Runs
@@ -41,7 +41,7 @@ class PlainReads:
     def start(self, handle: int, peer: str, runs: Runs) -> None:
         self._record(handle, self._transport.start_read(self._names[peer], runs))
 
-    def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    def start_blocks(self, handle: int, peer: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._record(handle, self._transport.start_block_read(self._names[peer], sources, targets))
 
     def try_complete(self, handle: int) -> bool:
