@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.config import EngineConfig
-from core.errors import ConfigError
 from core.output_grammar import Grammars
 from engine.drafting import Lookup
 from engine.fake_runner import FakeRunner
@@ -22,7 +21,8 @@ def build_runner(
 ) -> Runner:
     """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`.
 
-    A runner on a GPU prepares for steps of `limits`, uses `gpu_share` of the memory of the GPU, and proposes no drafts.
+    A runner on a GPU prepares for steps of `limits`, and uses `gpu_share` of the memory of the GPU. It proposes drafts
+    only with speculation = lookup.
     """
     drafter = None if config.speculation == "off" else Lookup()
     if resolve_model(config.model, cache_dir).kind is SourceKind.FAKE:
@@ -32,9 +32,8 @@ def build_runner(
     if choose_device(config.device).type == "cuda" and config.kernels == "auto":
         from engine.gpu.runner import GpuRunner
 
-        if config.speculation == "lookup":
-            raise ConfigError("[engine] speculation = lookup: the engine on a GPU computes no guessed tokens; use auto")
-        return GpuRunner(config, cache_dir, limits=limits, share=gpu_share, grammars=grammars)
+        on_gpu = drafter if config.speculation == "lookup" else None
+        return GpuRunner(config, cache_dir, limits=limits, share=gpu_share, grammars=grammars, drafter=on_gpu)
     from engine.torch_runner import TorchRunner
 
     return TorchRunner(config, cache_dir, grammars=grammars, drafter=drafter)

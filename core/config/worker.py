@@ -61,7 +61,7 @@ class EngineConfig:
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
     generation_config: str = "auto"  # auto | none; auto = generation_config.json has the defaults of requests
     kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
-    # auto | lookup | off: whether a decode step may compute guessed tokens; changes no token; auto = lookup on a CPU
+    # auto | lookup | off: whether decode steps may compute guessed tokens; changes none; auto = lookup on a CPU alone
     speculation: str = "auto"
     peak_tflops: float = (
         0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown

@@ -241,11 +241,13 @@ class StepPlanner:
         sequences = [step.sequences[place] for place in places]
         num_samples = sum(chunk.samples for chunk in step.chunks)
         counts, _ = self._num_drafts(sequences, limits, num_samples, work, spare_s)
+        num_rows = max(0, max(self.config.max_running, 1 + MAX_DRAFTS) - len(step.chunks))  # a runner is built for all
         for place, sequence, count in zip(places, sequences, counts, strict=True):
-            count = min(count, budget.num_tokens)
+            count = min(count, budget.num_tokens, num_rows)
             end = step.chunks[place].start + 1 + count
             if count and self.blocks.grow(sequence, end):
                 budget.take_decodes(count)
+                num_rows -= count
                 step.chunks[place] = step.chunks[place]._replace(drafts=sequence.proposal.token_ids[:count])
 
     def _num_drafts(

@@ -11,6 +11,9 @@ the operators, and `CpuGraph` takes the place of CUDA graphs.
 A step with a row whose output has a grammar is launched ahead without its sampling, whose masks depend on the tokens of
 the step before: collect(k) finds the masks while the device computes, and launches the sampling of step k.
 
+A chunk with drafts has a row for each, which attends and samples like a sequence of its own. A graph takes a step with
+drafts by its rows. The proposals of a step follow its tokens, so no step is planned ahead of them.
+
 A step that needs more memory than there is begins again in parts: all chunks of one token, then every prompt chunk
 alone. A chunk that fails alone is in `StepOutput.failed`; the others are computed.
 """
@@ -33,8 +36,10 @@ from core.errors import ConfigError, OutOfDeviceMemory, TandemError
 from core.kv_layout import KVLayout
 from core.output_grammar import Grammars, Masks
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from engine.drafting import Drafter, Proposer
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
+from engine.gpu.draft_rows import join, masks_of_rows, rows_of
 from engine.gpu.errors import sort_error
 from engine.gpu.graphs import StepLogits, buckets_up_to
 from engine.gpu.linear import DeviceLinear
@@ -62,9 +67,9 @@ class _Step:
     """A submitted step. `staged` and `plan` are None if the step before has no token for a promised chunk, or if the
     device had no memory for the inputs."""
 
-    chunks: Sequence[ScheduledChunk]
+    submitted: StepPlan
     rows_before: Mapping[str, int]  # of the step before
-    row_of: Mapping[str, int]  # of each sequence that samples
+    row_of: Mapping[str, int]  # of each sequence that samples, and of each draft
     staged: StagedStep | None = None
     plan: SamplingPlan | None = None
     bucket: int | None = None
@@ -74,6 +79,10 @@ class _Step:
     ended: Mark | None = None
     logits: StepLogits | None = None  # launched, and not sampled yet
     rows: SampledRows | None = None
+
+    @property
+    def chunks(self) -> Sequence[ScheduledChunk]:
+        return self.submitted.chunks
 
 
 class GpuRunner:
@@ -94,6 +103,7 @@ class GpuRunner:
         with_graphs: bool = True,
         queue: DeviceQueue | None = None,  # replaces that of the device
         grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
@@ -102,7 +112,8 @@ class GpuRunner:
         self.info = setup.info
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
-        self.proposes = False
+        self.proposes = drafter is not None
+        self._proposer = Proposer(drafter, grammars)
         self.takes_grammars = grammars is not None
         self._grammars = grammars
         self.device_seconds = 0.0
@@ -186,9 +197,9 @@ class GpuRunner:
     def _prepare(self, plan: StepPlan) -> _Step:
         computer = self._open()
         before = self._submitted[-1] if self._submitted else None
-        sampling = (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.samples)
+        sampling = (row.sequence.sequence_id for row in rows_of(plan.chunks) if row.samples)
         row_of = {name: row for row, name in enumerate(sampling)}
-        step = _Step(plan.chunks, {} if before is None else before.row_of, row_of)
+        step = _Step(plan, {} if before is None else before.row_of, row_of)
         if all(chunk.sequence.sequence_id in step.rows_before for chunk in plan.chunks if chunk.promised):
             self._stage(step, computer)
         self._submitted.append(step)
@@ -204,7 +215,7 @@ class GpuRunner:
         """Raises `DeviceLost`. A step without memory for its inputs is computed in parts when it is collected."""
         try:
             with torch.inference_mode(), self._prepare_lock:
-                step.plan = computer.sampler.prepare(step.chunks, step.rows_before)
+                step.plan = computer.sampler.prepare(rows_of(step.chunks), step.rows_before)
                 step.staged, step.bucket = computer.stage(step.chunks, step.rows_before)
         except Exception as error:
             found = _sorted(error)
@@ -213,19 +224,23 @@ class GpuRunner:
             step.launched, step.error = True, found
 
     def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:
-        masks_of = begin_masks(_written(step), self._grammars, promised)
+        written = [chunk for chunk in step.chunks if chunk.samples and chunk.sequence.sampling.grammar]
+        masks_of = begin_masks(written, self._grammars, promised)
         with self._launch_lock:
             if not step.launched:
                 self._launch(step)
-            masks = masks_of()
+            masks = masks_of_rows(masks_of(), written)
             if step.logits is not None:
                 self._sample(step, masks)
             if step.error is not None:
-                return self._compute_after(step, step.error, masks)
+                return self._proposing(step, promised, self._compute_after(step, step.error, masks))
             newest = self._submitted[-1]
             if newest is not step and (newest.bucket is not None or step.bucket is None):
                 self._launch_ahead(step, newest)
-        return self._collect(step, masks)
+        return self._proposing(step, promised, self._collect(step, masks))
+
+    def _proposing(self, step: _Step, promised: PromisedTokens, found: Computed) -> Computed:
+        return found._replace(proposed=self._proposer.propose(step.submitted, promised, found.sampled))
 
     def _launch_ahead(self, before: _Step | None, step: _Step) -> None:
         """Launch a step behind the step before."""
@@ -271,7 +286,7 @@ class GpuRunner:
             self.device_seconds = step.ended.seconds_since(step.begun)
         except Exception as error:
             raise _sorted(error) from error
-        return Computed(_alone(sampled, masks), masks.failed)
+        return Computed(join(sampled, step.chunks, masks), masks.failed)
 
     def _compute_after(self, step: _Step, error: Exception, masks: Masks) -> Computed:
         """Compute a step whose launch has failed in parts, if memory was missing."""
@@ -302,7 +317,7 @@ class GpuRunner:
         ended.wait()
         self.device_seconds = ended.seconds_since(begun)
         step.error = None
-        return Computed(_alone(sampled, masks), {**masks.failed, **failed})
+        return Computed(join(sampled, step.chunks, masks), {**masks.failed, **failed})
 
     def _marked(self) -> Mark:
         with self._queue.computing():
@@ -316,25 +331,13 @@ class GpuRunner:
         try:
             self._queue.free_cached()
             with torch.inference_mode(), self._prepare_lock, self._queue.computing():
-                plan = computer.sampler.prepare(chunks, rows_before)
+                plan = computer.sampler.prepare(rows_of(chunks), rows_before)
                 rows = computer.sample(computer.launch(computer.stage_apart(chunks, rows_before), None), plan, masks)
                 ended = self._queue.mark()
             ended.wait()
             return {} if rows is None else computer.sampler.collect(rows)
         except Exception as error:  # noqa: BLE001 - sorted and raised, without the tensors of the launch
             raise _sorted(error) from None
-
-
-def _written(step: _Step) -> list[ScheduledChunk]:
-    """The chunks with outputs that have a grammar. Without memory for its inputs, a step has no plan yet."""
-    if step.plan is not None:
-        return [row.chunk for row in step.plan.grammar_rows]
-    return [chunk for chunk in step.chunks if chunk.samples and chunk.sequence.sampling.grammar]
-
-
-def _alone(sampled: Mapping[str, SampledToken], masks: Masks) -> dict[str, tuple[SampledToken, ...]]:
-    """This runner proposes no drafts, so it samples one token of each sequence, but for those whose grammars failed."""
-    return {name: (token,) for name, token in sampled.items() if name not in masks.failed}
 
 
 def _sorted(error: Exception) -> Exception:

@@ -1,8 +1,10 @@
 """The inputs of a step as arrays of int32, made by the host from the chunks of the step.
 
-    T tokens    S rows that sample    Cd chunks of one token    Cp chunks of several tokens
+    T tokens    S rows that sample    Cd rows that attend alone    Cp chunks of several tokens
 
-Sequences have runs of blocks in `block_ids`, one behind the other. A graph computes a fixed number of sequences, so
+A chunk of one token is a row that attends alone, and so is each of its drafts: all rows write their keys and values
+before one of them attends, and each sees the positions up to its own. Sequences have runs of blocks in `block_ids`, one
+behind the other. A graph computes a fixed number of sequences, so
 padding sequences follow the real ones: each has one token, in the padding block behind the pool's last block.
 """
 
@@ -46,7 +48,7 @@ class StepArrays(NamedTuple):
 
     @property
     def max_context(self) -> int:
-        """The longest context of a chunk of one token, in positions."""
+        """The longest context of a row that attends alone, in positions."""
         return int(self.decode_positions.max(initial=0))
 
 
@@ -73,10 +75,10 @@ class StepArranger:
         return self._arrange(chunks, batch, tables, rows_before)
 
     def padded(self, arrays: StepArrays, size: int) -> StepArrays:
-        """Chunks of one token each, with padding sequences up to `size`, for a graph."""
+        """Rows that attend alone, with padding sequences up to `size`, for a graph."""
         num_missing = size - len(arrays.token_ids)
         assert num_missing >= 0
-        assert len(arrays.prefill_row) == 0, "a graph computes chunks of one token"
+        assert len(arrays.prefill_row) == 0, "a graph computes rows that attend alone"
 
         def pad(array: np.ndarray, value: int) -> np.ndarray:
             return np.concatenate((array, np.full(num_missing, value, np.int32)))
@@ -108,7 +110,8 @@ class StepArranger:
         blocks = tables.block_of_each_token(batch, self.block_size)
         first_block = np.cumsum(tables.num_blocks, dtype=np.int32) - tables.num_blocks
         runs = zip(tables.rows.tolist(), tables.num_blocks.tolist(), strict=True)
-        decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
+        is_alone = np.array([chunk.num_tokens == 1 for chunk in chunks])
+        alone, prefills = np.flatnonzero(is_alone[batch.chunk_of_token]), np.flatnonzero(~is_alone)
         tile_chunk, tile_first = tiles(batch.num_tokens[prefills])
         return StepArrays(
             token_ids=np.array(known_token_ids(chunks), np.int32),
@@ -116,9 +119,9 @@ class StepArranger:
             positions=batch.positions,
             slots=(blocks * self.block_size + batch.positions % self.block_size).astype(np.int32),
             sampling_rows=batch.sampling_rows,
-            decode_row=batch.first_row[decodes],
-            decode_block=first_block[decodes],
-            decode_positions=batch.start[decodes] + 1,
+            decode_row=alone.astype(np.int32),
+            decode_block=first_block[batch.chunk_of_token[alone]],
+            decode_positions=batch.positions[alone] + 1,
             prefill_row=batch.first_row[prefills],
             prefill_block=first_block[prefills],
             prefill_start=batch.start[prefills],

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from core.output_grammar import Masks
+from core.scheduling.drafts import MAX_DRAFTS
 from core.step import SampledToken, ScheduledChunk
 from engine.gpu.device_queue import DeviceQueue
 from engine.gpu.graphs import DecodeGraphs, StepLogits
@@ -27,7 +28,7 @@ from engine.model import Model, ModelInputs
 from engine.runner import StepLimits
 from engine.sampling import NO_MASKS
 
-_MIN_ROWS = 8  # that sample; a new worker measures steps of so many sequences
+_MIN_ROWS = 1 + MAX_DRAFTS  # that sample: those of one sequence
 _WARM_UP_SPLITS = (1, 2)  # more splits need no other kernels
 _FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
 
@@ -58,7 +59,7 @@ class StepComputer:
     def stage(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> tuple[StagedStep, int | None]:
         """Start the upload of a step's inputs. Returns the bucket of the step's graph, too."""
         arrays = self.arranger.arrange(chunks, rows_before)
-        bucket = self.graphs.bucket_for(len(chunks)) if all(map(_decodes, chunks)) else None
+        bucket = self.graphs.bucket_for(len(arrays.token_ids)) if all(map(_decodes, chunks)) else None
         if bucket is not None:
             arrays = self.arranger.padded(arrays, bucket)
         staging = self._sets[self._next_set]

@@ -115,6 +115,15 @@ def test_guesses_leave_a_free_block_to_each_running_sequence(
     assert driven.begin().num_drafts == min(num_drafts, 3), "three tokens at most come behind the next one"
 
 
+def test_sequences_and_drafts_of_a_step_are_no_more_than_a_runner_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch, num_blocks=64, max_running=17)
+    names = [str(number) for number in range(4)]
+    for name in names:
+        driven.add(name, PROMPT, max_tokens=30)
+    driven.finish_step(driven.begin(), {name: guesses(6, 10) for name in names})
+    assert [chunk.num_rows for chunk in driven.begin().chunks] == [7, 7, 2, 1]
+
+
 def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Guessing(monkeypatch)
     driven.add("a", PROMPT, max_tokens=20)

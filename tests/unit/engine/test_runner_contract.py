@@ -16,6 +16,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.request import Request, SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
+from engine.drafting import Lookup
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
 from engine.gpu.runner import GpuRunner
@@ -35,7 +36,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     kind, _, model = request.param.rpartition(" ")
     config = EngineConfig(model=model, dtype="float32", kv_memory_mb=4, num_threads=1, device="cpu")
     config = replace(config, kv_dtype="fp8" if kind == "gpu-fp8" else "auto")
-    built = GpuRunner(config, limits=StepLimits(16, 512)) if kind else build_runner(config)
+    built = GpuRunner(config, limits=StepLimits(16, 512), drafter=Lookup()) if kind else build_runner(config)
     yield built
     built.close()
 
@@ -186,9 +187,6 @@ def test_guesses_give_the_tokens_of_a_run_without_them(
     runner: Runner, num_right: int, sampling: dict[str, Any]
 ) -> None:
     """Right guesses give their tokens and one more; the first wrong one ends the run."""
-    if isinstance(runner, GpuRunner):
-        assert not runner.proposes, "then no step has drafts"
-        return
     tokens = Engine(runner).generate(request("a", PROMPT, **sampling))["a"]
     options: dict[str, Any] = {"num_logprobs": 2, "temperature": 0.0, **sampling}
     run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2, 3], **options),)))

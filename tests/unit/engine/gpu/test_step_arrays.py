@@ -54,6 +54,17 @@ def test_the_arrays_of_a_mixed_step() -> None:
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
+def test_each_draft_is_a_row_that_attends_to_the_positions_up_to_its_own() -> None:
+    drafted = chunk("a", 4, 1)._replace(drafts=(8, 9))
+    arrays = StepArranger(num_blocks=10, block_size=4).arrange([drafted, chunk("bb", 2, 3), chunk("c", 0, 1)], {})
+    assert arrays.token_ids.tolist() == [104, 8, 9, 202, 203, 204, 100]
+    assert arrays.sampling_rows.tolist() == [0, 1, 2, 5, 6]
+    assert arrays.decode_row.tolist() == [0, 1, 2, 6]
+    assert arrays.decode_positions.tolist() == [5, 6, 7, 1]
+    assert arrays.decode_block.tolist() == [0, 0, 0, 4]
+    assert arrays.prefill_row.tolist() == [3]
+
+
 def test_padding_sequences_have_one_token_in_the_padding_block() -> None:
     arranger = StepArranger(num_blocks=10, block_size=4)
     arrays = arranger.padded(arranger.arrange([chunk("a", 4, 1)], {}), 4)
