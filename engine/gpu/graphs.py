@@ -1,8 +1,10 @@
-"""Decode steps as graphs: one launch for all kernels of a step.
+"""Steps as graphs: one launch for all kernels of a step.
 
-A graph computes a fixed number of sequences, its bucket. A step takes the smallest bucket that holds it, and padding
-sequences fill the rest. All graphs read one fixed buffer of inputs and share the memory of their intermediate tensors,
-because one of them runs at a time. On a CPU, `CpuGraph` takes the place of a CUDA graph.
+A graph computes a fixed number of rows, and a step takes the smallest graph that holds it; padding fills the rest.
+Steps of decodes have graphs, and steps with prompts up to MAX_ROWS: the host needs 10 to 15 ms for the 400 launches of
+a step, which a device with a larger step does not notice. All graphs read one fixed buffer of inputs, write one fixed
+buffer of logits, and share the memory of their intermediate tensors, because one of them runs at a time. On a CPU,
+`CpuGraph` takes the place of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ import torch
 
 from engine.gpu.cpu_graph import CpuGraph
 from engine.gpu.device_queue import DeviceQueue
-from engine.gpu.step_arrays import StepArranger
+from engine.gpu.step_arrays import GraphSize, StepArranger, StepArrays
 from engine.gpu.step_buffers import StagedStep, StepTensors, pack, places, tensors_in
+from engine.runner import StepLimits
 
+MAX_ROWS = 2048  # of a graph with prompts
+MAX_PROMPTS = 8  # of a graph
 _STRIDE = 16
+_ROWS = 128  # from one graph with prompts to the next; matrix units take so many rows at once
+_MANY_ROWS = 1024  # from here on, twice as many
+_LEAST_ALONE, _ALONE_FACTOR = 8, 4
 
 
 def buckets_up_to(max_running: int) -> list[int]:
@@ -30,8 +38,27 @@ def buckets_up_to(max_running: int) -> list[int]:
     return [*found, max_running]
 
 
+def graph_sizes(limits: StepLimits) -> list[GraphSize]:
+    """Of the graphs for steps of these limits."""
+    decodes = buckets_up_to(limits.max_running)
+    largest = min(MAX_ROWS, limits.max_batched_tokens)
+    rows, size = [], 0
+    while size < largest:
+        size += _ROWS if size < _MANY_ROWS else 2 * _ROWS
+        rows.append(size)
+    alone, count = [0], _LEAST_ALONE
+    while alone[-1] < limits.max_running:
+        alone.append(min(count, limits.max_running))
+        count *= _ALONE_FACTOR
+    return [GraphSize(count, count) for count in decodes] + [
+        GraphSize(size, count, MAX_PROMPTS, min(count + MAX_PROMPTS, limits.max_running))
+        for size in rows
+        for count in alone
+    ]
+
+
 class StepLogits(NamedTuple):
-    """Of a step. The next run of a graph overwrites those of a graph."""
+    """Of a step. The next run of any graph overwrites those of a graph."""
 
     logits: torch.Tensor  # float32 [S or more, vocab]
     highest: torch.Tensor | None  # int32 [S or more] the argmax of each row; None: not found yet
@@ -44,7 +71,7 @@ class Graph(Protocol):
 Compute = Callable[[StepTensors, int], StepLogits]  # (inputs, positions of the longest context)
 
 
-class DecodeGraphs:
+class StepGraphs:
     """`capture` makes the graphs once, before the first step."""
 
     def __init__(
@@ -58,28 +85,42 @@ class DecodeGraphs:
         self._arranger = arranger
         self._compute = compute
         self._max_context = max_context
-        self._graphs: dict[int, tuple[Graph, StepLogits, StepTensors]] = {}
+        self._graphs: dict[GraphSize, tuple[Graph, StepLogits, StepTensors]] = {}
         self._fixed = torch.zeros(0, dtype=torch.int32)
+        self._found: StepLogits | None = None  # of the graph with the most logits
 
-    def capture(self, buckets: Sequence[int]) -> None:
-        """The largest graph comes first, and the others find memory that it has left."""
-        if not buckets:
+    def capture(self, sizes: Sequence[GraphSize]) -> None:
+        """The graph with the most logits comes first, then the one with the most rows: the others find memory that
+        these have left."""
+        if not sizes:
             return
         max_blocks = -(-self._max_context // self._arranger.block_size)
-        largest = self._sizes(max(buckets), max(buckets) * max_blocks + 1)
-        self._fixed = torch.zeros(places(largest)[1], dtype=torch.int32, device=self._queue.device)
+        num_block_ids = max(size.alone + size.prompts for size in sizes) * max_blocks + 1
+        num_places = max(places(self._sizes(size, num_block_ids))[1] for size in sizes)
+        self._fixed = torch.zeros(num_places, dtype=torch.int32, device=self._queue.device)
         memory = torch.cuda.graph_pool_handle() if self._queue.device.type == "cuda" else None
-        for bucket in sorted(buckets, reverse=True):
-            self._capture(bucket, memory)
+        decodes, mixed = (
+            sorted((size for size in sizes if bool(size.prompts) is has_prompts), reverse=True)
+            for has_prompts in (False, True)
+        )
+        gc.collect()
+        gc.disable()  # freeing a tensor during a capture may synchronise
+        try:
+            for size in (*decodes[:1], *mixed, *decodes[1:]):
+                self._capture(size, memory)
+        finally:
+            gc.enable()
         self._queue.free_cached()
 
-    def bucket_for(self, num_sequences: int) -> int | None:
-        """The bucket of the graph for a step; None if no graph is large enough."""
-        return min((bucket for bucket in self._graphs if bucket >= num_sequences), default=None)
+    def size_for(self, arrays: StepArrays) -> GraphSize | None:
+        """Of the graph for a step; None if no graph holds it."""
+        if not len(arrays.prefill_row) and len(arrays.sampling_rows) < len(arrays.token_ids):
+            return None
+        return min((size for size in self._graphs if size.holds(arrays)), default=None)
 
-    def run(self, bucket: int, staged: StagedStep) -> StepLogits:
+    def run(self, size: GraphSize, staged: StagedStep) -> StepLogits:
         """Launch a graph on the current stream. The next run overwrites the result."""
-        graph, result, _ = self._graphs[bucket]
+        graph, result, _ = self._graphs[size]
         self._fixed[: len(staged.flat)].copy_(staged.flat)
         graph.replay()
         return result
@@ -87,26 +128,27 @@ class DecodeGraphs:
     def close(self) -> None:
         self._graphs.clear()
         self._fixed = self._fixed[:0].clone()
+        self._found = None
 
-    def _capture(self, bucket: int, memory: Any) -> None:
-        arrays = self._arranger.only_padding(bucket)
+    def _capture(self, size: GraphSize, memory: Any) -> None:
+        arrays = self._arranger.only_padding(size)
         host = torch.zeros(places(arrays.sizes)[1], dtype=torch.int32)
         pack(arrays, host.numpy())
         self._fixed[: len(host)].copy_(host)
         block_ids_begin = places(arrays.sizes)[0][-1]
-        inputs = tensors_in(self._fixed, self._sizes(bucket, len(self._fixed) - block_ids_begin))
+        inputs = tensors_in(self._fixed, self._sizes(size, len(self._fixed) - block_ids_begin))
 
         def compute() -> StepLogits:
-            return self._compute(inputs, self._max_context)
+            found = self._compute(inputs, self._max_context)
+            return self._kept(found) if size.prompts else found
 
         if self._queue.device.type != "cuda":
             cpu_graph = CpuGraph(compute)
-            self._graphs[bucket] = cpu_graph, cpu_graph.result, inputs
+            self._keep(size, cpu_graph, cpu_graph.result, inputs)
             return
         with self._queue.computing():
             compute()  # compiles kernels and allocates the workspaces of cuBLAS, which a capture must not do
         torch.cuda.synchronize(self._queue.device)
-        gc.collect()  # freeing a tensor during a capture may synchronise
         graph = torch.cuda.CUDAGraph()
         with (
             self._queue.computing(),
@@ -118,7 +160,23 @@ class DecodeGraphs:
             ),
         ):
             result = compute()
-        self._graphs[bucket] = graph, result, inputs
+        self._keep(size, graph, result, inputs)
 
-    def _sizes(self, bucket: int, num_block_ids: int) -> tuple[int, ...]:
-        return (*self._arranger.only_padding(bucket).sizes[:-1], num_block_ids)
+    def _keep(self, size: GraphSize, graph: Graph, result: StepLogits, inputs: StepTensors) -> None:
+        self._graphs[size] = graph, result, inputs
+        if self._found is None:
+            self._found = result
+
+    def _kept(self, found: StepLogits) -> StepLogits:
+        """Copied into the result of the graph with the most logits: a vocabulary takes half a megabyte for each row."""
+        assert self._found is not None, "a graph without prompts comes first"
+        assert self._found.highest is not None
+        assert found.highest is not None
+        count = len(found.logits)
+        logits, highest = self._found.logits[:count], self._found.highest[:count]
+        logits.copy_(found.logits)
+        highest.copy_(found.highest)
+        return StepLogits(logits, highest)
+
+    def _sizes(self, size: GraphSize, num_block_ids: int) -> tuple[int, ...]:
+        return (*self._arranger.only_padding(size).sizes[:-1], num_block_ids)

@@ -10,7 +10,7 @@ from core.errors import OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.errors import sort_error
-from engine.gpu.graphs import buckets_up_to
+from engine.gpu.graphs import graph_sizes
 from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool, step_does_not_fit
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, num_blocks_within
@@ -55,7 +55,7 @@ class PoolSizer:
         # The sum of both bounds every step of these limits.
         peak = measure(allocator, lambda: run_apart(computer, [prompt]))
         peak += measure(allocator, lambda: run_apart(computer, decodes))
-        graphs = measure(allocator, lambda: computer.graphs.capture(buckets_up_to(self.limits.max_running)))
+        graphs = measure(allocator, lambda: computer.graphs.capture(graph_sizes(self.limits)))
         computer.graphs.close()
         return peak, graphs
 

@@ -87,7 +87,8 @@ def prefill_attention(
 ) -> None:
     chunks = torch.stack((first_row, first_block, start, num_tokens), 1).tolist()
     for row, first, begin, count in chunks:
-        _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended, scales)
+        if count:  # else it is padding
+            _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended, scales)
 
 
 def _attend(

@@ -41,12 +41,13 @@ from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.draft_rows import join, masks_of_rows, rows_of
 from engine.gpu.errors import sort_error
-from engine.gpu.graphs import StepLogits, buckets_up_to
+from engine.gpu.graphs import StepLogits, graph_sizes
 from engine.gpu.linear import DeviceLinear
 from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_not_fit
 from engine.gpu.pool_size import NUM_PADDING_BLOCKS, PoolSizer
 from engine.gpu.sampling import SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
+from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_attention import NumSplits, OperatorOps, fixed_splits
 from engine.gpu.step_buffers import StagedStep
 from engine.gpu.step_computer import StepComputer
@@ -72,7 +73,7 @@ class _Step:
     row_of: Mapping[str, int]  # of each sequence that samples, and of each draft
     staged: StagedStep | None = None
     plan: SamplingPlan | None = None
-    bucket: int | None = None
+    size: GraphSize | None = None  # of its graph
     launched: bool = False
     error: Exception | None = None  # of the preparation or the launch
     begun: Mark | None = None
@@ -144,7 +145,7 @@ class GpuRunner:
             if device.type == "cuda":
                 self._computer.warm_up()
             if with_graphs:
-                self._computer.graphs.capture(buckets_up_to(limits.max_running))
+                self._computer.graphs.capture(graph_sizes(limits))
         self._queue.free_cached()
         self._steps = StepQueue(self._prepare, self._compute)
         self._prepare_lock = threading.Lock()
@@ -205,7 +206,7 @@ class GpuRunner:
         self._submitted.append(step)
         if self._launch_lock.acquire(blocking=False):  # else the engine's thread launches
             try:
-                if step.bucket is not None:  # this thread also answers requests
+                if step.size is not None:  # this thread also answers requests
                     self._launch_ahead(before, step)
             finally:
                 self._launch_lock.release()
@@ -216,7 +217,7 @@ class GpuRunner:
         try:
             with torch.inference_mode(), self._prepare_lock:
                 step.plan = computer.sampler.prepare(rows_of(step.chunks), step.rows_before)
-                step.staged, step.bucket = computer.stage(step.chunks, step.rows_before)
+                step.staged, step.size = computer.stage(step.chunks, step.rows_before)
         except Exception as error:
             found = _sorted(error)
             if not isinstance(found, OutOfDeviceMemory):
@@ -235,7 +236,7 @@ class GpuRunner:
             if step.error is not None:
                 return self._proposing(step, promised, self._compute_after(step, step.error, masks))
             newest = self._submitted[-1]
-            if newest is not step and (newest.bucket is not None or step.bucket is None):
+            if newest is not step and (newest.size is not None or step.size is None):
                 self._launch_ahead(step, newest)
         return self._proposing(step, promised, self._collect(step, masks))
 
@@ -256,7 +257,7 @@ class GpuRunner:
         try:
             with torch.inference_mode(), self._queue.computing():
                 step.begun = self._queue.mark()
-                step.logits = computer.launch(step.staged, step.bucket)
+                step.logits = computer.launch(step.staged, step.size)
         except Exception as error:  # noqa: BLE001 - `_compute` raises it when the step is collected
             step.error = error
         else:

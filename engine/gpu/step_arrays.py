@@ -4,8 +4,8 @@
 
 A chunk of one token is a row that attends alone, and so is each of its drafts: all rows write their keys and values
 before one of them attends, and each sees the positions up to its own. Sequences have runs of blocks in `block_ids`, one
-behind the other. A graph computes a fixed number of sequences, so
-padding sequences follow the real ones: each has one token, in the padding block behind the pool's last block.
+behind the other. A graph computes a fixed number of rows, so padding follows the real ones: rows of one token each, in
+the padding block behind the pool's last block, and prompts without a token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.block_tables import BlockTables, StepTables
 from engine.gpu.ops import PREFILL_TILE_TOKENS
 
 NOT_PROMISED = -1
+NO_TILE = -1
 
 
 class StepArrays(NamedTuple):
@@ -30,7 +31,7 @@ class StepArrays(NamedTuple):
     sources: np.ndarray  # [T] the row of a promised token among the rows of the step before, else NOT_PROMISED
     positions: np.ndarray  # [T]
     slots: np.ndarray  # [T]
-    sampling_rows: np.ndarray  # [S]; empty for a graph, which computes the logits of all rows
+    sampling_rows: np.ndarray  # [S]; empty for a graph without prompts, which computes the logits of all rows
     decode_row: np.ndarray  # [Cd]
     decode_block: np.ndarray  # [Cd]
     decode_positions: np.ndarray  # [Cd]
@@ -50,6 +51,27 @@ class StepArrays(NamedTuple):
     def max_context(self) -> int:
         """The longest context of a row that attends alone, in positions."""
         return int(self.decode_positions.max(initial=0))
+
+
+class GraphSize(NamedTuple):
+    """What a graph computes. A step that it holds is padded to it."""
+
+    rows: int
+    alone: int  # rows that attend alone
+    prompts: int = 0  # chunks of several tokens; 0: every row attends alone and has logits
+    sampled: int = 0  # rows with logits, in a graph with prompts
+
+    @property
+    def tiles(self) -> int:
+        return self.rows // PREFILL_TILE_TOKENS + self.prompts if self.prompts else 0
+
+    def holds(self, arrays: StepArrays) -> bool:
+        """Padding that attends needs a row of its own."""
+        num_rows, num_alone, num_prompts = map(len, (arrays.token_ids, arrays.decode_row, arrays.prefill_row))
+        if not self.prompts:
+            return num_prompts == 0 and num_rows <= self.rows
+        fits = num_rows < self.rows or (num_rows == self.rows and num_alone == self.alone)
+        return fits and num_alone <= self.alone and num_prompts <= self.prompts
 
 
 _EMPTY = np.zeros(0, np.int32)
@@ -74,28 +96,34 @@ class StepArranger:
         tables = BlockTables(self.num_blocks, self.block_size).begin_step(batch)
         return self._arrange(chunks, batch, tables, rows_before)
 
-    def padded(self, arrays: StepArrays, size: int) -> StepArrays:
-        """Rows that attend alone, with padding sequences up to `size`, for a graph."""
-        num_missing = size - len(arrays.token_ids)
-        assert num_missing >= 0
-        assert len(arrays.prefill_row) == 0, "a graph computes rows that attend alone"
+    def padded(self, arrays: StepArrays, size: GraphSize) -> StepArrays:
+        """The step with padding up to `size`, in which it fits, for a graph."""
+        num_tokens, num_blocks = len(arrays.token_ids), len(arrays.block_ids)
+        assert size.holds(arrays)
+        padding_rows = np.arange(num_tokens, num_tokens + size.alone - len(arrays.decode_row), dtype=np.int32)
 
-        def pad(array: np.ndarray, value: int) -> np.ndarray:
-            return np.concatenate((array, np.full(num_missing, value, np.int32)))
+        def pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
+            return np.concatenate((array, np.full(length - len(array), value, np.int32)))
 
         return arrays._replace(
-            token_ids=pad(arrays.token_ids, 0),
-            sources=pad(arrays.sources, NOT_PROMISED),
-            positions=pad(arrays.positions, 0),
-            slots=pad(arrays.slots, self.num_blocks * self.block_size),
-            sampling_rows=_EMPTY,
-            decode_row=np.arange(size, dtype=np.int32),
-            decode_block=pad(arrays.decode_block, len(arrays.block_ids)),
-            decode_positions=pad(arrays.decode_positions, 1),
+            token_ids=pad(arrays.token_ids, size.rows, 0),
+            sources=pad(arrays.sources, size.rows, NOT_PROMISED),
+            positions=pad(arrays.positions, size.rows, 0),
+            slots=pad(arrays.slots, size.rows, self.num_blocks * self.block_size),
+            sampling_rows=pad(arrays.sampling_rows, size.sampled, 0) if size.prompts else _EMPTY,
+            decode_row=np.concatenate((arrays.decode_row, np.minimum(padding_rows, size.rows - 1))),
+            decode_block=pad(arrays.decode_block, size.alone, num_blocks),
+            decode_positions=pad(arrays.decode_positions, size.alone, 1),
+            prefill_row=pad(arrays.prefill_row, size.prompts, 0),
+            prefill_block=pad(arrays.prefill_block, size.prompts, num_blocks),
+            prefill_start=pad(arrays.prefill_start, size.prompts, 0),
+            prefill_tokens=pad(arrays.prefill_tokens, size.prompts, 0),
+            tile_chunk=pad(arrays.tile_chunk, size.tiles, NO_TILE),
+            tile_first=pad(arrays.tile_first, size.tiles, 0),
             block_ids=np.append(arrays.block_ids, np.int32(self.num_blocks)),
         )
 
-    def only_padding(self, size: int) -> StepArrays:
+    def only_padding(self, size: GraphSize) -> StepArrays:
         return self.padded(StepArrays(*[_EMPTY] * len(StepArrays._fields)), size)
 
     def _arrange(

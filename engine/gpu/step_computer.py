@@ -15,11 +15,11 @@ from core.output_grammar import Masks
 from core.scheduling.drafts import MAX_DRAFTS
 from core.step import SampledToken, ScheduledChunk
 from engine.gpu.device_queue import DeviceQueue
-from engine.gpu.graphs import DecodeGraphs, StepLogits
+from engine.gpu.graphs import StepGraphs, StepLogits
 from engine.gpu.ops import ops
 from engine.gpu.sampling import DeviceSampler, SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
-from engine.gpu.step_arrays import StepArranger
+from engine.gpu.step_arrays import GraphSize, StepArranger
 from engine.gpu.step_attention import NumSplits, OperatorAttention, fixed_splits
 from engine.gpu.step_buffers import NUM_SETS, StagedStep, StagingSet, StepTensors
 from engine.kv_pool import KVPool
@@ -54,28 +54,30 @@ class StepComputer:
         self._set_apart = StagingSet(queue, capacity)  # for steps that are computed in parts
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=setup.device)  # of the newest step
         max_context = min(setup.info.context_length, len(self._rotary_table.cosine))
-        self.graphs = DecodeGraphs(queue, self.arranger, self._compute_for_graph, max_context)
+        self.graphs = StepGraphs(queue, self.arranger, self._compute_for_graph, max_context)
 
-    def stage(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> tuple[StagedStep, int | None]:
-        """Start the upload of a step's inputs. Returns the bucket of the step's graph, too."""
+    def stage(
+        self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]
+    ) -> tuple[StagedStep, GraphSize | None]:
+        """Start the upload of a step's inputs. Returns the size of the step's graph, too."""
         arrays = self.arranger.arrange(chunks, rows_before)
-        bucket = self.graphs.bucket_for(len(arrays.token_ids)) if all(map(_decodes, chunks)) else None
-        if bucket is not None:
-            arrays = self.arranger.padded(arrays, bucket)
+        size = self.graphs.size_for(arrays)
+        if size is not None:
+            arrays = self.arranger.padded(arrays, size)
         staging = self._sets[self._next_set]
         self._next_set = (self._next_set + 1) % NUM_SETS
-        return staging.stage(arrays), bucket
+        return staging.stage(arrays), size
 
     def stage_apart(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> StagedStep:
         """Like `stage`, for some chunks of a step, without a graph. The parts before have ended."""
         return self._set_apart.stage(self.arranger.arrange_apart(chunks, rows_before))
 
-    def launch(self, staged: StagedStep, bucket: int | None) -> StepLogits:
-        """Launch a step on the current stream, but for its sampling."""
-        if bucket is None:
+    def launch(self, staged: StagedStep, size: GraphSize | None) -> StepLogits:
+        """Launch a step on the current stream, but for its sampling. `size`: of its graph."""
+        if size is None:
             return StepLogits(self.logits(staged), None)
         self.queue.follow(staged.uploaded)
-        return self.graphs.run(bucket, staged)
+        return self.graphs.run(size, staged)
 
     def sample(self, found: StepLogits, plan: SamplingPlan, masks: Masks = NO_MASKS) -> SampledRows | None:
         """Launch the sampling of the newest launched step. Returns None if no row samples."""
@@ -86,7 +88,7 @@ class StepComputer:
     def warm_up(self) -> None:
         """Run decode attention with every kind of split, so that no step waits for a compiler."""
         config, pool = self._model.config, self._pool
-        step = self._set_apart.stage(self.arranger.only_padding(1))
+        step = self._set_apart.stage(self.arranger.only_padding(GraphSize(1, 1)))
         self.queue.follow(step.uploaded)
         shape = (1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         for count in _WARM_UP_SPLITS:
@@ -114,7 +116,8 @@ class StepComputer:
 
     def _compute_for_graph(self, step: StepTensors, max_context: int) -> StepLogits:
         attention = self._attention(step, max_context)
-        logits = self._model.compute(ModelInputs(self._token_ids(step, has_promised=True), None, attention))
+        sampling_rows = step.sampling_rows if len(step.sampling_rows) else None
+        logits = self._model.compute(ModelInputs(self._token_ids(step, has_promised=True), sampling_rows, attention))
         highest = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         ops.argmax(logits, highest)
         return StepLogits(logits, highest)
@@ -129,7 +132,3 @@ class StepComputer:
             return step.token_ids
         sampled_before = self._ids.index_select(0, step.sources.clamp(min=0))
         return torch.where(step.sources >= 0, sampled_before, step.token_ids)
-
-
-def _decodes(chunk: ScheduledChunk) -> bool:
-    return chunk.num_tokens == 1 and chunk.samples

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.gpu.runner import GpuRunner
+from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_computer import StepComputer
 from engine.model import Model, ModelInputs
 from tests.support.drafts import compute_every_guess
@@ -33,14 +34,14 @@ def generate(
 
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_guesses_change_no_token(with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    buckets: list[tuple[int, int | None]] = []
+    sizes: list[tuple[int, GraphSize | None]] = []
     stage = StepComputer.stage
 
     def noted(computer: StepComputer, chunks: Any, rows_before: Any) -> Any:
-        staged, bucket = stage(computer, chunks, rows_before)
+        staged, size = stage(computer, chunks, rows_before)
         if any(chunk.drafts for chunk in chunks) and all(chunk.num_tokens == 1 for chunk in chunks):
-            buckets.append((sum(chunk.num_rows for chunk in chunks), bucket))
-        return staged, bucket
+            sizes.append((sum(chunk.num_rows for chunk in chunks), size))
+        return staged, size
 
     monkeypatch.setattr(StepComputer, "stage", noted)
     expected, found, engine = generate(monkeypatch, with_graphs)
@@ -48,9 +49,9 @@ def test_guesses_change_no_token(with_graphs: bool, monkeypatch: pytest.MonkeyPa
     assert engine.scheduler.num_right_drafts > 20
     assert engine.scheduler.num_drafts > engine.scheduler.num_right_drafts
     if with_graphs:
-        assert any(bucket is not None for _, bucket in buckets), "no graph computed a draft"
-    for num_rows, bucket in buckets:
-        assert bucket is None or num_rows <= bucket
+        assert any(size is not None for _, size in sizes), "no graph computed a draft"
+    for num_rows, size in sizes:
+        assert size is None or num_rows <= size.rows
 
 
 def test_a_step_with_drafts_that_finds_no_memory_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

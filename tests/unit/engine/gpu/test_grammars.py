@@ -14,6 +14,7 @@ from core.errors import InvalidRequest
 from core.output_grammar import GrammarRow, Masks
 from core.request import Request, SamplingParams
 from core.step import Proposal, ScheduledChunk, SequenceView, StepPlan
+from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
 from engine.model import Model, ModelInputs
@@ -91,6 +92,7 @@ def test_steps_ahead_wait_for_their_masks(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return compute(model, inputs)
 
+    monkeypatch.setattr(graphs, "MAX_ROWS", 0)  # a graph needs no memory
     runner = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=launches_ahead))
     monkeypatch.setattr(Model, "compute", scarce)
     num_promised = 0

@@ -15,10 +15,12 @@ from core.config import EngineConfig
 from core.errors import ConfigError, DeviceLost, OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
+from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.memory import MB, FakeAllocator
 from engine.gpu.pool_size import PoolSizer
 from engine.gpu.runner import GpuRunner
+from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_attention import OperatorAttention, fixed_splits
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
@@ -41,13 +43,17 @@ REQUESTS = [
 ]
 
 
-def gpu_runner(**options: Any) -> GpuRunner:
-    return GpuRunner(CONFIG, limits=LIMITS, **options)
+def gpu_runner(prompt_graphs: bool = True, **options: Any) -> GpuRunner:
+    """`prompt_graphs`: steps with prompts have graphs, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not prompt_graphs:
+            patch.setattr(graphs, "MAX_ROWS", 0)
+        return GpuRunner(CONFIG, limits=LIMITS, **options)
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[GpuRunner]:
-    built = gpu_runner()
+    built = gpu_runner(prompt_graphs=False)
     yield built
     built.close()
 
@@ -69,22 +75,28 @@ def test_graphs_and_eager_steps_give_the_tokens_of_the_torch_runner(
     runner: GpuRunner, expected: dict[str, list[int]]
 ) -> None:
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    all_graphs = gpu_runner()
+    poison(all_graphs)
+    assert Engine(all_graphs, budget=30).generate(*REQUESTS) == expected
     eager = gpu_runner(with_graphs=False)
     assert Engine(eager, budget=30).generate(*REQUESTS) == expected
 
 
-def test_decodes_run_as_graphs_and_prompts_do_not(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    buckets: list[int | None] = []
+def test_each_step_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[GraphSize | None] = []
     launch = StepComputer.launch
 
-    def noted(computer: StepComputer, staged: Any, bucket: int | None) -> Any:
-        buckets.append(bucket)
-        return launch(computer, staged, bucket)
+    def noted(computer: StepComputer, staged: Any, size: GraphSize | None) -> Any:
+        sizes.append(size)
+        return launch(computer, staged, size)
 
     monkeypatch.setattr(StepComputer, "launch", noted)
-    Engine(runner).generate(*REQUESTS[:3])
-    assert buckets[0] is None
-    assert set(buckets[2:]) == {4}, "three sequences take the graph of four"
+    Engine(gpu_runner(), budget=64).generate(*REQUESTS[:3])
+    prompts = [size for size in sizes if size is not None and size.prompts]
+    assert [size[:2] for size in prompts] == [(128, 0), (128, 8)], "two prompts, then the third beside their decodes"
+    assert set(sizes[2:]) == {GraphSize(4, 4), GraphSize(1, 1)}, (
+        "three sequences take the graph of four, the last its own"
+    )
 
 
 @pytest.mark.parametrize("order", PoolOrder)
@@ -112,7 +124,7 @@ def test_a_warm_up_writes_only_the_padding_block(runner: GpuRunner) -> None:
 
 
 def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
-    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
+    ahead = gpu_runner(prompt_graphs=False, queue=HostQueue(torch.device("cpu"), launches_ahead=True))
     view = SequenceView("a", [*PROMPT[:20]], 20, [0, 1], SamplingParams(max_tokens=9, temperature=0.0))
     ahead.submit(StepPlan(0, (ScheduledChunk(view, 0, 20, samples=True, promised=False),)))
     prompt = ahead._submitted[-1]
@@ -127,7 +139,7 @@ def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> N
 
 def test_a_prompt_is_launched_ahead_behind_a_prompt_alone() -> None:
     """Its launch takes long, so it would delay the tokens of a short step."""
-    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
+    ahead = gpu_runner(prompt_graphs=False, queue=HostQueue(torch.device("cpu"), launches_ahead=True))
     ahead.submit(StepPlan(0, (chunk("a", 0, 20, [0, 1]),)))
     ahead.submit(StepPlan(1, (chunk("b", 0, 30, [2, 3]),)))
     ahead.collect()
@@ -241,11 +253,23 @@ def test_the_step_behind_one_in_parts_gets_its_promised_tokens(
 
 
 @pytest.mark.parametrize("launches_ahead", [False, True])
+def test_random_plans_one_step_ahead_give_the_same_tokens_by_graphs(
+    launches_ahead: bool, expected: dict[str, list[int]]
+) -> None:
+    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=launches_ahead))
+    poison(ahead)
+    for seed in range(3):
+        driver = OneAhead(ahead, random.Random(seed))
+        assert driver.generate(REQUESTS) == expected
+        assert driver.num_promised > 5
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
 def test_random_plans_one_step_ahead_with_little_memory_give_the_same_tokens(
     launches_ahead: bool, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = HostQueue(torch.device("cpu"), launches_ahead=launches_ahead)
-    scarce_runner = gpu_runner(queue=queue)
+    scarce_runner = gpu_runner(prompt_graphs=False, queue=queue)
     scarce = Scarce(monkeypatch, is_mixed)
     for seed in range(3):
         driver = OneAhead(scarce_runner, random.Random(seed))

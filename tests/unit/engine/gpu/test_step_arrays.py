@@ -17,7 +17,7 @@ from engine.gpu.cpu_graph import CpuGraph, NotCapturable
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.graphs import buckets_up_to
 from engine.gpu.ops import PREFILL_TILE_TOKENS
-from engine.gpu.step_arrays import NOT_PROMISED, StepArranger, tiles
+from engine.gpu.step_arrays import NOT_PROMISED, GraphSize, StepArranger, tiles
 from engine.gpu.step_attention import OperatorAttention, OperatorOps
 from engine.gpu.step_buffers import StagingSet, places, tensors_in
 from engine.linear import PlainLinear
@@ -67,7 +67,7 @@ def test_each_draft_is_a_row_that_attends_to_the_positions_up_to_its_own() -> No
 
 def test_padding_sequences_have_one_token_in_the_padding_block() -> None:
     arranger = StepArranger(num_blocks=10, block_size=4)
-    arrays = arranger.padded(arranger.arrange([chunk("a", 4, 1)], {}), 4)
+    arrays = arranger.padded(arranger.arrange([chunk("a", 4, 1)], {}), GraphSize(4, 4))
     assert arrays.slots.tolist() == [12, 40, 40, 40]
     assert arrays.decode_positions.tolist() == [5, 1, 1, 1]
     assert arrays.block_ids[arrays.decode_block].tolist() == [5, 10, 10, 10]
