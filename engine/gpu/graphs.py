@@ -1,10 +1,10 @@
 """Steps as graphs: one launch for all kernels of a step.
 
 A graph computes a fixed number of rows, and a step takes the smallest graph that holds it; padding fills the rest.
-Steps of decodes have graphs, and steps with prompts up to MAX_ROWS: the host needs 10 to 15 ms for the 400 launches of
-a step, which a device with a larger step does not notice. All graphs read one fixed buffer of inputs, write one fixed
-buffer of logits, and share the memory of their intermediate tensors, because one of them runs at a time. On a CPU,
-`CpuGraph` takes the place of a CUDA graph.
+Steps of decodes have graphs, and so have steps with prompts up to MAX_ROWS: the host needs 15 to 25 ms for the launches
+of a step, which a device that computes a larger step does not notice. All graphs read one fixed buffer of inputs, and
+share the memory of their intermediate tensors, because one of them runs at a time. On a CPU, `CpuGraph` takes the place
+of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from engine.runner import StepLimits
 MAX_ROWS = 2048  # of a graph with prompts
 MAX_PROMPTS = 8  # of a graph
 _STRIDE = 16
-_ROWS = 128  # from one graph with prompts to the next; matrix units take so many rows at once
-_MANY_ROWS = 1024  # from here on, twice as many
-_LEAST_ALONE, _ALONE_FACTOR = 8, 4
+_ROWS = 64  # from one graph with prompts to the next
+_MANY_ROWS = 512  # from here on, twice as many
+_LEAST_ALONE, _ALONE_FACTOR = 16, 4
 
 
 def buckets_up_to(max_running: int) -> list[int]:

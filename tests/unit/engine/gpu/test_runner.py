@@ -93,7 +93,7 @@ def test_each_step_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(StepComputer, "launch", noted)
     Engine(gpu_runner(), budget=64).generate(*REQUESTS[:3])
     prompts = [size for size in sizes if size is not None and size.prompts]
-    assert [size[:2] for size in prompts] == [(128, 0), (128, 8)], "two prompts, then the third beside their decodes"
+    assert [size[:2] for size in prompts] == [(64, 0), (64, 8)], "two prompts, then the third beside their decodes"
     assert set(sizes[2:]) == {GraphSize(4, 4), GraphSize(1, 1)}, (
         "three sequences take the graph of four, the last its own"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.cpu_graph import CpuGraph, NotCapturable
 from engine.gpu.device_queue import HostQueue
-from engine.gpu.graphs import buckets_up_to
+from engine.gpu.graphs import MAX_PROMPTS, buckets_up_to, graph_sizes
 from engine.gpu.ops import PREFILL_TILE_TOKENS
-from engine.gpu.step_arrays import NOT_PROMISED, GraphSize, StepArranger, tiles
+from engine.gpu.step_arrays import NO_TILE, NOT_PROMISED, GraphSize, StepArranger, StepArrays, tiles
 from engine.gpu.step_attention import OperatorAttention, OperatorOps
 from engine.gpu.step_buffers import StagingSet, places, tensors_in
 from engine.linear import PlainLinear
@@ -25,6 +26,7 @@ from engine.loading import ModelSetup
 from engine.model import Model, ModelInputs
 from engine.model_weights import allocate_weights
 from engine.rotary import RotaryTable
+from engine.runner import StepLimits
 from model_files.builtin_configs import RANDOM_CONFIGS
 
 BLOCKS = [5, 3, 9, 1, 7, 2]
@@ -73,6 +75,37 @@ def test_padding_sequences_have_one_token_in_the_padding_block() -> None:
     assert arrays.block_ids[arrays.decode_block].tolist() == [5, 10, 10, 10]
     assert arrays.decode_row.tolist() == [0, 1, 2, 3]
     assert len(arrays.sampling_rows) == 0
+
+
+LIMITS = StepLimits(max_running=20, max_batched_tokens=700)
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_a_graph_holds_each_step_within_its_limits_and_padding_changes_nothing_else(
+    counts: list[int], chance: random.Random
+) -> None:
+    chunks = [
+        chunk("a" * (place + 1), chance.randrange(9), count, samples=chance.random() < 0.7 or count == 1)
+        for place, count in enumerate(counts)
+    ]
+    arrays = StepArranger(num_blocks=10, block_size=64).arrange(chunks, {})
+    num_prompts, num_tokens = sum(count > 1 for count in counts), sum(counts)
+    size = min((size for size in graph_sizes(LIMITS) if size.holds(arrays)), default=None)
+    if num_prompts > MAX_PROMPTS or num_tokens >= LIMITS.max_batched_tokens:
+        return
+    assert size is not None
+    assert size.rows - num_tokens <= max(64, num_tokens // 4)
+    padded = StepArranger(num_blocks=10, block_size=64).padded(arrays, size)
+    assert padded.sizes[:4] == (size.rows,) * 4
+    assert [len(padded.tile_chunk), len(padded.prefill_row)] == [size.tiles, size.prompts]
+    names = [name for name in StepArrays._fields if num_prompts or name != "sampling_rows"]
+    for name in names:
+        before, after = getattr(arrays, name), getattr(padded, name)
+        assert after[: len(before)].tolist() == before.tolist()
+    assert set(padded.slots[num_tokens:]) <= {10 * 64}
+    assert set(padded.tile_chunk[len(arrays.tile_chunk) :]) <= {NO_TILE}
+    own = range(num_tokens, size.rows)
+    assert all(row in own for row in padded.decode_row[len(arrays.decode_row) :]), "padding attends into its own rows"
 
 
 @given(st.lists(st.integers(2, 4 * PREFILL_TILE_TOKENS), max_size=5))
