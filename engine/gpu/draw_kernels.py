@@ -1,12 +1,13 @@
 """The Triton kernels of `draw_tokens`: of the tokens that top_k, top_p and min_p keep, the one with the largest
 logit / temperature - log(exponential(key, id)), as `draw_token` of engine/sampling.py.
 
-    _best_of_splits (all parts of all rows at once) -> _reject_until_kept (a program for each row)
+    rows with top_k: torch.topk, a list of the highest logits --------+
+    other rows:      _best_of_splits (all parts of all rows at once) -+-> _reject_until_kept (a program for each row)
 
-Nothing is sorted. Each filter keeps the tokens down to some place in the order of `engine/gpu/sampling_kernels.py`.
-`_reject_until_kept` is rejection over that order: if a filter drops the best token, it drops every later token, too, so
-the next candidate is the best token before it. Each round leaves a random share of the mass. One pass over the row
-weighs the tokens before the candidate, and finds the best of them.
+Each filter keeps the tokens down to some place in the order of `engine/gpu/sampling_kernels.py`. `_reject_until_kept`
+is rejection over that order: if a filter drops the best token, it drops every later token, too, so the next candidate
+is the best token before it. Each round leaves a random share of the mass. One pass over the list, or over the row of
+logits if there is no list, weighs the tokens before the candidate, and finds the best of them.
 
 A mass is a weight as an integer, so sums depend on no order. The mass of the likeliest token is 2 ^ MASS_BITS.
 """
@@ -17,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.sampling_kernels import exp_below_one, id_bits, key_of, order_of, value_of
-from engine.gpu.tile_sizes import SAMPLING_SPLIT
+from engine.gpu.sampling_kernels import NO_TOKEN, SAMPLING_SPLIT, exp_below_one, id_bits, order_of
 
 _TILE = 4096
 
@@ -31,45 +31,58 @@ def mass_bits(vocab_size: int) -> int:
 def draw_tokens(
     logits: torch.Tensor,
     rows: torch.Tensor,
+    num_listed: int,
+    list_size: int,
     top_k: torch.Tensor,
     settings: torch.Tensor,
     keys: torch.Tensor,
-    highest: torch.Tensor,
-    scores: torch.Tensor,
-    best_ids: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
-    vocab_size, num_splits = logits.shape[1], highest.shape[1]
     if len(rows) == 0:
         return
-    assert num_splits == triton.cdiv(vocab_size, SAMPLING_SPLIT)
-    assert highest.is_contiguous()
-    assert scores.is_contiguous()
-    assert best_ids.is_contiguous()
-    stride = logits.stride(0)
-    _best_of_splits[(len(rows), num_splits)](
-        logits,
-        rows,
-        settings,
-        keys,
-        highest,
-        scores,
-        best_ids,
-        vocab_size,
-        stride,
-        num_splits,
-        TILE=SAMPLING_SPLIT,
-        num_warps=8,
-    )
+    vocab_size, stride = logits.shape[1], logits.stride(0)
+    num_splits = triton.cdiv(vocab_size, SAMPLING_SPLIT)
+
+    def parts(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(len(rows), num_splits, dtype=dtype, device=logits.device)
+
+    highest, scores, best_ids, masses = map(parts, (torch.float32, torch.float32, torch.int32, torch.int64))
+    values, token_ids = logits[:0], keys[:0]  # of the same types as a list
+    if num_listed:
+        listed = logits if num_listed == len(logits) else logits.index_select(0, rows[:num_listed])
+        values, token_ids = listed.topk(list_size, sorted=True)
+    if num_listed < len(rows):
+        _best_of_splits[(len(rows) - num_listed, num_splits)](
+            logits,
+            rows,
+            num_listed,
+            settings,
+            keys,
+            highest,
+            scores,
+            best_ids,
+            masses,
+            vocab_size,
+            stride,
+            num_splits,
+            MASS_BITS=mass_bits(vocab_size),
+            TILE=SAMPLING_SPLIT,
+            num_warps=8,
+        )
     _reject_until_kept[(len(rows),)](
         logits,
         rows,
+        values,
+        token_ids,
+        num_listed,
+        list_size,
         top_k,
         settings,
         keys,
         highest,
         scores,
         best_ids,
+        masses,
         ids,
         vocab_size,
         stride,
@@ -97,21 +110,30 @@ def _scores(values, token_ids, temperature, key):
 
 
 @triton.jit
+def _masses(values, top, temperature, MASS_BITS: tl.constexpr):
+    weights = exp_below_one(tl.where(values == float("-inf"), -200.0, (values - top) / temperature))
+    return (weights * (1 << MASS_BITS)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_listed"])
 def _best_of_splits(
     logits,
     rows,
+    num_listed,
     settings,
     keys,
     highest,
     scores,
     best_ids,
+    masses,
     vocab_size,
     stride,
     num_splits,
+    MASS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The highest logit of each part of a row, and the best score with its token."""
-    index, split = tl.program_id(0), tl.program_id(1)
+    """Of each part of a row: the highest logit, the mass in units of that token's, the best score with its token."""
+    index, split = num_listed + tl.program_id(0), tl.program_id(1)
     logits += tl.load(rows + index).to(tl.int64) * stride
     temperature = tl.load(settings + 3 * index).to(tl.float32)
     token_ids = split * TILE + tl.arange(0, TILE)
@@ -119,23 +141,27 @@ def _best_of_splits(
     found = _scores(values, token_ids, temperature, tl.load(keys + index))
     best = tl.max(found, axis=0)
     part = index * num_splits + split
-    tl.store(highest + part, tl.max(values, axis=0))
+    top = tl.max(values, axis=0)
+    mass = tl.zeros([], tl.int64)
+    if tl.load(settings + 3 * index + 1) < 1.0:
+        mass = tl.sum(_masses(values, top, temperature, MASS_BITS), axis=0)
+    tl.store(highest + part, top)
+    tl.store(masses + part, mass)
     tl.store(scores + part, best)
     # The last id stands for a part of NaN: a token, though no right one.
     tl.store(best_ids + part, tl.min(tl.where(found == best, token_ids, vocab_size - 1), axis=0))
 
 
 @triton.jit
-def _masses(values, top, temperature, MASS_BITS: tl.constexpr):
-    weights = exp_below_one(tl.where(values == float("-inf"), -200.0, (values - top) / temperature))
-    return (weights * (1 << MASS_BITS)).to(tl.int64)
-
-
-@triton.jit
 def _before(
     order,
     logits,
-    vocab_size,
+    values,
+    token_ids,
+    row_length,
+    list_length,
+    least,
+    least_mass,
     temperature,
     top,
     key,
@@ -143,75 +169,45 @@ def _before(
     MASS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tokens before `order`: their number and mass, and the best of them. -> int64, int64, int32"""
+    """The tokens before `order` with logits of at least `least`: their number, their mass, and the best of those with a
+    mass of at least `least_mass`. One of the two lengths is 0. -> int64, int64, int32
+    """
     counts, masses = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
     best, best_ids = tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab_size, TILE):
-        token_ids = start + tl.arange(0, TILE)
-        inside = token_ids < vocab_size
-        values = tl.load(logits + token_ids, mask=inside, other=float("-inf"))
-        inside = inside & (order_of(values, token_ids, ID_BITS) > order)
+    for start in range(0, row_length + list_length, TILE):
+        places = start + tl.arange(0, TILE)
+        in_row, in_list = places < row_length, places < list_length
+        from_row = tl.load(logits + places, mask=in_row, other=float("-inf"))
+        from_list = tl.load(values + places, mask=in_list, other=float("-inf"))
+        ids = tl.where(in_list, tl.load(token_ids + places, mask=in_list, other=0).to(tl.int32), places)
+        found = tl.where(in_list, from_list, from_row)
+        inside = (in_row | in_list) & (found >= least) & (order_of(found, ids, ID_BITS) > order)
+        mass = tl.where(inside, _masses(found, top, temperature, MASS_BITS), 0)
         counts += inside.to(tl.int64)
-        masses += tl.where(inside, _masses(values, top, temperature, MASS_BITS), 0)
-        found = tl.where(inside, _scores(values, token_ids, temperature, key), float("-inf"))
-        better = found > best
-        best, best_ids = tl.where(better, found, best), tl.where(better, token_ids, best_ids)
+        masses += mass
+        score = tl.where(inside & (mass >= least_mass), _scores(found, ids, temperature, key), float("-inf"))
+        better = (score > best) | ((score == best) & (ids < best_ids))
+        best, best_ids = tl.where(better, score, best), tl.where(better, ids, best_ids)
     highest = tl.max(best, axis=0)
-    best_id = tl.min(tl.where(best == highest, best_ids, vocab_size - 1), axis=0)
+    best_id = tl.min(tl.where(best == highest, best_ids, (1 << ID_BITS) - 1), axis=0)
     return tl.sum(counts, axis=0), tl.sum(masses, axis=0), best_id
 
 
-@triton.jit
-def _share_above(key, logits, vocab_size, temperature, top, MASS_BITS: tl.constexpr, TILE: tl.constexpr):
-    """The number and the mass of the tokens whose logits are above the one of this `key_of`. -> int64, int64"""
-    counts, masses = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
-    for start in range(0, vocab_size, TILE):
-        places = start + tl.arange(0, TILE)
-        values = tl.load(logits + places, mask=places < vocab_size, other=float("-inf"))
-        above = (places < vocab_size) & (key_of(values) > key)
-        counts += above.to(tl.int64)
-        masses += tl.where(above, _masses(values, top, temperature, MASS_BITS), 0)
-    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
-
-
-@triton.jit
-def _kth_logit_bounds(upper, lower, num_kept, logits, vocab_size, TILE: tl.constexpr):
-    """One step of a 4-ary search for the key of the k-th logit, k = `num_kept`: lower < key <= upper. -> upper, lower
-
-    Fewer than k tokens are above `upper`, at least k above `lower`.
-    """
-    gap = upper.to(tl.int64) - lower.to(tl.int64)
-    low = (lower + (gap >> 2)).to(tl.int32)
-    middle = (lower + (gap >> 1)).to(tl.int32)
-    high = (lower + (gap * 3 >> 2)).to(tl.int32)
-    above_low = tl.zeros([TILE], tl.int32)
-    above_middle = tl.zeros([TILE], tl.int32)
-    above_high = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab_size, TILE):
-        places = start + tl.arange(0, TILE)
-        inside = places < vocab_size
-        keys = key_of(tl.load(logits + places, mask=inside, other=float("-inf")))
-        above_low += (inside & (keys > low)).to(tl.int32)
-        above_middle += (inside & (keys > middle)).to(tl.int32)
-        above_high += (inside & (keys > high)).to(tl.int32)
-    low_is_lower = tl.sum(above_low, axis=0) >= num_kept
-    middle_is_lower = tl.sum(above_middle, axis=0) >= num_kept
-    high_is_lower = tl.sum(above_high, axis=0) >= num_kept
-    upper = tl.where(high_is_lower, upper, tl.where(middle_is_lower, high, tl.where(low_is_lower, middle, low)))
-    lower = tl.where(high_is_lower, high, tl.where(middle_is_lower, middle, tl.where(low_is_lower, low, lower)))
-    return upper, lower
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_listed"])
 def _reject_until_kept(
     logits,
     rows,
+    values,
+    token_ids,
+    num_listed,
+    list_size,
     top_k,
     settings,
     keys,
     highest,
     scores,
     best_ids,
+    masses,
     ids,
     vocab_size,
     stride,
@@ -227,35 +223,70 @@ def _reject_until_kept(
     temperature = tl.load(settings + 3 * index).to(tl.float32)
     top_p, min_p = tl.load(settings + 3 * index + 1), tl.load(settings + 3 * index + 2)
     num_kept, key = tl.load(top_k + index), tl.load(keys + index)
+    least_mass = tl.ceil(min_p * (1 << MASS_BITS)).to(tl.int64)
+    has_top_k, has_top_p = index < num_listed, top_p < 1.0
+
     parts = tl.arange(0, SPLITS)
-    is_part = parts < num_splits
-    top = tl.max(tl.load(highest + index * num_splits + parts, mask=is_part, other=float("-inf")), axis=0)
+    is_part = parts < tl.where(has_top_k, 0, num_splits)
+    tops = tl.load(highest + index * num_splits + parts, mask=is_part, other=float("-inf"))
     found = tl.load(scores + index * num_splits + parts, mask=is_part, other=float("-inf"))
     found_ids = tl.load(best_ids + index * num_splits + parts, mask=is_part, other=0)
     drawn = tl.min(tl.where(is_part & (found == tl.max(found, axis=0)), found_ids, vocab_size - 1), axis=0)
 
-    has_top_k = (num_kept > 0) & (num_kept < vocab_size)
-    has_top_p = top_p < 1.0
-    mass = tl.zeros([], tl.int64)
-    if has_top_p:
-        # The mass of the tokens that top_k keeps, by a 4-ary search for the k-th logit.
-        upper = key_of(top)
-        lower = key_of(tl.where(has_top_k, top - 50.0 * temperature, float("-inf"))) - 1
-        count, mass = _share_above(lower, logits, vocab_size, temperature, top, MASS_BITS, TILE)
-        if has_top_k & (count > num_kept):
-            while upper.to(tl.int64) - lower.to(tl.int64) > 1:
-                upper, lower = _kth_logit_bounds(upper, lower, num_kept, logits, vocab_size, TILE)
-            count, above = _share_above(upper, logits, vocab_size, temperature, top, MASS_BITS, TILE)
-            mass = above + (num_kept - count) * _masses(value_of(upper), top, temperature, MASS_BITS)
+    values += index.to(tl.int64) * list_size
+    token_ids += index.to(tl.int64) * list_size
+    top = tl.load(values, mask=has_top_k, other=tl.max(tops, axis=0))
+    least = tl.load(values + num_kept - 1, mask=has_top_k, other=float("-inf"))
+    last = tl.load(values + list_size - 1, mask=has_top_k, other=0.0)
+    # torch.topk takes any of the equals at the end of the list. If the row keeps some of them, the whole row is read.
+    is_listed = has_top_k & ((last < least) | (last == float("-inf")))
+    row_length, list_length = tl.where(is_listed, 0, vocab_size), tl.where(is_listed, list_size, 0)
+
+    shares = exp_below_one((tops - top) / temperature).to(tl.float64)
+    mass_of_parts = tl.load(masses + index * num_splits + parts, mask=is_part, other=0)
+    mass = tl.sum((mass_of_parts.to(tl.float64) * shares).to(tl.int64), axis=0)
+    if has_top_k:
+        count, mass, drawn = _before(
+            NO_TOKEN,
+            logits,
+            values,
+            token_ids,
+            row_length,
+            list_length,
+            least,
+            least_mass,
+            temperature,
+            top,
+            key,
+            ID_BITS,
+            MASS_BITS,
+            TILE,
+        )
+        # The last ones are equals, and some of them may be too many.
+        mass -= (count - num_kept) * _masses(least, top, temperature, MASS_BITS)
 
     undecided = has_top_k | has_top_p | (min_p > 0.0)
     while undecided:
         value = tl.load(logits + drawn)
-        order = order_of(value, drawn, ID_BITS)
-        count, before, next_id = _before(order, logits, vocab_size, temperature, top, key, ID_BITS, MASS_BITS, TILE)
+        count, before, next_id = _before(
+            order_of(value, drawn, ID_BITS),
+            logits,
+            values,
+            token_ids,
+            row_length,
+            list_length,
+            least,
+            least_mass,
+            temperature,
+            top,
+            key,
+            ID_BITS,
+            MASS_BITS,
+            TILE,
+        )
         is_kept = (count < num_kept) | (has_top_k == 0)
         is_kept = is_kept & ((before.to(tl.float64) < top_p * mass.to(tl.float64)) | (has_top_p == 0))
-        is_kept = is_kept & (_masses(value, top, temperature, MASS_BITS) >= min_p * (1 << MASS_BITS))
+        is_kept = is_kept & (_masses(value, top, temperature, MASS_BITS) >= least_mass)
         undecided = (is_kept == 0) & (count > 0)
         drawn = tl.where(undecided, next_id, drawn)
     tl.store(ids + row, drawn)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
-from engine.gpu.tile_sizes import SAMPLING_SPLIT as SAMPLING_SPLIT
 
 CONTRACTS = {
     # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.
@@ -82,19 +81,17 @@ CONTRACTS = {
         "Tensor sampled_before, Tensor saved) -> ()"
     ),
     # ids[rows[i]] = the token that keys[i] draws from row rows[i], as `draw_token` of engine/sampling.py chooses it.
-    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k, settings and keys.
-    # Scratch, [D or more, ceil(vocab / SAMPLING_SPLIT)]: highest float32, scores float32, best_ids int32
+    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k, settings and keys, and tells which rows
+    # are listed. list_size is above every top_k.
     "draw_tokens": (
-        "(Tensor logits, Tensor rows, Tensor top_k, Tensor settings, Tensor keys, Tensor(a!) highest, "
-        "Tensor(b!) scores, Tensor(c!) best_ids, Tensor(d!) ids) -> ()"
+        "(Tensor logits, Tensor rows, int num_listed, int list_size, Tensor top_k, Tensor settings, Tensor keys, "
+        "Tensor(a!) ids) -> ()"
     ),
     # Log-probabilities of the tokens ids[rows[i]] and of the num_best most likely tokens of each of these rows.
     # rows: int32 [L]; best_ids: int32 [L, num_best or more]; logprobs: float32 [L, 1 + num_best or more], the sampled
     # token's first; any strides but the last, which is 1
-    # Scratch: best int64 [L, splits, num_best or more], sums float64 [L, splits, 2]; each may have more rows
     "find_logprobs": (
-        "(Tensor logits, Tensor rows, Tensor ids, int num_best, Tensor(a!) best, Tensor(b!) sums, "
-        "Tensor(c!) best_ids, Tensor(d!) logprobs) -> ()"
+        "(Tensor logits, Tensor rows, Tensor ids, int num_best, Tensor(a!) best_ids, Tensor(b!) logprobs) -> ()"
     ),
 }
 

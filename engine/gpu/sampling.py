@@ -24,7 +24,7 @@ from core.request import MAX_LOGPROBS, SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.grammar_masks import mask_logits
-from engine.gpu.ops import SAMPLING_SPLIT, ops
+from engine.gpu.ops import ops
 from engine.gpu.sampling_plan import NO_ROWS, Planner, SamplingPlan
 from engine.sampling import NO_MASKS
 
@@ -54,17 +54,7 @@ class DeviceSampler:
         self._max_rows = max_rows
         self._device = device
         self._queue = queue or open_queue(device)
-        self._planner = Planner(self._queue, eos_token_ids)
-        num_splits = -(-vocab_size // SAMPLING_SPLIT)
-
-        def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self._highest = scratch(max_rows, num_splits, dtype=torch.float32)
-        self._scores = scratch(max_rows, num_splits, dtype=torch.float32)
-        self._best_ids = scratch(max_rows, num_splits, dtype=torch.int32)
-        self._best = scratch(max_rows, num_splits, MAX_LOGPROBS, dtype=torch.int64)
-        self._sums = scratch(max_rows, num_splits, 2, dtype=torch.float64)
+        self._planner = Planner(self._queue, vocab_size, eos_token_ids)
         if device.type == "cuda":
             self.warm_up()
 
@@ -73,7 +63,7 @@ class DeviceSampler:
         every = SamplingParams(
             max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=2.0, num_logprobs=1, logit_bias={0: 1.0}
         )
-        for sampling in (every, replace(every, temperature=0.0)):
+        for sampling in (every, replace(every, top_k=0), replace(every, temperature=0.0)):
             chunk = ScheduledChunk(SequenceView("warm-up", [0, 0], 1, [0], sampling), 0, 2, True, False)
             logits = torch.zeros(1, self._vocab_size, device=self._device)
             self.collect(self.sample(logits, self.prepare([chunk])))
@@ -120,8 +110,8 @@ class DeviceSampler:
                 token_ids.copy_(highest[: plan.num_rows])
         if plan.drawn is not None:
             rows = plan.drawn
-            scratch = (self._highest, self._scores, self._best_ids)
-            ops.draw_tokens(logits, rows.rows, rows.top_k, rows.settings, rows.keys, *scratch, token_ids)
+            listed = (rows.num_listed, rows.list_size, rows.top_k)
+            ops.draw_tokens(logits, rows.rows, *listed, rows.settings, rows.keys, token_ids)
         if unmasked is not None:
             unmasked.restore(logits)
         if saved is not None:
@@ -130,16 +120,7 @@ class DeviceSampler:
             found = result[plan.num_rows :].view(num_asked, 1 + 2 * MAX_LOGPROBS)
             num_best = max(plan.num_logprobs)
             logprobs, best_ids = found.split((1 + MAX_LOGPROBS, MAX_LOGPROBS), dim=1)
-            ops.find_logprobs(
-                logits,
-                plan.logprob_rows,
-                token_ids,
-                num_best,
-                self._best,
-                self._sums,
-                best_ids,
-                logprobs.view(torch.float32),
-            )
+            ops.find_logprobs(logits, plan.logprob_rows, token_ids, num_best, best_ids, logprobs.view(torch.float32))
         return self._to_host(plan, result)
 
     def collect(self, rows: SampledRows) -> dict[str, SampledToken]:

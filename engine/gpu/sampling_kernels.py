@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.tile_sizes import SAMPLING_SPLIT
+from core.request import MAX_LOGPROBS
 
+SAMPLING_SPLIT = 4096  # logits that one program of a kernel reads
 _ARGMAX_TILE = 8192
 _ENTRIES_TILE = 1024
 NO_TOKEN = tl.constexpr(-(1 << 62))  # below the order of every token
@@ -241,18 +242,16 @@ def find_logprobs(
     rows: torch.Tensor,
     ids: torch.Tensor,
     num_best: int,
-    best: torch.Tensor,
-    sums: torch.Tensor,
     best_ids: torch.Tensor,
     logprobs: torch.Tensor,
 ) -> None:
-    vocab_size, num_splits = logits.shape[1], best.shape[1]
     if len(rows) == 0:
         return
-    assert num_splits == triton.cdiv(vocab_size, SAMPLING_SPLIT)
-    assert best.is_contiguous()
-    assert sums.is_contiguous()
+    vocab_size = logits.shape[1]
     num_best, bits = min(num_best, vocab_size), id_bits(vocab_size)
+    num_splits = triton.cdiv(vocab_size, SAMPLING_SPLIT)
+    best = torch.empty(len(rows), num_splits, MAX_LOGPROBS, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(len(rows), num_splits, 2, dtype=torch.float64, device=logits.device)
     _best_of_splits[(len(rows), num_splits)](
         logits,
         rows,

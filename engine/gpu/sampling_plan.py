@@ -9,7 +9,7 @@ device adds that token: `AdjustedRows.promised` tells where it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,6 +29,10 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True, slots=True)
 class DrawnRows:
+    """Rows with top_k come first."""
+
+    num_listed: int  # rows with top_k
+    list_size: int  # the highest logits that each of these rows has listed
     rows: torch.Tensor  # int32 [D]
     top_k: torch.Tensor  # int32 [D]; 0 = all
     settings: torch.Tensor  # float64 [D, 3] temperature, top_p, min_p
@@ -88,8 +92,9 @@ class SamplingPlan:
 class Planner:
     """Makes the plans of a sampler. Calls must not overlap."""
 
-    def __init__(self, queue: DeviceQueue, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, queue: DeviceQueue, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._queue = queue
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._histories = Histories()
 
@@ -98,8 +103,10 @@ class Planner:
         chunks = [chunk for chunk in chunks if chunk.samples]
         arrays: dict[str, np.ndarray] = {}
         drawn = [row for row, chunk in enumerate(chunks) if not chunk.sequence.sampling.greedy]
+        top_ks = {row: top_k for row in drawn if 0 < (top_k := chunks[row].sequence.sampling.top_k) < self._vocab_size}
+        drawn.sort(key=lambda row: row not in top_ks)
         if drawn:
-            arrays |= _drawn(chunks, drawn)
+            arrays |= _drawn(chunks, drawn, top_ks)
         entries = [
             (row, *self._entries(chunk))
             for row, chunk in enumerate(chunks)
@@ -115,7 +122,9 @@ class Planner:
         return SamplingPlan(
             row_of={chunk.sequence.sequence_id: row for row, chunk in enumerate(chunks)},
             all_drawn=len(drawn) == len(chunks),
-            drawn=DrawnRows(**_part("drawn", tensors)) if drawn else None,
+            drawn=DrawnRows(len(top_ks), self._list_size(top_ks.values()), **_part("drawn", tensors))
+            if drawn
+            else None,
             adjusted=AdjustedRows(**_part("adjusted", tensors)) if entries else None,
             logprob_rows=tensors.get("logprob_rows"),
             num_logprobs=[chunks[row].sequence.sampling.num_logprobs or 0 for row in asked],
@@ -128,6 +137,10 @@ class Planner:
             ],
             uploaded=uploaded,
         )
+
+    def _list_size(self, top_ks: Collection[int]) -> int:
+        """With room for tokens that are as likely as the last one kept. Kernels read multiples of 16 faster."""
+        return min(-(-2 * max(top_ks, default=0) // 16) * 16 + 16, self._vocab_size)
 
     def _entries(self, chunk: ScheduledChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of a row whose logits change, their counts, and the biases of the first of these tokens."""
@@ -176,13 +189,13 @@ def _part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _drawn(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> dict[str, np.ndarray]:
+def _drawn(chunks: Sequence[ScheduledChunk], rows: Sequence[int], top_ks: Mapping[int, int]) -> dict[str, np.ndarray]:
     samplings = [chunks[row].sequence.sampling for row in rows]
     settings = [(sampling.temperature, sampling.top_p, sampling.min_p) for sampling in samplings]
     keys = [draw_key(chunks[row].sequence.sampling.seed, chunks[row].start + chunks[row].num_tokens) for row in rows]
     return {
         "drawn.rows": np.array(rows, np.int32),
-        "drawn.top_k": np.array([min(sampling.top_k, 2**31 - 1) for sampling in samplings], np.int32),
+        "drawn.top_k": np.array([top_ks.get(row, 0) for row in rows], np.int32),
         "drawn.settings": np.array(settings, np.float64),
         "drawn.keys": np.array(keys, np.uint64).view(np.int64),
     }

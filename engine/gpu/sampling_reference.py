@@ -84,12 +84,11 @@ def restore_logits(
 def draw_tokens(
     logits: torch.Tensor,
     rows: torch.Tensor,
+    num_listed: int,  # noqa: ARG001 - kernels list tokens
+    list_size: int,  # noqa: ARG001
     top_k: torch.Tensor,
     settings: torch.Tensor,
     keys: torch.Tensor,
-    highest: torch.Tensor,  # noqa: ARG001 - kernels use scratch
-    scores: torch.Tensor,  # noqa: ARG001
-    best_ids: torch.Tensor,  # noqa: ARG001
     ids: torch.Tensor,
 ) -> None:
     """`draw_token` of engine/sampling.py, which is the law of draws."""
@@ -104,8 +103,6 @@ def find_logprobs(
     rows: torch.Tensor,
     ids: torch.Tensor,
     num_best: int,
-    best: torch.Tensor,  # noqa: ARG001 - kernels use scratch
-    sums: torch.Tensor,  # noqa: ARG001
     best_ids: torch.Tensor,
     logprobs: torch.Tensor,
 ) -> None:

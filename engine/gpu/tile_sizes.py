@@ -4,5 +4,3 @@ from __future__ import annotations
 
 # One tile of a prompt chunk in `prefill_attention`: this many tokens.
 PREFILL_TILE_TOKENS = 64
-# One program of a kernel of sampling reads this many logits of a row.
-SAMPLING_SPLIT = 4096

@@ -21,7 +21,6 @@ from core.request import MAX_LOGPROBS
 from engine.fp8 import CODES
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
-from engine.gpu.tile_sizes import SAMPLING_SPLIT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -95,18 +94,15 @@ def _digests() -> Iterator[Variant]:
 def _sampling() -> Iterator[Variant]:
     """All are in float32. The vocabulary sets the constants: those of Qwen, Llama 3 and Llama 2."""
     for vocab in (151_936, 128_256, 32_000):
-        rows, splits = 32, -(-vocab // SAMPLING_SPLIT)
+        rows = 32
         logits, ids = meta(rows, vocab, dtype=torch.float32), meta(rows, dtype=torch.int32)
         entries, starts = meta(9000, dtype=torch.int32), meta(rows + 1, dtype=torch.int32)
         doubles = meta(4 * rows, dtype=torch.float64)
         saved = meta(9000 + rows, dtype=torch.float32)
-        highest, best_ids = meta(rows, splits, dtype=torch.float32), meta(rows, splits, dtype=torch.int32)
-        keys = meta(rows, dtype=torch.int64)
-        best, sums = meta(rows, splits, MAX_LOGPROBS, dtype=torch.int64), meta(rows, splits, 2, dtype=torch.float64)
         adjusted = (logits, ids, starts, entries, entries, starts, doubles, doubles, ids, ids, saved)
         restored = (logits, ids, starts, entries, ids, ids, saved)
-        drawn = (logits, ids, ids, doubles[: 3 * rows].view(-1, 3), keys, highest, highest, best_ids, ids)
-        asked = (logits, ids, ids, MAX_LOGPROBS, best, sums, meta(rows, MAX_LOGPROBS, dtype=torch.int32), logits)
+        drawn = (logits, ids, 16, 112, ids, doubles[: 3 * rows].view(-1, 3), meta(rows, dtype=torch.int64), ids)
+        asked = (logits, ids, ids, MAX_LOGPROBS, meta(rows, MAX_LOGPROBS, dtype=torch.int32), logits)
         in_ci = vocab == 128_256
         yield Variant(f"argmax {vocab}", partial(KERNELS["argmax"], logits, ids), in_ci, ("LDG.E.128",))
         yield Variant(f"adjust_logits {vocab}", partial(KERNELS["adjust_logits"], *adjusted), in_ci)

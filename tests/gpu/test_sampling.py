@@ -27,6 +27,14 @@ def test_a_device_samples_numpy_s_tokens(seed: int, vocab: int) -> None:
     assert (logits == case.logits).all(), "the logits are as before"
 
 
+def test_tokens_of_one_logit_are_drawn_in_the_order_of_their_ids() -> None:
+    """Logits rounded to bfloat16 have many equals, also at the border of top_k, where torch.topk takes any."""
+    case = some_case(3, num_rows=32, vocab=128_256)
+    case.logits[:] = torch.from_numpy(case.logits).bfloat16().float().numpy()
+    found, _ = on_device(case, torch.device("cuda"))
+    assert differing(case, found, by_numpy(case)) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_tokens", [1, 20, 300, 600])
 def test_products_with_fp8_weights_are_those_of_dequantized_codes(num_tokens: int, dtype: torch.dtype) -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView
 from engine.gpu import sampling_kernels, sampling_reference
-from tests.unit.engine.gpu.sampling_cases import by_numpy, differing, on_device, some_case
+from tests.unit.engine.gpu.sampling_cases import Case, by_numpy, differing, on_device, some_case
 
 
 @pytest.mark.parametrize(("seed", "vocab", "num_rows"), [(0, 61, 7), (1, 333, 6), (2, 4100, 3)])
@@ -25,6 +27,25 @@ def test_rows_of_every_parameter_sample_numpy_s_tokens(seed: int, vocab: int, nu
         assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
         for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
             assert a == pytest.approx(b, abs=2e-5)
+
+
+def test_the_lowest_ids_of_the_equals_at_the_border_of_top_k_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.topk takes any of them: here the highest ids. The last two rows have fewer tokens than top_k keeps."""
+
+    def topk(logits: torch.Tensor, count: int, sorted: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
+        values, places = logits.flip(1).sort(dim=1, descending=True, stable=True)
+        return values[:, :count].contiguous(), (logits.shape[1] - 1 - places[:, :count]).contiguous()
+
+    monkeypatch.setattr(torch.Tensor, "topk", topk)
+    logits = np.random.default_rng(0).integers(0, 3, (8, 300)).astype(np.float32)
+    logits[6:, 20:] = -np.inf
+    chunks = []
+    for row, top_k in enumerate([1, 7, 7, 20, 20, 40, 40, 40]):
+        sampling = SamplingParams(max_tokens=1, seed=row, temperature=2.0, top_k=top_k, top_p=[1.0, 0.8][row % 2])
+        chunks.append(ScheduledChunk(SequenceView(str(row), [1], 1, [0], sampling), 0, 1, True, False))
+    case = Case(chunks, logits, {})
+    found, _ = on_device(case)
+    assert differing(case, found, by_numpy(case)) == []
 
 
 def test_argmax_takes_the_lowest_id_of_ties() -> None:

@@ -62,6 +62,19 @@ def test_what_a_graph_found_is_taken_for_plain_greedy_rows_alone() -> None:
     assert [token.token_id for token in sampler.collect(rows).values()] == [0, 4]
 
 
+def test_the_rows_with_top_k_come_first_and_their_lists_are_longer() -> None:
+    top_ks = [0, 7, 50, 3, 49]
+    chunks = [
+        ScheduledChunk(SequenceView(str(row), [1], 1, [0], SamplingParams(1, top_k=top_k)), 0, 1, True, False)
+        for row, top_k in enumerate(top_ks)
+    ]
+    drawn = DeviceSampler(50, 8, CPU).prepare(chunks).drawn
+    assert drawn is not None
+    assert drawn.rows.tolist() == [1, 3, 4, 0, 2]
+    assert drawn.top_k.tolist() == [7, 3, 49, 0, 0], "50 of 50 tokens are all of them"
+    assert (drawn.num_listed, drawn.list_size) == (3, 50)
+
+
 def test_a_promised_token_is_penalized_like_one_that_is_known() -> None:
     """Step by step with promised tokens against one token at a time."""
     rng = np.random.default_rng(0)
