@@ -38,10 +38,11 @@ def buckets_up_to(max_running: int) -> list[int]:
     return [*found, max_running]
 
 
-def graph_sizes(limits: StepLimits) -> list[GraphSize]:
-    """Of the graphs for steps of these limits."""
+def graph_sizes(limits: StepLimits, has_scales: bool = False) -> list[GraphSize]:
+    """Of the graphs for steps of these limits. In a pool with scales, prompts have none: their blocks are expanded, as
+    many as a step has."""
     decodes = buckets_up_to(limits.max_running)
-    largest = min(MAX_ROWS, limits.max_batched_tokens)
+    largest = 0 if has_scales else min(MAX_ROWS, limits.max_batched_tokens)
     rows, size = [], 0
     while size < largest:
         size += _ROWS if size < _MANY_ROWS else 2 * _ROWS

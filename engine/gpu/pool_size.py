@@ -55,7 +55,9 @@ class PoolSizer:
         # The sum of both bounds every step of these limits.
         peak = measure(allocator, lambda: run_apart(computer, [prompt]))
         peak += measure(allocator, lambda: run_apart(computer, decodes))
-        graphs = measure(allocator, lambda: computer.graphs.capture(graph_sizes(self.limits)))
+        graphs = measure(
+            allocator, lambda: computer.graphs.capture(graph_sizes(self.limits, self.setup.layout.has_scales))
+        )
         computer.graphs.close()
         return peak, graphs
 

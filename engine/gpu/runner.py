@@ -145,7 +145,7 @@ class GpuRunner:
             if device.type == "cuda":
                 self._computer.warm_up()
             if with_graphs:
-                self._computer.graphs.capture(graph_sizes(limits))
+                self._computer.graphs.capture(graph_sizes(limits, setup.layout.has_scales))
         self._queue.free_cached()
         self._steps = StepQueue(self._prepare, self._compute)
         self._prepare_lock = threading.Lock()

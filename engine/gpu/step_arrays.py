@@ -3,9 +3,10 @@
     T tokens    S rows that sample    Cd rows that attend alone    Cp chunks of several tokens
 
 A chunk of one token is a row that attends alone, and so is each of its drafts: all rows write their keys and values
-before one of them attends, and each sees the positions up to its own. Sequences have runs of blocks in `block_ids`, one
-behind the other. A graph computes a fixed number of rows, so padding follows the real ones: rows of one token each, in
-the padding block behind the pool's last block, and prompts without a token.
+before one of them attends, and each sees the positions up to its own. Each chunk has a run of blocks in the block ids
+of its kind, one run behind the other. A graph computes a fixed number of rows, so padding follows the real ones: rows
+of one token each, in the padding block behind the pool's last block, and prompts without a token. Only the last field
+of a graph has any length, so there the runs of prompts follow those of the rows that attend alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class StepArrays(NamedTuple):
     prefill_tokens: np.ndarray  # [Cp]
     tile_chunk: np.ndarray  # [tiles]
     tile_first: np.ndarray  # [tiles]
-    block_ids: np.ndarray  # [blocks of all chunks]; the last field, because the others have fixed places in a graph
+    prefill_block_ids: np.ndarray  # [blocks of the chunks of several tokens]
+    decode_block_ids: np.ndarray  # [of the others]; the last field, because the others have fixed places in a graph
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,8 +100,9 @@ class StepArranger:
 
     def padded(self, arrays: StepArrays, size: GraphSize) -> StepArrays:
         """The step with padding up to `size`, in which it fits, for a graph."""
-        num_tokens, num_blocks = len(arrays.token_ids), len(arrays.block_ids)
         assert size.holds(arrays)
+        num_tokens = len(arrays.token_ids)
+        block_ids = np.concatenate((arrays.decode_block_ids, arrays.prefill_block_ids))
         padding_rows = np.arange(num_tokens, num_tokens + size.alone - len(arrays.decode_row), dtype=np.int32)
 
         def pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
@@ -112,15 +115,16 @@ class StepArranger:
             slots=pad(arrays.slots, size.rows, self.num_blocks * self.block_size),
             sampling_rows=pad(arrays.sampling_rows, size.sampled, 0) if size.prompts else _EMPTY,
             decode_row=np.concatenate((arrays.decode_row, np.minimum(padding_rows, size.rows - 1))),
-            decode_block=pad(arrays.decode_block, size.alone, num_blocks),
+            decode_block=pad(arrays.decode_block, size.alone, len(block_ids)),
             decode_positions=pad(arrays.decode_positions, size.alone, 1),
             prefill_row=pad(arrays.prefill_row, size.prompts, 0),
-            prefill_block=pad(arrays.prefill_block, size.prompts, num_blocks),
+            prefill_block=pad(arrays.prefill_block + np.int32(len(arrays.decode_block_ids)), size.prompts, 0),
             prefill_start=pad(arrays.prefill_start, size.prompts, 0),
             prefill_tokens=pad(arrays.prefill_tokens, size.prompts, 0),
             tile_chunk=pad(arrays.tile_chunk, size.tiles, NO_TILE),
             tile_first=pad(arrays.tile_first, size.tiles, 0),
-            block_ids=np.append(arrays.block_ids, np.int32(self.num_blocks)),
+            prefill_block_ids=_EMPTY,
+            decode_block_ids=np.append(block_ids, np.int32(self.num_blocks)),
         )
 
     def only_padding(self, size: GraphSize) -> StepArrays:
@@ -136,10 +140,10 @@ class StepArranger:
         sources = np.full(len(batch.positions), NOT_PROMISED, np.int32)
         sources[batch.promised_rows] = [rows_before[chunk.sequence.sequence_id] for chunk in chunks if chunk.promised]
         blocks = tables.block_of_each_token(batch, self.block_size)
-        first_block = np.cumsum(tables.num_blocks, dtype=np.int32) - tables.num_blocks
-        runs = zip(tables.rows.tolist(), tables.num_blocks.tolist(), strict=True)
         is_alone = np.array([chunk.num_tokens == 1 for chunk in chunks])
         alone, prefills = np.flatnonzero(is_alone[batch.chunk_of_token]), np.flatnonzero(~is_alone)
+        decode_block, decode_block_ids = _runs(tables, np.flatnonzero(is_alone))
+        prefill_block, prefill_block_ids = _runs(tables, prefills)
         tile_chunk, tile_first = tiles(batch.num_tokens[prefills])
         return StepArrays(
             token_ids=np.array(known_token_ids(chunks), np.int32),
@@ -148,16 +152,24 @@ class StepArranger:
             slots=(blocks * self.block_size + batch.positions % self.block_size).astype(np.int32),
             sampling_rows=batch.sampling_rows,
             decode_row=alone.astype(np.int32),
-            decode_block=first_block[batch.chunk_of_token[alone]],
+            decode_block=decode_block[(np.cumsum(is_alone) - 1)[batch.chunk_of_token[alone]]],
             decode_positions=batch.positions[alone] + 1,
             prefill_row=batch.first_row[prefills],
-            prefill_block=first_block[prefills],
+            prefill_block=prefill_block,
             prefill_start=batch.start[prefills],
             prefill_tokens=batch.num_tokens[prefills],
             tile_chunk=tile_chunk,
             tile_first=tile_first,
-            block_ids=np.concatenate([tables.table[row, :count] for row, count in runs]),
+            prefill_block_ids=prefill_block_ids,
+            decode_block_ids=decode_block_ids,
         )
+
+
+def _runs(tables: StepTables, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first place of each chunk's run, and the blocks of all runs. # int32 [chunks], int32 [blocks]"""
+    rows, counts = tables.rows[chunks], tables.num_blocks[chunks]
+    runs = [tables.table[row, :count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+    return np.cumsum(counts, dtype=np.int32) - counts, np.concatenate((_EMPTY, *runs))
 
 
 def tiles(num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -67,13 +67,15 @@ class OperatorAttention:
         ops.rope_and_cache(heads, self._table.cosine, self._table.sine, step.positions, step.slots, pool, layer, scales)
         if self._num_decodes:
             ops.decode_attention(
-                heads, pool, layer, step.block_ids, step.decode_row, step.decode_block, step.decode_positions,
-                partial, attended, scales,
+                heads, pool, layer, step.decode_block_ids, step.decode_row, step.decode_block,
+                step.decode_positions, partial, attended, scales,
             )  # fmt: skip
         if len(step.prefill_row):
+            # In a graph, the blocks of prompts follow those of decodes (engine/gpu/step_arrays.py).
+            block_ids = step.prefill_block_ids if len(step.prefill_block_ids) else step.decode_block_ids
             ops.prefill_attention(
-                heads, pool, layer, step.block_ids, step.prefill_row, step.prefill_block, step.prefill_start,
-                step.prefill_tokens, step.tile_chunk, step.tile_first, attended, scales,
+                heads, pool, layer, block_ids, step.prefill_row, step.prefill_block,
+                step.prefill_start, step.prefill_tokens, step.tile_chunk, step.tile_first, attended, scales,
             )  # fmt: skip
         return attended
 

@@ -40,7 +40,8 @@ class StepTensors(NamedTuple):
     prefill_tokens: torch.Tensor
     tile_chunk: torch.Tensor
     tile_first: torch.Tensor
-    block_ids: torch.Tensor
+    prefill_block_ids: torch.Tensor
+    decode_block_ids: torch.Tensor
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:

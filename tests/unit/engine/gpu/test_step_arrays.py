@@ -50,9 +50,8 @@ def test_the_arrays_of_a_mixed_step() -> None:
     assert arrays.decode_positions.tolist() == [5, 1]
     assert (arrays.prefill_row.tolist(), arrays.prefill_start.tolist()) == ([1], [2])
     assert arrays.prefill_tokens.tolist() == [3]
-    runs = [*BLOCKS[:2], *BLOCKS[:2], *BLOCKS[:1]]
-    assert arrays.block_ids.tolist() == runs
-    assert (arrays.decode_block.tolist(), arrays.prefill_block.tolist()) == ([0, 4], [2])
+    assert (arrays.decode_block.tolist(), arrays.decode_block_ids.tolist()) == ([0, 2], [*BLOCKS[:2], *BLOCKS[:1]])
+    assert (arrays.prefill_block.tolist(), arrays.prefill_block_ids.tolist()) == ([0], BLOCKS[:2])
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
@@ -63,7 +62,7 @@ def test_each_draft_is_a_row_that_attends_to_the_positions_up_to_its_own() -> No
     assert arrays.sampling_rows.tolist() == [0, 1, 2, 5, 6]
     assert arrays.decode_row.tolist() == [0, 1, 2, 6]
     assert arrays.decode_positions.tolist() == [5, 6, 7, 1]
-    assert arrays.decode_block.tolist() == [0, 0, 0, 4]
+    assert arrays.decode_block.tolist() == [0, 0, 0, 2]
     assert arrays.prefill_row.tolist() == [3]
 
 
@@ -72,7 +71,7 @@ def test_padding_sequences_have_one_token_in_the_padding_block() -> None:
     arrays = arranger.padded(arranger.arrange([chunk("a", 4, 1)], {}), GraphSize(4, 4))
     assert arrays.slots.tolist() == [12, 40, 40, 40]
     assert arrays.decode_positions.tolist() == [5, 1, 1, 1]
-    assert arrays.block_ids[arrays.decode_block].tolist() == [5, 10, 10, 10]
+    assert arrays.decode_block_ids[arrays.decode_block].tolist() == [5, 10, 10, 10]
     assert arrays.decode_row.tolist() == [0, 1, 2, 3]
     assert len(arrays.sampling_rows) == 0
 
@@ -98,10 +97,12 @@ def test_a_graph_holds_each_step_within_its_limits_and_padding_changes_nothing_e
     padded = StepArranger(num_blocks=10, block_size=64).padded(arrays, size)
     assert padded.sizes[:4] == (size.rows,) * 4
     assert [len(padded.tile_chunk), len(padded.prefill_row)] == [size.tiles, size.prompts]
-    names = [name for name in StepArrays._fields if num_prompts or name != "sampling_rows"]
-    for name in names:
+    moved = {"prefill_block", "prefill_block_ids"} | ({"sampling_rows"} if not num_prompts else set())
+    for name in set(StepArrays._fields) - moved:
         before, after = getattr(arrays, name), getattr(padded, name)
         assert after[: len(before)].tolist() == before.tolist()
+    begins = padded.prefill_block[:num_prompts]
+    assert padded.decode_block_ids[begins].tolist() == arrays.prefill_block_ids[arrays.prefill_block].tolist()
     assert set(padded.slots[num_tokens:]) <= {10 * 64}
     assert set(padded.tile_chunk[len(arrays.tile_chunk) :]) <= {NO_TILE}
     own = range(num_tokens, size.rows)
