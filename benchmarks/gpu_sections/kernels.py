@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,14 @@ from core.kv_layout import FLOAT8, KVLayout
 from engine.fp8 import Fp8Matrix
 from engine.gpu.linear import Fp8Linear
 from engine.gpu.ops import ops
+from engine.gpu.step_attention import ExpandedPrompts
 from engine.kv_pool import KVPool
 from engine.rotary import RotaryTable
 
 MATRICES, TINY_MATRICES = [(4096, 28_672), (14_336, 4096)], [(48, 112)]  # (columns, rows)
 # tokens -> goal: half the bytes, twice the rate
 PRODUCT_RATIOS = {1: 1.5, 32: 1.5, 64: 1.2, 256: 1.2, 512: 1.2, 2048: 1.5}
-ATTENTION_RATIOS = {"decode_attention": 1.4, "prefill_attention": 0.7}  # half the bytes, and conversions
+ATTENTION_RATIOS = {"decode_attention": 1.4, "prefill_attention": 0.8}  # half the bytes, and conversions
 SHAPE, BATCH, CONTEXT = Shape(8, 4, 128), 32, 4096
 TINY_SHAPE, TINY_BATCH, TINY_CONTEXT = Shape(2, 2, 16), 2, 40
 PROMPT = 1024  # tokens of a chunk of prefill, behind a cached prefix
@@ -67,18 +68,20 @@ def measure_attention(section: Section) -> None:
     shape, batch, context = (TINY_SHAPE, TINY_BATCH, TINY_CONTEXT) if section.rehearse else (SHAPE, BATCH, CONTEXT)
     num_blocks, prompt = batch * -(-context // shape.block_size), min(PROMPT, context // 2)
     decodes = chunks_of([context - 1] * batch, [1] * batch, shape.block_size, num_blocks, section.device)
-    first = Chunks(
-        decodes.block_ids, decodes.first_row[:1], decodes.first_block[:1], decodes.start[:1], decodes.num_tokens[:1], 1
-    )
-    behind_prefix = replace(
-        first, start=first.start + 1 - prompt, num_tokens=first.num_tokens * prompt, num_rows=prompt
+    behind_prefix = Chunks(
+        decodes.block_ids[: -(-context // shape.block_size)],
+        decodes.first_row[:1],
+        decodes.first_block[:1],
+        start=decodes.start[:1] + 1 - prompt,
+        num_tokens=decodes.num_tokens[:1] * prompt,
+        num_rows=prompt,
     )
     pools = [filled(shape, decodes, num_blocks, context, dtype, section.device) for dtype in (FLOAT8, "bfloat16")]
-    for operator, measure, chunks in (
-        ("decode_attention", f"{batch} x {context:,}", decodes),
-        ("prefill_attention", f"{prompt:,} tokens at {context - prompt:,}", behind_prefix),
+    for operator, work, measure, chunks in (
+        ("decode_attention", decode_work, f"{batch} x {context:,}", decodes),
+        ("prefill_attention", prefill_work, f"{prompt:,} tokens at {context - prompt:,}", behind_prefix),
     ):
-        ours, plain = (seconds_of(section, work_on(pool, shape, chunks, getattr(ops, operator))) for pool in pools)
+        ours, plain = (seconds_of(section, work(pool, shape, chunks)) for pool in pools)
         ratio = ATTENTION_RATIOS[operator]
         name = f"{operator}, fp8 KV, {measure}"
         section.add(Line(name, ours * 1e6, "us", "bfloat16 KV", plain * 1e6, least_ratio=ratio))
@@ -103,14 +106,21 @@ def filled(shape: Shape, chunks: Chunks, num_blocks: int, context: int, dtype: s
     return Filled(pool, heads)
 
 
-def work_on(filled: Filled, shape: Shape, chunks: Chunks, operator: Callable[..., None]) -> Callable[[], None]:
-    """A call of one of the two attention operators, without host synchronisation."""
-    pool = filled.pool
-    arguments = [filled.heads, pool.tensor, 0, chunks.block_ids, chunks.first_row, chunks.first_block]
-    if chunks.num_rows > len(chunks.start):
-        arguments += [chunks.start, chunks.num_tokens, *chunks.tiles()]
-    else:
-        partial = scratch(shape, len(chunks.start), len(filled.heads), filled.heads.device)
-        arguments += [chunks.num_positions, partial]
-    attended = torch.empty_like(filled.heads[:, : shape.num_heads])
-    return functools.partial(operator, *arguments, attended, pool.scales)
+def decode_work(filled: Filled, shape: Shape, chunks: Chunks) -> Callable[[], None]:
+    pool, heads = filled.pool, filled.heads
+    attended = torch.empty_like(heads[:, : shape.num_heads])
+    partial = scratch(shape, len(chunks.start), len(heads), heads.device)
+    inputs = (chunks.block_ids, chunks.first_row, chunks.first_block, chunks.num_positions, partial, attended)
+    return functools.partial(ops.decode_attention, heads, pool.tensor, 0, *inputs, pool.scales)
+
+
+def prefill_work(filled: Filled, shape: Shape, chunks: Chunks) -> Callable[[], None]:
+    """In a pool of 8 bits, the work includes the expansion of the chunk's blocks."""
+    pool, heads = filled.pool, filled.heads
+    attended = torch.empty_like(heads[:, : shape.num_heads])
+    inputs = (chunks.first_row, chunks.first_block, chunks.start, chunks.num_tokens, *chunks.tiles())
+    if pool.scales is None:
+        arguments = (heads, pool.tensor, 0, chunks.block_ids, *inputs, attended)
+        return functools.partial(ops.prefill_attention, *arguments)
+    expanded = ExpandedPrompts(pool.tensor, pool.scales, chunks.block_ids, heads)
+    return functools.partial(expanded.attend, heads, 0, inputs, attended)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from engine.gpu import copies, digests, elementwise, fp8_kernels, sampling_kernels
 from engine.gpu.decode_attention import decode_attention
 from engine.gpu.draw_kernels import draw_tokens
+from engine.gpu.expand_kv import expand_kv
 from engine.gpu.prefill_attention import prefill_attention
 from engine.gpu.rope_cache import rope_and_cache
 
@@ -17,6 +18,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "block_digests": digests.block_digests,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
+    "expand_kv": expand_kv,
     "prefill_attention": prefill_attention,
     "quantize_rows": fp8_kernels.quantize_rows,
     "scale_products": fp8_kernels.scale_products,

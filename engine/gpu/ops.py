@@ -44,13 +44,18 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, "
         "Tensor num_positions, Tensor(a!) partial, Tensor(b!) attended, Tensor? scales=None) -> ()"
     ),
-    # Causal attention of chunks of several tokens, whose keys and values are in the pool.
+    # expanded[i] = keys and values of one layer of the block block_ids[i]: some KV heads, code * scale.
+    # block_ids: int32 [blocks]; expanded: [blocks, 1, 2, heads, block_size, D] for the KV heads from first_head on
+    "expand_kv": (
+        "(Tensor pool, Tensor scales, int layer, Tensor block_ids, int first_head, Tensor(a!) expanded) -> ()"
+    ),
+    # Causal attention of chunks of several tokens, whose keys and values are in a pool without scales.
     # start, num_tokens: int32 [C] position of a chunk's first token, tokens of the chunk; the rest as above
     # tile_chunk, tile_first: int32 [tiles]; a tile is the tokens [tile_first, tile_first + PREFILL_TILE_TOKENS) of its
     # chunk; a negative tile_chunk is no tile
     "prefill_attention": (
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
-        "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended, Tensor? scales=None) -> ()"
+        "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
     # Copy runs between raw addresses. No run's target overlaps with another run.
     # runs: int64 [runs, 4] address of the source, address of the target, bytes, pieces before; the first three are

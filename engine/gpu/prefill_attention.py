@@ -26,7 +26,6 @@ from engine.gpu.attention_tiles import (
     padded,
     pool_strides,
     products,
-    scale_strides,
     slot_offsets,
     softmax_scale,
 )
@@ -45,14 +44,9 @@ def _attend_tile(
     loaded,
     visible,
     scale,
-    key_scales,
-    scales_kind,
-    scale_offsets,
-    seen,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ):
     """The online softmax: add one tile of positions to (highest score, sum of weights, sum of weighted values)."""
     highest, weight_sum, sum_of_values = state
@@ -62,23 +56,14 @@ def _attend_tile(
     else:
         key = tl.load(keys + offsets[:, None])
         value = tl.load(keys + stride_kind + offsets[:, None])
-    if HAS_SCALES:
-        key_scale = tl.load(key_scales + scale_offsets, mask=seen, other=0.0)
-        value_scale = tl.load(key_scales + scales_kind + scale_offsets, mask=seen, other=0.0)
-        key = key.to(query.dtype)
     rows: tl.constexpr = query.shape[0]
     scores = products(query, tl.trans(key), tl.zeros([rows, key.shape[0]], tl.float32), UPCAST)
-    if HAS_SCALES:
-        scores *= key_scale[None, :]
     if CAUSAL:
         scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     decay = tl.exp2(highest - new_highest)
     weights = tl.exp2(scores * scale - new_highest[:, None])
     weight_sum = weight_sum * decay + tl.sum(weights, 1)
-    if HAS_SCALES:
-        weights *= value_scale[None, :]
-        value = value.to(query.dtype)
     sum_of_values = products(weights.to(query.dtype), value, sum_of_values * decay[:, None], UPCAST)
     return new_highest, weight_sum, sum_of_values
 
@@ -98,7 +83,6 @@ def _attend_tile(
 def prefill_attention_kernel(
     heads,
     pool,
-    scales,
     block_ids,
     first_row,
     first_block,
@@ -116,10 +100,6 @@ def prefill_attention_kernel(
     stride_kind,
     stride_kv_head,
     stride_place,
-    scales_block,
-    scales_layer,
-    scales_kind,
-    scales_kv_head,
     G: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
@@ -131,7 +111,6 @@ def prefill_attention_kernel(
     UNMASKED: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS
     part = tl.program_id(1)  # the first tiles attend to most positions (engine/gpu/step_arrays.py)
@@ -156,9 +135,6 @@ def prefill_attention_kernel(
 
     kv_head = (first_head // G).to(tl.int64)
     keys = pool + layer.to(tl.int64) * stride_layer + kv_head * stride_kv_head + element[None, :]
-    key_scales = scales
-    if HAS_SCALES:
-        key_scales += layer.to(tl.int64) * scales_layer + kv_head * scales_kv_head
     end = chunk_start + tl.minimum(first_token + TOKENS, chunk_tokens)  # behind the tile's last position
     state = (
         tl.full([HEADS * TOKENS], float("-inf"), tl.float32),
@@ -173,23 +149,18 @@ def prefill_attention_kernel(
         masked_from = (chunk_start + first_token + 1) // TILE * TILE
         for _ in tl.range(0, masked_from, TILE):
             offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
-            scale_offsets = slot_offsets(blocks, positions, scales_block, 1, BLOCK_SIZE)
-            seen = positions < end
             positions += TILE
             blocks = blocks_of(table, positions, end, BLOCK_SIZE)
             state = _attend_tile(
-                state, query, keys, stride_kind, offsets, inside, inside, scale,
-                key_scales, scales_kind, scale_offsets, seen, False, D < D_PADDED, UPCAST, HAS_SCALES,
-            )  # fmt: skip
+                state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
+            )
     for _ in tl.range(masked_from, end, TILE, num_stages=MASKED_STAGES):
         seen = positions < end
         offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
-        scale_offsets = slot_offsets(blocks, positions, scales_block, 1, BLOCK_SIZE)
         visible = positions[None, :] <= (chunk_start + token)[:, None]
         state = _attend_tile(
-            state, query, keys, stride_kind, offsets, seen[:, None] & inside, visible, scale,
-            key_scales, scales_kind, scale_offsets, seen, True, True, UPCAST, HAS_SCALES,
-        )  # fmt: skip
+            state, query, keys, stride_kind, offsets, seen[:, None] & inside, visible, scale, True, True, UPCAST
+        )
         positions += TILE
         blocks = blocks_of(table, positions, end, BLOCK_SIZE)
     _highest, weight_sum, sum_of_values = state
@@ -206,14 +177,12 @@ def has_small_shared_memory(device: torch.device) -> bool:
     return int(properties.shared_memory_per_block_optin) < SHARED_BYTES
 
 
-def shape_of(
-    head_dim: int, group: int, element_size: int, has_scales: bool, small_shared_memory: bool = False
-) -> dict[str, int]:
+def shape_of(head_dim: int, group: int, element_size: int, small_shared_memory: bool = False) -> dict[str, int]:
     """Tokens and heads of a program, positions of a tile of the context, warps and stages of loads.
 
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
     matrix units of Hopper take 64 rows for 4 warps. They have no float32, so 16 rows of float32 are as good as more.
-    With two loops, or with two stages beside scales, the compiler keeps the query of float32 in registers, and spills.
+    With two loops, the compiler keeps the query of float32 in registers, and spills.
     With three stages, the loads of a tile have a whole tile's time. With two, they are awaited as soon as they start.
     """
     if element_size == 4:
@@ -222,14 +191,12 @@ def shape_of(
             "HEADS": 1,
             "TILE": 16,
             "UNMASKED": False,
-            "MASKED_STAGES": 1 if has_scales else 2,
+            "MASKED_STAGES": 2,
             "num_warps": 4,
             "num_stages": 2,
         }
     heads = 2 if group % 2 == 0 else 1
     tile = 32 if head_dim > 128 else 64 * heads
-    if has_scales:  # converted codes take registers, too
-        tile = min(tile, 64) if head_dim <= 128 or heads == 2 else 16
     if small_shared_memory:  # `num_stages` tiles of keys and values lie there
         tile = min(tile, 16 * 512 // padded(head_dim, 16))
     return {
@@ -255,7 +222,6 @@ def prefill_attention(
     tile_chunk: torch.Tensor,
     tile_first: torch.Tensor,
     attended: torch.Tensor,
-    scales: torch.Tensor | None = None,
 ) -> None:
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
@@ -264,12 +230,11 @@ def prefill_attention(
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     group = num_heads // num_kv_heads
     small = has_small_shared_memory(heads.device)
-    shape = shape_of(head_dim, group, heads.element_size(), scales is not None, small)
+    shape = shape_of(head_dim, group, heads.element_size(), small)
     parts = PREFILL_TILE_TOKENS // shape["TOKENS"]
     prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk) * parts](
         heads,
         pool,
-        scales,
         block_ids,
         first_row,
         first_block,
@@ -283,8 +248,6 @@ def prefill_attention(
         heads.stride(0),
         attended.stride(0),
         *pool_strides(pool),
-        *scale_strides(scales),
-        HAS_SCALES=scales is not None,
         G=group,
         D=head_dim,
         D_PADDED=padded(head_dim, 16),

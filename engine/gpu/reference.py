@@ -71,6 +71,20 @@ def decode_attention(
         _attend(heads, pool, layer, block_ids[first:], row, end - 1, 1, attended, scales)
 
 
+def expand_kv(
+    pool: torch.Tensor,
+    scales: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    first_head: int,
+    expanded: torch.Tensor,
+) -> None:
+    heads = slice(first_head, first_head + expanded.shape[3])
+    # torch indexes no elements of 8 bits in floating point
+    codes = pool.view(torch.uint8)[block_ids.long(), layer, :, heads].view(pool.dtype)
+    expanded[:, 0] = codes.float() * scales[block_ids.long(), layer, :, heads, :, None]
+
+
 def prefill_attention(
     heads: torch.Tensor,
     pool: torch.Tensor,
@@ -83,12 +97,11 @@ def prefill_attention(
     tile_chunk: torch.Tensor,  # noqa: ARG001 - kernels use tiles
     tile_first: torch.Tensor,  # noqa: ARG001
     attended: torch.Tensor,
-    scales: torch.Tensor | None = None,
 ) -> None:
     chunks = torch.stack((first_row, first_block, start, num_tokens), 1).tolist()
     for row, first, begin, count in chunks:
         if count:  # else it is padding
-            _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended, scales)
+            _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended, None)
 
 
 def _attend(
@@ -156,6 +169,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "silu_and_multiply": silu_and_multiply,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
+    "expand_kv": expand_kv,
     "prefill_attention": prefill_attention,
     "copy_runs": copy_runs,
     "block_digests": block_digests,

@@ -5,7 +5,7 @@ T tokens of the step    Hq query heads    Hkv KV heads    D head size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,6 +40,40 @@ class OperatorOps:
         return activated
 
 
+EXPANDED_BYTES = 128 << 20
+"""Prompts of 32,768 positions of an 8B model in one pass. A step of more takes fewer KV heads at a time."""
+
+
+class ExpandedPrompts:
+    """Attention of prompts over a pool of 8 bits: their blocks of one layer, in the dtype of the heads.
+
+    The memory serves all layers of a step. It has EXPANDED_BYTES whatever the step needs, so a measured step counts it
+    (engine/gpu/pool_size.py); only a step in which one KV head needs more has more.
+    """
+
+    def __init__(self, pool: torch.Tensor, scales: torch.Tensor, block_ids: torch.Tensor, heads: torch.Tensor) -> None:
+        _, _, kinds, num_kv_heads, block_size, head_dim = pool.shape
+        self._pool, self._scales, self._block_ids = pool, scales, block_ids
+        self._group = heads.shape[1] // num_kv_heads - 2
+        head_elements = len(block_ids) * kinds * block_size * head_dim
+        fitting = max(1, EXPANDED_BYTES // (head_elements * heads.element_size()))
+        count = next(n for n in range(min(fitting, num_kv_heads), 0, -1) if num_kv_heads % n == 0)
+        memory = heads.new_empty(max(EXPANDED_BYTES // heads.element_size(), count * head_elements))
+        shape = (len(block_ids), 1, kinds, count, block_size, head_dim)
+        self._expanded = memory[: count * head_elements].view(shape)
+        self._places = torch.arange(len(block_ids), dtype=torch.int32, device=heads.device)
+
+    def attend(self, heads: torch.Tensor, layer: int, chunks: Sequence[torch.Tensor], attended: torch.Tensor) -> None:
+        """`chunks`: the arguments of `prefill_attention` from first_row to tile_first."""
+        group, count = self._group, self._expanded.shape[3]
+        for first in range(0, self._pool.shape[3], count):
+            ops.expand_kv(self._pool, self._scales, layer, self._block_ids, first, self._expanded)
+            queries = slice(first * group, (first + count) * group)
+            # The operator takes the heads of `count` keys and values behind the queries, and does not read them.
+            some = heads[:, queries.start : queries.stop + 2 * count]
+            ops.prefill_attention(some, self._expanded, 0, self._places, *chunks, attended[:, queries])
+
+
 class OperatorAttention:
     """The `StepAttention` of a step. `max_context` bounds the contexts of its chunks of one token."""
 
@@ -60,6 +94,7 @@ class OperatorAttention:
         self._num_splits = num_splits(self._num_decodes, pool.shape[3], max_context) if self._num_decodes else 0
         self._attended: torch.Tensor | None = None  # [T, Hq, D]
         self._partial: torch.Tensor | None = None  # float32 [Cd, Hq, splits, D + 2]
+        self._expanded: ExpandedPrompts | None = None
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         step, pool, scales = self._step, self._pool, self._scales
@@ -71,12 +106,17 @@ class OperatorAttention:
                 step.decode_positions, partial, attended, scales,
             )  # fmt: skip
         if len(step.prefill_row):
-            # In a graph, the blocks of prompts follow those of decodes (engine/gpu/step_arrays.py).
-            block_ids = step.prefill_block_ids if len(step.prefill_block_ids) else step.decode_block_ids
-            ops.prefill_attention(
-                heads, pool, layer, block_ids, step.prefill_row, step.prefill_block,
-                step.prefill_start, step.prefill_tokens, step.tile_chunk, step.tile_first, attended, scales,
+            chunks = (
+                step.prefill_row, step.prefill_block, step.prefill_start, step.prefill_tokens, step.tile_chunk,
+                step.tile_first,
             )  # fmt: skip
+            if scales is None:
+                # In a graph, the blocks of prompts follow those of decodes (engine/gpu/step_arrays.py).
+                block_ids = step.prefill_block_ids if len(step.prefill_block_ids) else step.decode_block_ids
+                ops.prefill_attention(heads, pool, layer, block_ids, *chunks, attended)
+            else:
+                self._expanded = self._expanded or ExpandedPrompts(pool, scales, step.prefill_block_ids, heads)
+                self._expanded.attend(heads, layer, chunks, attended)
         return attended
 
     def _memory(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -140,16 +140,16 @@ def _attention() -> Iterator[Variant]:
 
 
 def _attention_with_scales() -> Iterator[Variant]:
-    """A pool of 8 bits: the codes pass the registers, where they become the dtype of the heads."""
+    """A pool of 8 bits."""
+    instructions = {"decode_attention": ("LDGSTS.E",), "expand_kv": ("LDG.E", "STG.E.128")}
     for dtype, head_dim, group in itertools.product(DTYPES, (64, 80, 128, 256), (1, 3, 4, 8)):
         step = AttentionStep(dtype, head_dim, group, has_scales=True)
-        for name in ATTENTION_IN_CI:
-            matrices = name == "prefill_attention" and dtype is not torch.float32
+        for name in ("rope_and_cache", "decode_attention", "expand_kv"):
             yield Variant(
                 f"{name} {dtype} with scales head size {head_dim} group {group}",
                 getattr(step, name),
                 in_ci=(dtype, head_dim, group) == (torch.bfloat16, 128, 4),
-                instructions=("HGMMA",) if matrices else ("LDGSTS.E",) if name == "decode_attention" else (),
+                instructions=instructions.get(name, ()),
             )
 
 
@@ -178,8 +178,12 @@ class AttentionStep:
         partials = meta(num_chunks, num_heads, 8, head_dim + 2, dtype=torch.float32)
         KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended, self.scales)
 
+    def expand_kv(self) -> None:
+        expanded = meta(len(self.ints), 1, *self.pool.shape[2:], dtype=self.heads.dtype)
+        KERNELS["expand_kv"](self.pool, self.scales, 3, self.ints, 0, expanded)
+
     def prefill_attention(self) -> None:
-        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended, self.scales)
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
 
 
 def _fp8_products() -> Iterator[Variant]:

@@ -5,10 +5,12 @@ tests/kernels compares every operator under Triton's interpreter; here are the s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.kernels import test_decode_attention, test_prefill_attention, test_rope_and_cache
+from tests.kernels import test_decode_attention, test_expand_kv, test_prefill_attention, test_rope_and_cache
 from tests.kernels.attention_cases import Shape
 
 pytestmark = pytest.mark.gpu
@@ -34,3 +36,9 @@ def test_attention_and_the_cache_of_real_shapes(shape: Shape) -> None:
     prefills = [(0, 700), (0, 2), (37, 64), (16, 65), (1000, 130), (2047, 3)]  # (start, tokens)
     test_prefill_attention.compare(shape, prefills, device="cuda")
     test_rope_and_cache.compare(shape, [0, 3, 99], [95, 17, 0], device="cuda")
+
+
+@pytest.mark.parametrize("shape", [replace(shape, has_scales=True) for shape in SHAPES], ids=str)
+def test_attention_over_pools_of_8_bits(shape: Shape) -> None:
+    test_decode_attention.compare(shape, [1, 15, 16, 17, 101, 1024, 4096, 2501], num_splits=4, device="cuda")
+    test_expand_kv.compare(shape, [700, 2, 1133], 1, shape.num_kv_heads - 1, device="cuda")

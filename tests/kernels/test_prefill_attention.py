@@ -41,7 +41,6 @@ def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0, device: 
             tile_chunk,
             tile_first,
             attended,
-            context.scales,
         )
         results.append(call_on(where, attend, arguments, attended))
     expected, found = results
@@ -54,13 +53,6 @@ def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0, device: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
     compare(Shape(2, 1, head_dim, dtype=dtype), [(37, 20)])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "layer_major"), [(64, False), (80, True), (128, False)])
-def test_a_pool_with_scales(dtype: torch.dtype, head_dim: int, layer_major: bool) -> None:
-    shape = Shape(4, 2, head_dim, dtype=dtype, layer_major=layer_major, has_scales=True)
-    compare(shape, [(130, 20), (0, 35)], seed=head_dim)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])

@@ -14,8 +14,10 @@ from core.kv_layout import FLOAT8
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.factory import build_runner
+from engine.fp8 import CODES
 from engine.gpu.reference import quantized
 from engine.gpu.runner import GpuRunner
+from engine.gpu.step_attention import EXPANDED_BYTES, ExpandedPrompts
 from engine.kv_pool import PoolOrder
 from engine.runner import StepLimits
 from tests.unit.engine.driving import Engine, request
@@ -37,6 +39,17 @@ def runner() -> Iterator[GpuRunner]:
 def chunk(name: str, start: int, count: int, blocks: list[int]) -> ScheduledChunk:
     view = SequenceView(name, PROMPT, len(PROMPT), blocks, SamplingParams(max_tokens=9, temperature=0.0))
     return ScheduledChunk(view, start, count, samples=True, promised=False)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4000])
+def test_the_memory_of_expanded_prompts_is_that_of_the_largest_step(num_blocks: int) -> None:
+    """So a measured step of any size tells the pool what every step needs."""
+    pool = torch.empty(8, 2, 2, 8, 16, 128, dtype=CODES, device="meta")
+    scales = torch.empty(8, 2, 2, 8, 16, device="meta")
+    heads = torch.empty(30, 48, 128, dtype=torch.bfloat16, device="meta")
+    expanded = ExpandedPrompts(pool, scales, torch.empty(num_blocks, dtype=torch.int32, device="meta"), heads)
+    assert expanded._expanded.untyped_storage().nbytes() == EXPANDED_BYTES
+    assert expanded._expanded.shape == (num_blocks, 1, 2, 8 if num_blocks == 1 else 4, 16, 128)
 
 
 def test_a_row_keeps_its_values_within_a_sixteenth() -> None:
