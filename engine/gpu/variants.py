@@ -141,9 +141,10 @@ def _attention() -> Iterator[Variant]:
 
 def _attention_with_scales() -> Iterator[Variant]:
     """A pool of 8 bits."""
-    instructions = {"decode_attention": ("LDGSTS.E",), "expand_kv": ("LDG.E", "STG.E.128")}
     for dtype, head_dim, group in itertools.product(DTYPES, (64, 80, 128, 256), (1, 3, 4, 8)):
         step = AttentionStep(dtype, head_dim, group, has_scales=True)
+        copies = "LDGSTS.E" if dtype is torch.float32 else "LDGSTS.E.BYPASS.128"
+        instructions = {"decode_attention": (copies,), "expand_kv": ("LDG.E", "STG.E.128")}
         for name in ("rope_and_cache", "decode_attention", "expand_kv"):
             yield Variant(
                 f"{name} {dtype} with scales head size {head_dim} group {group}",

@@ -111,6 +111,17 @@ def test_large_scores_do_not_overflow() -> None:
     compare_rows(shape, context, heads, int32(0), int32(200), num_splits=2)
 
 
+def test_sizes_beyond_half_precision_in_a_pool_with_scales() -> None:
+    shape, generator = Shape(4, 2, 64, dtype=torch.bfloat16, has_scales=True), torch.Generator().manual_seed(8)
+    context = random_context(shape, [200], generator)
+    assert context.scales is not None
+    heads = random_heads(shape, 1, generator) * 2.0**18
+    keys, values = context.scales[:, LAYER].unbind(1)
+    keys *= 2.0**-18
+    values[context.block_ids[1:7].long()] *= 2.0**-30
+    compare_rows(shape, context, heads, int32(0), int32(200), num_splits=1)
+
+
 @pytest.mark.parametrize(
     ("batch", "num_kv_heads", "max_context", "expected"),
     [
