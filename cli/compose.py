@@ -22,7 +22,7 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
 from fleet.host.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.device.device_checks import check_environment, paths_of
+from kv_transfer.device.device_checks import check_environment
 from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.protocol.events import AgentEvent, AgentFailed
 from kv_transfer.protocol.machine import TransferMachine
@@ -136,16 +136,8 @@ def role_option(config: EngineConfig) -> str:
 
 def open_transport(config: TransferConfig, name: str, on_device: bool = False) -> Transport:
     """`on_device`: the pool is on a GPU."""
-    paths = paths_of(config.device_path, on_device)
-    if not paths:
-        return _open_plain(config, name, False)
-    check_environment(os.environ, paths)
-    from kv_transfer.transports.device.device_transport import DeviceTransport
-
-    return DeviceTransport(name, functools.partial(_open_plain, config), paths)
-
-
-def _open_plain(config: TransferConfig, name: str, on_device: bool) -> Transport:
+    if on_device:
+        check_environment(os.environ)
     if config.transport == "memory":
         return MemoryTransport(name, FABRIC)
     if config.transport == "nixl":
@@ -216,7 +208,7 @@ def _worker_parts(
 
         engine = _engine_config(role, config.engine, placement)
         if engine.device.startswith("cuda"):  # fails before a model is loaded
-            check_environment(os.environ, paths_of(config.transfer.device_path, True))
+            check_environment(os.environ)
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         grammars = GrammarReader(functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir))
         with pinned(cores):  # loading must not use the other workers' cores

@@ -156,14 +156,6 @@ class LayoutMismatch(TandemError):
         self.differences = differences
 
 
-class MemoryMismatch(LayoutMismatch):
-    """Two pools in kinds of memory between which no path leads. `remedy` says which option would give one."""
-
-    def __init__(self, reader: object, owner: object, remedy: str) -> None:
-        TandemError.__init__(self, f"no path leads from a pool in {owner} to a pool in {reader}: {remedy}")
-        self.differences = {"memory": (str(reader), str(owner))}
-
-
 class ConfigError(TandemError, ValueError):
     """The configuration cannot work. The message names the option to change."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
 
@@ -103,27 +103,6 @@ class Location:
     gpu: str = ""  # UUID of the GPU that holds the pool
 
 
-class DevicePath(Enum):
-    """How bytes move where a pool is in the memory of a device."""
-
-    MAPPED = "mapped"  # the reader maps the owner's pool, and its GPU copies; on one machine
-    DIRECT = "direct"  # UCX moves the bytes: by RDMA, by its own cuda_ipc, or staged through host memory
-
-
-@dataclass(frozen=True, slots=True)
-class PoolAccess:
-    """The kind of memory that holds a pool, and the ways to move its bytes. The default: host memory, read as it is."""
-
-    device: int | None = None  # CUDA device, as the owner's process numbers it; None = host memory
-    paths: frozenset[DevicePath] = frozenset()  # that the agent can use for reads from its pool and into it
-    map_handle: bytes = b""  # MAPPED: of the pool
-    process: str = ""  # MAPPED: the agent's process, as processes of the same pid namespace name it
-    direct_metadata: bytes = b""  # DIRECT: of the transport that has registered the pool
-
-    def __str__(self) -> str:
-        return "host memory" if self.device is None else f"the memory of CUDA device {self.device}"
-
-
 @dataclass(frozen=True, slots=True)
 class AgentAddress:
     """Everything that a peer needs to send messages to a transfer agent, and to read its pool.
@@ -140,7 +119,7 @@ class AgentAddress:
     lease_s: float  # the agent keeps an offered block for this long after the puller's last message
     probe_bytes: int = 0  # behind the last block, without content: peers read them to measure the path
     location: Location = Location()
-    access: PoolAccess = PoolAccess()
+    device: int | None = None  # CUDA device of the pool, as the owner's process numbers it; None = host memory
     protocol_version: int = PROTOCOL_VERSION  # of the hand-off, as the agent speaks it; 0 = older than this field
 
     @property

@@ -1,4 +1,4 @@
-"""The measured path between two transfer agents, and the paths that the memory of a pool allows.
+"""The measured path between two transfer agents.
 
 kv_transfer/protocol/path_verdict.py judges a path.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from core.errors import MemoryMismatch
-from core.handoff import AgentAddress, DevicePath, PoolAccess
+from core.handoff import AgentAddress
 
 
 class Lane(Enum):
@@ -28,7 +27,7 @@ class PathState(Enum):
     SLOW = "slow"  # far below the expected speed
     FALLBACK = "fallback"  # TCP or an unknown lane, although a faster lane exists
     UNREACHABLE = "unreachable"  # no message came from the peer after connecting
-    REFUSED = "refused"  # the KV layouts cannot be translated, or no path leads between the two memories; final
+    REFUSED = "refused"  # the KV layouts cannot be translated; final
 
 
 BROKEN = frozenset({PathState.SLOW, PathState.FALLBACK, PathState.UNREACHABLE, PathState.REFUSED})
@@ -70,26 +69,3 @@ class PeerLeft:
     """A worker has left the fleet."""
 
     name: str
-
-
-# ---- pools on devices
-
-
-def device_path(reader: PoolAccess, owner: PoolAccess, on_one_machine: bool) -> DevicePath | None:
-    """How the bytes of a read move; None where both pools are in host memory.
-
-    Raises `MemoryMismatch` where no path leads from one to the other.
-    """
-    if reader.device is None and owner.device is None:
-        return None
-    on_devices = reader.device is not None and owner.device is not None
-    if on_devices and on_one_machine and DevicePath.MAPPED in reader.paths & owner.paths:
-        return DevicePath.MAPPED
-    if DevicePath.DIRECT in reader.paths and (owner.device is None or DevicePath.DIRECT in owner.paths):
-        return DevicePath.DIRECT
-    raise MemoryMismatch(reader, owner, 'set [transfer] device_path = "direct" for both pools')
-
-
-def refuse_memory(reader: AgentAddress, owner: AgentAddress) -> None:
-    """Raise `MemoryMismatch` where `reader` cannot read the pool of `owner`."""
-    device_path(reader.access, owner.access, reader.location.machine == owner.location.machine)

@@ -176,7 +176,7 @@ class TransferAgent:
                 lease_s=self.config.lease_s,
                 probe_bytes=self.pool.probe_bytes,
                 location=locate(self.pool),
-                access=transport.access(),
+                device=self.pool.device,
             )
             self._started.set()
             self._run_until_closed(transport)
@@ -281,7 +281,7 @@ class TransferAgent:
                 assert_never(action)
 
     def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
-        event = self._prober.end(transport, end)
+        event = self._prober.end(end)
         self._events.append(event)
         if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
             self._report_lost(transport, event.peer, str(end.error))

@@ -1,8 +1,7 @@
 """Probes of paths: timed reads of bytes that the peer keeps for probes alone.
 
 The devices' counters tell the lane, whatever the transport: TCP if a network device received as many bytes during the
-probe, RDMA if an InfiniBand or RoCE port did. No device counts bytes that move through memory. If the transport has
-chosen the lane itself, it names the lane, and the prober reads no counters.
+probe, RDMA if an InfiniBand or RoCE port did. No device counts bytes that move through memory.
 """
 
 from __future__ import annotations
@@ -87,16 +86,13 @@ class PathProber:
     def owns(self, handle: int) -> bool:
         return handle in self.probes
 
-    def end(self, transport: Transport, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
+    def end(self, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
         ended_at = time.perf_counter()
         probe = self.probes.pop(end.handle)
         peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended_at - probe.began_at
         if isinstance(end, ReadBroken):
             return ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")
-        lane = transport.lane(peer)
-        if lane is Lane.UNKNOWN:
-            lane = seen(probe.before, self._count(), num_bytes)
-        return PathProbed(peer, num_bytes, seconds, lane)
+        return PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))
 
     def time_out(self, transport: Transport) -> None:
         now = time.perf_counter()

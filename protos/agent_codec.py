@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from core.errors import InvalidRequest
-from core.handoff import AgentAddress, DevicePath, Location, PoolAccess
+from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from tandem_client.stubs import worker_pb2
 
@@ -31,25 +31,6 @@ def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
 
 
 _LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s", "gpu")
-_ACCESS_FIELDS = ("map_handle", "process", "direct_metadata")
-
-DEVICE_PATH_TO_WIRE: dict[DevicePath, worker_pb2.DevicePath] = {
-    path: getattr(worker_pb2, f"DEVICE_PATH_{path.name}") for path in DevicePath
-}
-DEVICE_PATH_FROM_WIRE: dict[int, DevicePath] = {wire: path for path, wire in DEVICE_PATH_TO_WIRE.items()}
-
-
-def _encode_access(access: PoolAccess) -> worker_pb2.PoolAccess:
-    paths = sorted(DEVICE_PATH_TO_WIRE[path] for path in access.paths)
-    fields = {name: getattr(access, name) for name in _ACCESS_FIELDS}
-    return worker_pb2.PoolAccess(device=access.device, paths=paths, **fields)
-
-
-def _decode_access(wire: worker_pb2.PoolAccess) -> PoolAccess:
-    """Paths of a later version are left out."""
-    device = wire.device if wire.HasField("device") else None
-    paths = frozenset(DEVICE_PATH_FROM_WIRE[path] for path in wire.paths if path in DEVICE_PATH_FROM_WIRE)
-    return PoolAccess(device, paths, **{name: getattr(wire, name) for name in _ACCESS_FIELDS})
 
 
 def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
@@ -63,7 +44,7 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
         lease_s=address.lease_s,
         probe_bytes=address.probe_bytes,
         location=worker_pb2.Location(**{name: getattr(address.location, name) for name in _LOCATION_FIELDS}),
-        access=_encode_access(address.access) if address.access != PoolAccess() else None,
+        device=address.device,
         protocol_version=address.protocol_version,
     )
 
@@ -86,6 +67,6 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         lease_s=wire.lease_s,
         probe_bytes=wire.probe_bytes,
         location=location,
-        access=_decode_access(wire.access),
+        device=wire.device if wire.HasField("device") else None,
         protocol_version=wire.protocol_version,
     )

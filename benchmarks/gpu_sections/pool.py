@@ -1,8 +1,8 @@
-"""One end of a hand-off: a pool of random bytes on the device, and a transport of one path.
+"""One end of a hand-off: a pool of random bytes on the device, and a transport.
 
     python -m benchmarks.gpu_sections.pool NUM_BLOCKS [--rehearse]     the owner, which obeys the methods of PoolEnd
 
-The owner polls its transport between commands. In a rehearsal the pool is in the memory of a pretended device.
+The owner polls its transport between commands. In a rehearsal the pool is in host memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import pickle
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,19 +20,18 @@ import torch
 from benchmarks.gpu_sections.harness import ROOT
 from benchmarks.gpu_sections.measure import finish
 from benchmarks.processes import ChildProcess, obey, take_stdout
+from core.config import TransferConfig
 from core.errors import TransportError
-from core.handoff import AgentAddress, DevicePath
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 LLAMA_8B = KVLayout("bench", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
 TINY = KVLayout("bench", "float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=16)
 READ_TIMEOUT_S = 20.0
 OWNER_SEED, READER_SEED = 7, 8
-BUSY_CYCLES = 100_000_000  # about 50 ms
 
 Pairs = Sequence[tuple[int, int, int]]  # (source block, target block, blocks)
 
@@ -58,75 +58,45 @@ class PoolEnd:
             self.memory = CudaDeviceMemory(self.bytes.view(torch.bfloat16).view(shape))
         self.transport: Transport | None = None
 
-    # ---- the mapped pool of the peer
-
-    def export(self) -> str:
-        return base64.b64encode(self.memory.export()).decode()
-
-    def copies(self, base: int, pairs: Pairs) -> list[tuple[int, int, int]]:
-        """From the pool at `base`: (source address, target address, bytes)."""
-        size, address = self.layout.block_bytes, self.bytes.data_ptr()
-        return [(base + s * size, address + t * size, count * size) for s, t, count in pairs]
-
-    def copy(self, base: int, pairs: Pairs) -> None:
-        """Copy the blocks, and wait without a sleep, which would be longer than the end of a copy is late."""
-        handle = self.memory.start_copies(self.copies(base, pairs))
-        while not self.memory.has_ended(handle):
-            pass
-
-    def seconds_on_device(self, base: int, pairs: Pairs) -> float:
-        """Of the copies alone: the stream is kept busy while the host prepares them."""
-        if self.rehearse:
-            start = time.perf_counter()
-            self.copy(base, pairs)
-            return time.perf_counter() - start
-        queue = self.memory._copying
-        with queue.computing():
-            torch.cuda._sleep(BUSY_CYCLES)
-            begun = queue.mark()
-        handle = self.memory.start_copies(self.copies(base, pairs))
-        assert not begun.has_ended(), "the host was slower than the pause"
-        ended = self.memory._in_flight[handle]
-        while not self.memory.has_ended(handle):
-            pass
-        found: float = ended.seconds_since(begun)
-        return found
-
     # ---- the transport
 
-    def open(self, name: str, path: str) -> str:
-        """Open a transport of this path alone. Returns its address, pickled."""
+    def open(self, name: str) -> str:
+        """Open a transport. Returns its address, pickled."""
         from kv_transfer.transports.nixl_transport import NixlTransport
 
-        opened = DeviceTransport(name, NixlTransport, frozenset({DevicePath(path)}))
-        pool = PoolMemory(self.bytes.data_ptr(), self.num_blocks, self.layout, None, device=0, memory=self.memory)
+        device, view = (None, memoryview(self.memory.bytes.data)) if self.rehearse else (0, None)
+        opened = NixlTransport(name, on_device=not self.rehearse)
+        pool = PoolMemory(self.bytes.data_ptr(), self.num_blocks, self.layout, view, device, memory=self.memory)
         opened.register(pool)
         self.transport = opened
         address = AgentAddress(
             name=name, incarnation=1, metadata=opened.metadata(), pool_base=pool.address, num_blocks=self.num_blocks,
-            layout=self.layout, lease_s=20.0, location=locate(pool), access=opened.access(),
+            layout=self.layout, lease_s=20.0, location=locate(pool), device=device,
         )  # fmt: skip
         return base64.b64encode(pickle.dumps(address)).decode()
 
-    def connect(self, address: str) -> str:
-        """Returns the lane of reads from the peer."""
+    def connect(self, address: str) -> None:
         assert self.transport is not None
-        peer = pickle.loads(base64.b64decode(address))
-        self.transport.connect(peer)
-        return self.transport.lane(peer.name).value
+        self.transport.connect(pickle.loads(base64.b64decode(address)))
 
     def read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Read blocks, as the agent does."""
+        """Read blocks in reads of as many blocks, with as many in flight, as the agent has."""
         assert self.transport is not None
-        deadline = time.monotonic() + READ_TIMEOUT_S
-        self.transport.start_block_read(peer, sources, targets)
-        while time.monotonic() < deadline:
+        config, deadline = TransferConfig(), time.monotonic() + READ_TIMEOUT_S
+        step = config.blocks_per_read(self.layout.block_bytes)
+        left = deque(range(0, len(sources), step))
+        in_flight = 0
+        while left or in_flight:
+            while left and in_flight < config.max_reads_in_flight:
+                part = slice(left[0], left.popleft() + step)
+                handle = self.transport.start_block_read(peer, sources[part], targets[part])
+                in_flight += not self.transport.try_complete(handle)
             for event in self.transport.poll():
-                if isinstance(event, ReadDone):
-                    return
                 if isinstance(event, ReadBroken):
                     raise event.error
-        raise TransportError(f"the read has not ended after {READ_TIMEOUT_S} s")
+                in_flight -= isinstance(event, ReadDone)
+            if time.monotonic() > deadline:
+                raise TransportError(f"the read has not ended after {READ_TIMEOUT_S} s")
 
     def idle(self) -> None:
         """Called between the commands of the reader."""

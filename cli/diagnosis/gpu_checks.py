@@ -12,9 +12,8 @@ from pathlib import Path
 
 from cli.diagnosis.doctor_findings import Finding, Health, Version, judge, judge_installed, version_of
 from cli.diagnosis.gpu_facts import Gpu, GpuFacts
-from core.config import TransferConfig
 from core.errors import ConfigError
-from kv_transfer.device.device_checks import check_environment, paths_of
+from kv_transfer.device.device_checks import check_environment
 
 MIN_DRIVER = {12: 525, 13: 580}  # major version of CUDA -> oldest branch of the driver
 MIN_FREE_SHARE = 0.25  # of a GPU's memory
@@ -131,7 +130,7 @@ def _cuda_ipc(facts: GpuFacts) -> Iterator[Finding]:
     """Workers of one machine read each other's pools in GPU memory."""
     fault = ""
     try:
-        check_environment(facts.environment, paths_of(TransferConfig().device_path, True))
+        check_environment(facts.environment)
     except ConfigError as error:
         fault = str(error)
         variable = fault.partition("=")[0].partition(" ")[0]

@@ -31,15 +31,12 @@ class TransferConfig:
     verify_digests: bool = True  # check the bytes of every block after its read
     slow_path_share: float = 0.25  # a path is slow below this share of its expected bandwidth
     expected_path_bytes_per_s: float = 0.0  # expected bandwidth of each path; 0 = derived from the hardware
-    device_path: str = "auto"  # auto | mapped | direct; how bytes move between pools on GPUs
     idle_poll_interval_s: float = 0.02  # interval between polls of the transport without an open transfer
     active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 
     def __post_init__(self) -> None:
         transports = ("nixl", "ucxx", "memory")
         require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
-        device_paths = ("auto", "mapped", "direct")
-        require(self.device_path in device_paths, f"device_path must be auto, mapped or direct: {self.device_path}")
         require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
             "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.gpu import copies, digests, elementwise, fp8_kernels, sampling_kernels
+from engine.gpu import digests, elementwise, fp8_kernels, sampling_kernels
 from engine.gpu.decode_attention import decode_attention
 from engine.gpu.draw_kernels import draw_tokens
 from engine.gpu.expand_kv import expand_kv
@@ -14,7 +14,6 @@ from engine.gpu.rope_cache import rope_and_cache
 KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_multiply": elementwise.silu_and_multiply,
-    "copy_runs": copies.copy_runs,
     "block_digests": digests.block_digests,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,

@@ -57,10 +57,6 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
         "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
-    # Copy runs between raw addresses. No run's target overlaps with another run.
-    # runs: int64 [runs, 4] address of the source, address of the target, bytes, pieces before; the first three are
-    # divisible by access_bytes: 16, 8, 4, 2 or 1. engine.gpu.copies.runs_by_access makes the table
-    "copy_runs": "(Tensor runs, int num_pieces, int access_bytes) -> ()",
     # XXH3_64 (seed 0) of blocks. memory: uint8 [num_blocks, block_bytes], block_bytes divisible by 8 and at least 248
     # blocks: int32 [n]; sums: int64 scratch, shape engine.gpu.digests.scratch_shape; digests: int64 [n], as unsigned
     "block_digests": "(Tensor memory, Tensor blocks, Tensor(a!) sums, Tensor(b!) digests) -> ()",

@@ -6,7 +6,6 @@ no result.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -132,11 +131,6 @@ def _attend(
     attended[row : row + num_tokens] = result.transpose(0, 1).to(attended.dtype)
 
 
-def copy_runs(runs: torch.Tensor, num_pieces: int, access_bytes: int) -> None:  # noqa: ARG001 - kernels use them
-    for source, target, num_bytes, _ in runs.tolist():
-        ctypes.memmove(target, source, num_bytes)
-
-
 def block_digests(
     memory: torch.Tensor,
     blocks: torch.Tensor,
@@ -171,7 +165,6 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "decode_attention": decode_attention,
     "expand_kv": expand_kv,
     "prefill_attention": prefill_attention,
-    "copy_runs": copy_runs,
     "block_digests": block_digests,
     "quantize_rows": quantize_rows,
     "scale_products": scale_products,

@@ -39,7 +39,6 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def variants() -> Iterator[Variant]:
     yield from _elementwise()
-    yield from _copies()
     yield from _digests()
     yield from _sampling()
     yield from _attention()
@@ -66,17 +65,6 @@ def _elementwise() -> Iterator[Variant]:
                 in_ci=served and size == 14336,
                 instructions=("LDG.E.128", "STG.E.128"),
             )
-
-
-def _copies() -> Iterator[Variant]:
-    runs = meta(512, 4, dtype=torch.int64)
-    for access_bytes, instruction in ((16, "E.128"), (8, "E.64"), (4, "E"), (2, "E.U16"), (1, "E.U8")):
-        yield Variant(
-            f"copy_runs {access_bytes} bytes",
-            partial(KERNELS["copy_runs"], runs, 16_384, access_bytes),
-            in_ci=access_bytes == 16,
-            instructions=(f"LDG.{instruction}", f"STG.{instruction}"),
-        )
 
 
 def _digests() -> Iterator[Variant]:

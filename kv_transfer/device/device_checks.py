@@ -6,11 +6,10 @@ decides how UCX moves bytes between machines.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from core.errors import ConfigError
-from core.handoff import DevicePath
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
@@ -21,8 +20,8 @@ MODULES = Path("/proc/modules")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def check_environment(environ: Mapping[str, str], paths: Collection[DevicePath]) -> None:
-    """Raise `ConfigError` for a variable with which a path of `paths` does not work. It names variable and remedy."""
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a variable with which no GPU reads another's memory. It names variable and remedy."""
     for variable in ALLOCATOR_VARIABLES:
         options = environ.get(variable, "").replace(" ", "").lower().split(",")
         if "expandable_segments:true" in options:
@@ -30,7 +29,7 @@ def check_environment(environ: Mapping[str, str], paths: Collection[DevicePath])
                 f"{variable} has expandable_segments:True: no other process can map such memory, and transfers fall "
                 "back to TCP. Remove it"
             )
-    if DevicePath.DIRECT in paths and environ.get(GET_ZCOPY, "").lower() in ("n", "no", "off", "0"):
+    if environ.get(GET_ZCOPY, "").lower() in ("n", "no", "off", "0"):
         raise ConfigError(
             f"{GET_ZCOPY}={environ[GET_ZCOPY]} turns reads of GPU memory over cuda_ipc off. Remove it, or set it to y"
         )
@@ -43,14 +42,3 @@ def has_gpudirect(rdma_devices: Path = RDMA_DEVICES, modules: Path = MODULES, dr
         return False
     loaded = {line.partition(" ")[0] for line in modules.read_text().splitlines()} if modules.exists() else set()
     return bool(loaded & PEER_MEMORY_MODULES) or (driver.exists() and "Open Kernel Module" in driver.read_text())
-
-
-def paths_of(device_path: str, on_device: bool) -> frozenset[DevicePath]:
-    """The paths that [transfer] device_path allows for a pool. Empty: pools in host memory alone.
-
-    For a pool in host memory, only "direct" has an effect: it lets the worker read pools on devices.
-    """
-    if device_path == "auto":
-        return frozenset(DevicePath) if on_device else frozenset()
-    chosen = DevicePath(device_path)
-    return frozenset({chosen}) if on_device or chosen is DevicePath.DIRECT else frozenset()

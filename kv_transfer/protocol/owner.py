@@ -35,7 +35,6 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from core.paths import refuse_memory
 from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol.events import Actions, CaughtUp, ComputeDigests, OfferEnded
 from kv_transfer.protocol.offer import Offer
@@ -322,14 +321,12 @@ class Owner:
 
     def _has_digests(self, offer: Offer) -> bool:
         """A device has digests of whole blocks only."""
-        on_host = self._peers.address.access.device is None
+        on_host = self._peers.address.device is None
         return self.config.verify_digests and (on_host or offer.plan.moves_whole_blocks)
 
     def _plan_for(self, peer: AgentAddress) -> TransferPlan:
         """Raises `LayoutMismatch` for a peer that cannot read our pool."""
-        own = self._peers.address
-        refuse_memory(peer, own)
-        return TransferPlan(own.layout, peer.layout)
+        return TransferPlan(self._peers.address.layout, peer.layout)
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         blocks = [offer.leased.pop(position) for position in positions]

@@ -9,16 +9,19 @@ from __future__ import annotations
 from core.handoff import Location
 from core.paths import Lane, PathState, PathStatus
 
+STAGED_BYTES_PER_S = 10e9  # more than one core copies through host memory, less than a GPU reads over PCIe 4
 
-def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
-    """The lane of a path. `seen` is what the transport names, or TCP or RDMA if a network device counted the bytes,
-    else UNKNOWN.
 
-    Bytes between host memories of one machine that no device counted moved through shared memory. Bytes of a GPU
-    may have moved by cuda_ipc or through host memory: UCX does not tell.
+def lane_of(seen: Lane, bytes_per_s: float, ours: Location, theirs: Location) -> Lane:
+    """The lane of a measured path. `seen`: TCP or RDMA if a network device counted the bytes, else UNKNOWN.
+
+    Bytes between host memories of one machine that no device counted moved through shared memory. Bytes between GPUs of
+    one machine moved by cuda_ipc or through host memory. UCX does not tell which, but the speed does.
     """
-    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine or ours.on_gpu or theirs.on_gpu:
+    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine or ours.on_gpu is not theirs.on_gpu:
         return seen
+    if ours.on_gpu:
+        return Lane.CUDA_IPC if bytes_per_s >= STAGED_BYTES_PER_S else Lane.UNKNOWN
     return Lane.SHARED_MEMORY
 
 
@@ -40,7 +43,7 @@ def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: floa
         return PathState.FALLBACK
     measured, expected = status.bytes_per_s, status.expected_bytes_per_s
     if status.lane is Lane.UNKNOWN and on_one_machine and between_gpus and measured and not expected:
-        return PathState.FALLBACK  # neither lane nor speed shows that UCX does not stage through host memory
+        return PathState.FALLBACK  # UCX stages the bytes through host memory
     if measured and measured < slow_share * expected:
         return PathState.SLOW
     return PathState.FINE

@@ -24,7 +24,7 @@ from enum import Enum, auto
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AgentAddress, Ping
-from core.paths import Lane, PathState, PathStatus, refuse_memory
+from core.paths import Lane, PathState, PathStatus
 from kv_transfer.protocol.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
 from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
 from kv_transfer.protocol.peers import MAX_IDLE_PEERS, Drop, Peers
@@ -119,7 +119,6 @@ class Paths:
             return []
         try:
             plan_from(peer.layout, self._peers.address.layout)
-            refuse_memory(self._peers.address, peer)
         except LayoutMismatch as mismatch:
             return self._conclude(path, PathState.REFUSED, now, str(mismatch))
         return self._connect(path, in_use, now)
@@ -233,7 +232,7 @@ class Paths:
         path.num_probes += 1
         if path.num_probes < NUM_SPEEDS:
             return self._probe(path, now)
-        path.lane = lane_of(path.seen, self._peers.address.location, path.peer.location)
+        path.lane = lane_of(path.seen, max(path.speeds), self._peers.address.location, path.peer.location)
         return self._conclude(path, self._judged(path), now)
 
     def on_probe_failed(self, event: ProbeFailed, now: float) -> Actions:

@@ -37,7 +37,6 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from core.paths import refuse_memory
 from core.scheduling.block_pool import BlockPool, Column
 from kv_transfer.protocol.events import (
     Actions,
@@ -83,7 +82,6 @@ class Puller:
     def refuse_pull(self, transfer_id: TransferId, owner: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
         plan_from(owner.layout, self._peers.address.layout)
-        refuse_memory(self._peers.address, owner)
         if transfer_id in self.pulls or transfer_id in self._ended:
             raise TransferFailed(f"{transfer_name(transfer_id)} was pulled before")
         if len(self.pulls) >= self.config.max_transfers:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress, PoolAccess
-from core.paths import Lane
+from core.handoff import AgentAddress
 from kv_transfer.protocol.plan import ByteRun, Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadEnd, TransportEvent, check_runs, read_end
 
@@ -122,12 +121,6 @@ class MemoryTransport:
 
     def metadata(self) -> bytes:
         return self.name.encode()
-
-    def access(self) -> PoolAccess:
-        return PoolAccess()
-
-    def lane(self, peer: str) -> Lane:  # noqa: ARG002
-        return Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         with self.fabric.lock:

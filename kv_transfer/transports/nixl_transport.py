@@ -7,6 +7,8 @@
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
   indices; nixl merges indices that are adjacent on both sides. Any other read makes its own descriptors.
 - A descriptor names the kind of memory and the device of its own side: ours from our pool, a peer's from its address.
+- UCX reads memory of a device by cuda_ipc or RDMA where it can, and through host memory where it cannot, and does not
+  tell which: the measured speed shows it (kv_transfer/protocol/path_verdict.py).
 - Over shared memory a read copies before its start returns, so the caller bounds its size.
 - Neither nixl nor UCX can withdraw a read in flight. A released read writes when the bytes arrive, even after its peer
   was removed (seen over TCP, from a process that had been stopped). So the transport releases a read, and removes its
@@ -26,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress, PoolAccess
-from core.paths import Lane
+from core.handoff import AgentAddress
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.poll_time import PollTime
@@ -75,7 +76,7 @@ class _Memory:
 class _RemoteAgent:
     address: AgentAddress
     memory: _Memory
-    blocks: Any  # prepared descriptors of the agent's blocks; None: they are not as large as ours, or not readable
+    blocks: Any  # prepared descriptors of the agent's blocks; None: they are not as large as ours
 
 
 @dataclass(slots=True)
@@ -88,9 +89,8 @@ class _NixlRead:
 
 class NixlTransport:
     def __init__(self, name: str, on_device: bool = False) -> None:
-        """`on_device`: one of the two pools of a read is in the memory of a device."""
+        """`on_device`: our pool is in the memory of a device."""
         self.name = name
-        self._on_device = on_device
         self.busy = False
         self._poll_time = PollTime()
         self._pool: PoolMemory | None = None
@@ -110,6 +110,8 @@ class NixlTransport:
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
         self._memory = _Memory.of(pool.device)
+        if pool.memory is not None:
+            pool.memory.enter()  # UCX registers and reads memory of the device that is current in its thread
         with _errors_mapped("register the pool"):
             region = (pool.address, pool.num_bytes, self._memory.device, "")
             self._registered = self._agent.register_memory([region], self._memory.kind)
@@ -118,13 +120,6 @@ class NixlTransport:
     def metadata(self) -> bytes:
         with _errors_mapped("describe ourselves"):
             return bytes(self._agent.get_agent_metadata())
-
-    def access(self) -> PoolAccess:
-        assert self._pool is not None
-        return PoolAccess(self._pool.device)
-
-    def lane(self, peer: str) -> Lane:  # noqa: ARG002
-        return Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         assert self._pool is not None
@@ -137,8 +132,8 @@ class NixlTransport:
             if name != peer.name.encode():
                 self._agent.remove_remote_agent(name)
                 raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
-            size, memory, blocks = peer.layout.block_bytes, _Memory.of(peer.access.device), None
-            if self._can_read(peer) and size == self._pool.layout.block_bytes:
+            size, memory, blocks = peer.layout.block_bytes, _Memory.of(peer.device), None
+            if size == self._pool.layout.block_bytes:
                 blocks = self._prepare(peer.name, memory, peer.pool_base, peer.num_bytes, size)
         self._peers[peer.name] = _RemoteAgent(peer, memory, blocks)
 
@@ -153,7 +148,7 @@ class NixlTransport:
         self._remove_left()
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        known, pool = self._readable(peer), self._pool
+        known, pool = self._connected(peer), self._pool
         assert pool is not None
         base, device = known.address.pool_base, known.memory.device
         local = [(pool.address + target, num_bytes, self._memory.device) for _, target, num_bytes in runs]
@@ -164,7 +159,7 @@ class NixlTransport:
             return self._start(peer, self._agent.initialize_xfer("READ", ours, theirs, peer))
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        known = self._readable(peer)
+        known = self._connected(peer)
         with _errors_mapped(f"read from {peer}"):
             return self._start(
                 peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)
@@ -232,16 +227,6 @@ class NixlTransport:
         # One row describes all blocks: address, length, device, stride, count.
         row = [base, block_bytes, memory.device, block_bytes, num_bytes // block_bytes]
         return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), memory.kind)
-
-    def _can_read(self, peer: AgentAddress) -> bool:
-        """An agent that only carries notifications of a pool on a device reads no such pool."""
-        return peer.access.device is None or self._on_device
-
-    def _readable(self, peer: str) -> _RemoteAgent:
-        known = self._connected(peer)
-        if not self._can_read(known.address):
-            raise TransportError(f"the pool of {peer} is in {known.address.access}; this agent reads host memory alone")
-        return known
 
     def _connected(self, peer: str) -> _RemoteAgent:
         known = self._peers.get(peer)

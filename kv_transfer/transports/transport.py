@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import TransportError
-from core.handoff import AgentAddress, PoolAccess
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from core.paths import Lane
 from kv_transfer.device.device_memory import DeviceMemory
 from kv_transfer.protocol.plan import Runs, runs_of_blocks
 
@@ -38,7 +37,7 @@ class PoolMemory:
     view: memoryview | None
     device: int | None = None  # CUDA device; None = host
     probe_bytes: int = 0  # a whole number of blocks
-    memory: DeviceMemory | None = None  # of a pool on a device; None: only the transport can reach the pool
+    memory: DeviceMemory | None = None  # of a pool on a device; None: only the transport reaches the pool
 
     def __post_init__(self) -> None:
         if self.view is not None and (self.view.nbytes, self.view.format) != (self.num_bytes, "B"):
@@ -98,15 +97,6 @@ def check_runs(runs: Runs, peer: AgentAddress, pool: PoolMemory) -> None:
             raise TransportError("a run is outside our pool")
 
 
-def check_blocks(sources: Sequence[int], targets: Sequence[int], peer: AgentAddress, pool: PoolMemory) -> None:
-    """`check_runs` for whole blocks, equally large in both pools."""
-    size = pool.layout.block_bytes
-    if sources and not 0 <= min(sources) <= max(sources) < peer.num_bytes // size:
-        raise TransportError(f"a block is outside the pool of {peer.name}")
-    if targets and not 0 <= min(targets) <= max(targets) < pool.num_bytes // size:
-        raise TransportError("a block is outside our pool")
-
-
 class Transport(Protocol):
     name: str  # the agent's name, unique among all agents
     busy: bool  # whether the last poll moved bytes or messages, so that the next poll should follow at once
@@ -116,12 +106,6 @@ class Transport(Protocol):
 
     def metadata(self) -> bytes:
         """For a peer's `connect`; goes into our AgentAddress."""
-
-    def access(self) -> PoolAccess:
-        """How peers reach our pool; goes into our AgentAddress."""
-
-    def lane(self, peer: str) -> Lane:
-        """The lane of reads from a connected peer, or UNKNOWN where the transport leaves the choice to UCX."""
 
     def connect(self, peer: AgentAddress) -> None:
         """Prepare to read from and notify `peer`. The first use may raise or report `PeerDisconnected`."""

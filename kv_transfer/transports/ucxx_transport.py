@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress, PoolAccess
-from core.paths import Lane
+from core.handoff import AgentAddress
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.poll_time import PollTime
@@ -138,13 +137,6 @@ class UcxxTransport:
         assert self._memory is not None
         about = {"port": self._listener.port, "key": self._memory.packed_key().hex(), "at": self._addresses.encode()}
         return json.dumps(about).encode()
-
-    def access(self) -> PoolAccess:
-        assert self._pool is not None
-        return PoolAccess(self._pool.device)
-
-    def lane(self, peer: str) -> Lane:  # noqa: ARG002
-        return Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         self.disconnect(peer.name)

@@ -13,7 +13,6 @@ from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import MoveReason, ServiceRole
-from core.paths import refuse_memory
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
 from router.routing.policy import MAX_SOURCES, Candidate, Option, Policy, RoutingQuestion, alone, move_target
@@ -93,15 +92,10 @@ class WorkerTable:
         self._update_pools(record.reported_at)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
-        """Raise `LayoutMismatch` if the layout differs from that of another worker, or if no path leads between the
-        memories of a prefill and a decode worker. Only the block sizes of the two pools may differ, and one must be a
-        multiple of the other."""
+        """Raise `LayoutMismatch` if the layout differs from that of another worker. Only the block sizes of the two
+        pools may differ, and one must be a multiple of the other."""
         layout = record.agent.layout
         for other in self._records.values():
-            same_version = other.agent.protocol_version == record.agent.protocol_version
-            if other.role is not record.role and other.worker_id != record.worker_id and same_version:
-                decode, prefill = sorted((record, other), key=lambda one: one.role is ServiceRole.PREFILL)
-                refuse_memory(decode.agent, prefill.agent)
             if other.agent.layout == layout:
                 continue
             differences = other.agent.layout.differences(layout)

@@ -22,12 +22,6 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
 
-class DevicePath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    DEVICE_PATH_UNSPECIFIED: _ClassVar[DevicePath]
-    DEVICE_PATH_MAPPED: _ClassVar[DevicePath]
-    DEVICE_PATH_DIRECT: _ClassVar[DevicePath]
-
 class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PATH_LANE_UNKNOWN: _ClassVar[PathLane]
@@ -74,9 +68,6 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_SERVING: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
-DEVICE_PATH_UNSPECIFIED: DevicePath
-DEVICE_PATH_MAPPED: DevicePath
-DEVICE_PATH_DIRECT: DevicePath
 PATH_LANE_UNKNOWN: PathLane
 PATH_LANE_SHARED_MEMORY: PathLane
 PATH_LANE_CUDA_IPC: PathLane
@@ -141,22 +132,8 @@ class Location(_message.Message):
     gpu: str
     def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., gpu: _Optional[str] = ...) -> None: ...
 
-class PoolAccess(_message.Message):
-    __slots__ = ("device", "paths", "map_handle", "process", "direct_metadata")
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    PATHS_FIELD_NUMBER: _ClassVar[int]
-    MAP_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_METADATA_FIELD_NUMBER: _ClassVar[int]
-    device: int
-    paths: _containers.RepeatedScalarFieldContainer[DevicePath]
-    map_handle: bytes
-    process: str
-    direct_metadata: bytes
-    def __init__(self, device: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[DevicePath, str]]] = ..., map_handle: _Optional[bytes] = ..., process: _Optional[str] = ..., direct_metadata: _Optional[bytes] = ...) -> None: ...
-
 class AgentAddress(_message.Message):
-    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "access", "protocol_version")
+    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "protocol_version", "device")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -166,8 +143,8 @@ class AgentAddress(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
-    ACCESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     metadata: bytes
@@ -177,9 +154,9 @@ class AgentAddress(_message.Message):
     lease_s: float
     probe_bytes: int
     location: Location
-    access: PoolAccess
     protocol_version: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    device: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., protocol_version: _Optional[int] = ..., device: _Optional[int] = ...) -> None: ...
 
 class PeerChange(_message.Message):
     __slots__ = ("owner", "reader", "left")

@@ -143,19 +143,19 @@ async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypat
     put_pools_on_devices(monkeypatch)
     num_lost = 0
 
-    def lose(_: object) -> int:
+    def lose(*_: object) -> tuple[int, ...]:
         nonlocal num_lost
         num_lost += 1
-        raise DeviceLost("start copies: an illegal memory access was encountered")
+        raise DeviceLost("digests: an illegal memory access was encountered")
 
     async with deploy(fault_config(transport="nixl", local_prefill="never"), num_decode=2) as deployment:
         victim, other = deployment.decode
-        monkeypatch.setattr(runner_of(victim).memory, "start_copies", lose)
+        monkeypatch.setattr(runner_of(victim).memory, "digests", lose)
         streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
         for stream in streams:
             finished = (await stream.right()).finished
             assert finished.decode_worker == deployment.id_of(other)
-        assert num_lost == 1, "no copy failed, or the agent went on after the loss"
+        assert num_lost == 1, "no digest failed, or the agent went on after the loss"
         assert "illegal memory access" in str(await asyncio.wait_for(victim.failed(), 10))
         await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
         await victim.stop()

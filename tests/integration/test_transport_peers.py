@@ -17,12 +17,11 @@ import pytest
 
 from core.errors import PeerDisconnected
 from core.handoff import AgentAddress
-from core.paths import Lane
 from kv_transfer.transports.transport import ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import (
     from_line,
+    host_pool,
     known_bytes,
-    pool_for,
     real_transport,
 )
 from tests.integration.transport_ends import blocks
@@ -104,7 +103,7 @@ def read_over_a_new_connection(transport: Transport, owner: OwnerProcess, wanted
 
 def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
     """A transport that has read from the owner already, and its pool."""
-    array, pool = pool_for(owner.kind)
+    array, pool = host_pool()
     transport = real_transport(owner.kind)("reader")
     transport.register(pool)
     transport.connect(owner.address)
@@ -124,7 +123,6 @@ def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: Owne
     transport.close()
 
 
-@pytest.mark.parametrize("owner", [*KINDS, "mapped", "direct"], indirect=True)
 def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None:
     transport, _ = reader_of(owner)
     owner.process.send_signal(signal.SIGKILL)
@@ -157,26 +155,6 @@ def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(
     event = wait_for_end(transport)
     assert isinstance(event, ReadBroken)
     assert event.handle == handle
-    transport.close()
-
-
-@pytest.mark.parametrize("owner", ["mapped"], indirect=True)
-def test_a_mapped_pool_is_read_while_its_owner_is_frozen_and_unmapped_once_the_owner_is_dead(
-    owner: OwnerProcess,
-) -> None:
-    transport, array = reader_of(owner)
-    memory = transport._pool.memory  # type: ignore[attr-defined]
-    assert (transport.lane(owner.address.name), memory.num_mapped) == (Lane.CUDA_IPC, 1)
-    owner.process.send_signal(signal.SIGSTOP)
-    handle = transport.start_block_read(owner.address.name, range(8, 40), range(8, 40))
-    assert wait_for_end(transport) == ReadDone(handle)
-    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
-    owner.process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while memory.num_mapped:
-        assert time.monotonic() < deadline
-        assert transport.poll() == []
-    transport.disconnect(owner.address.name)
     transport.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from core.errors import PeerDisconnected, TransportError
 from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, pool_for, real_transport
+from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, real_transport
 from tests.integration.transport_ends import SIZE, Ends, blocks
 from tests.support.unreliable_transport import Faults
 
@@ -33,9 +32,9 @@ def opener(kind: str) -> Callable[[str], Transport]:
     return real_transport(kind)
 
 
-@pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx", "mapped", "direct"])
+@pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    both = Ends(opener(request.param), functools.partial(pool_for, request.param))
+    both = Ends(opener(request.param))
     yield both
     both.a.close()
     both.b.close()
@@ -160,7 +159,7 @@ class TestContract:
 @pytest.mark.timeout(240)
 def test_the_contract_holds_over_tcp() -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
-    kinds = ("nixl", "ucxx")  # `direct` reads by nixl
+    kinds = ("nixl", "ucxx")
     for kind in kinds:
         real_transport(kind)
     which = f"({' or '.join(kinds)}) and (TestContract or owner) and not shared_memory"

@@ -12,18 +12,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from core.handoff import AgentAddress, DevicePath
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from protos import codec
 from tandem_client.stubs import worker_pb2
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64
-DEVICE_PATHS = {path.value: path for path in DevicePath}
 
 
 def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
@@ -41,10 +39,6 @@ def device_pool(
     return memory.bytes.reshape(num_blocks, -1), PoolMemory(memory.address, num_blocks, layout, None, device, 0, memory)
 
 
-def pool_for(kind: str, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
-    return device_pool(layout, num_blocks) if kind in DEVICE_PATHS else host_pool(layout, num_blocks)
-
-
 def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> AgentAddress:
     return AgentAddress(
         transport.name,
@@ -56,17 +50,12 @@ def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> 
         lease_s=20.0,
         probe_bytes=pool.probe_bytes,
         location=locate(pool),
-        access=transport.access(),
+        device=pool.device,
     )
 
 
 def real_transport(kind: str) -> Callable[[str], Transport]:
-    """nixl or ucxx, or a path between devices over nixl; skips the test where it is not installed."""
-    if kind in DEVICE_PATHS:
-        real_transport("nixl")
-        from tests.support.host_nixl import open_host_nixl
-
-        return lambda name: DeviceTransport(name, open_host_nixl, frozenset({DEVICE_PATHS[kind]}))
+    """nixl or ucxx; skips the test where it is not installed."""
     module = pytest.importorskip(f"kv_transfer.transports.{kind}_transport", reason=f"{kind} is not installed")
     return getattr(module, f"{kind.capitalize()}Transport")
 
@@ -84,7 +73,7 @@ def from_line(line: str) -> AgentAddress:
 
 
 def serve(kind: str) -> None:
-    array, pool = pool_for(kind)
+    array, pool = host_pool()
     for block in range(NUM_BLOCKS):
         array[block] = known_bytes(block)
     transport = real_transport(kind)("owner-process")

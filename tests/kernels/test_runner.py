@@ -79,4 +79,4 @@ def test_a_section_rehearses_under_the_interpreter(tmp_path: Path, name: str) ->
         assert any("does not fit" in note for note in section["notes"])
     if name == "hand_off":
         measures = " ".join(line["measure"] for line in section["lines"])
-        assert "lane cuda_ipc" in measures
+        assert "reads, shuffled" in measures

@@ -7,9 +7,11 @@ import itertools
 import pytest
 
 import engine.factory
+import kv_transfer.transports.nixl_transport
 from core.config import EngineConfig
 from engine.fake_runner import FakeRunner
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from tests.support.host_nixl import HostNixl
 
 
 class DeviceRunner(FakeRunner):
@@ -31,10 +33,11 @@ class DeviceRunner(FakeRunner):
 
 
 def put_pools_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each worker that starts from now on has the next device."""
+    """Each worker that starts from now on has the next device, and nixl takes its memory for host memory."""
     devices = itertools.count()
 
     def build(config: EngineConfig, *_: object, **__: object) -> DeviceRunner:
         return DeviceRunner(FakeRunner.from_config(config), next(devices))
 
     monkeypatch.setattr(engine.factory, "build_runner", build)
+    monkeypatch.setattr(kv_transfer.transports.nixl_transport, "NixlTransport", HostNixl)

@@ -1,24 +1,20 @@
-"""nixl that takes the memory of a pretended device for what it is: host memory. For the direct path."""
+"""nixl that takes the memory of a pretended device for what it is: host memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from core.handoff import AgentAddress, PoolAccess
-from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from core.handoff import AgentAddress
 from kv_transfer.transports.nixl_transport import NixlTransport
-from kv_transfer.transports.transport import PoolMemory, Transport
+from kv_transfer.transports.transport import PoolMemory
 
 
 class HostNixl(NixlTransport):
+    def __init__(self, name: str, on_device: bool = True) -> None:  # noqa: ARG002
+        super().__init__(name)
+
     def register(self, pool: PoolMemory) -> None:
-        if isinstance(pool.memory, FakeDeviceMemory):
-            pool = replace(pool, device=None, memory=None, view=memoryview(pool.memory.bytes.data))
-        super().register(pool)
+        super().register(replace(pool, device=None, memory=None))
 
     def connect(self, peer: AgentAddress) -> None:
-        super().connect(replace(peer, access=PoolAccess()))
-
-
-def open_host_nixl(name: str, on_device: bool) -> Transport:
-    return HostNixl(name) if on_device else NixlTransport(name)
+        super().connect(replace(peer, device=None))

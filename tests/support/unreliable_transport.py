@@ -16,9 +16,8 @@ from pathlib import Path
 from cli import compose
 from core.config import TandemConfig
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress, PoolAccess
+from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole
-from core.paths import Lane
 from fleet.host.service_host import Placement
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
@@ -63,12 +62,6 @@ class UnreliableTransport:
 
     def metadata(self) -> bytes:
         return self._transport.metadata()
-
-    def access(self) -> PoolAccess:
-        return self._transport.access()
-
-    def lane(self, peer: str) -> Lane:
-        return self._transport.lane(peer)
 
     def connect(self, peer: AgentAddress) -> None:
         self._begin_operation(peer.name)

@@ -130,16 +130,6 @@ def test_an_option_by_which_the_workers_of_the_pools_differ_keeps_them_in_their_
     assert role_option(engine) == option
 
 
-def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    nixl, direct = TransferConfig(), TransferConfig(device_path="direct")
-    assert type(open_transport(nixl, "a")).__name__ == "NixlTransport"
-    for config, on_device in ((nixl, True), (direct, True), (direct, False)):
-        assert type(open_transport(config, "a", on_device)).__name__ == "DeviceTransport"
-
-
 def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert open_transport(TransferConfig(transport="memory"), "a")

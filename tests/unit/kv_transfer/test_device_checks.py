@@ -7,27 +7,22 @@ from pathlib import Path
 import pytest
 
 from core.errors import ConfigError
-from core.handoff import DevicePath
-from kv_transfer.device.device_checks import check_environment, has_gpudirect, paths_of
-
-MAPPED, DIRECT = DevicePath
+from kv_transfer.device.device_checks import check_environment, has_gpudirect
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments:True"])
 def test_expandable_segments_are_refused_by_the_variables_name(variable: str, value: str) -> None:
-    for path in (MAPPED, DIRECT):
-        with pytest.raises(ConfigError, match=f"{variable} has expandable_segments"):
-            check_environment({variable: value}, {path})
-    check_environment({variable: "expandable_segments:False"}, set(DevicePath))
+    with pytest.raises(ConfigError, match=f"{variable} has expandable_segments"):
+        check_environment({variable: value})
+    check_environment({variable: "expandable_segments:False"})
 
 
-def test_reads_over_cuda_ipc_that_are_switched_off_are_refused_where_the_transport_would_use_them() -> None:
+def test_reads_over_cuda_ipc_that_are_switched_off_are_refused() -> None:
     for value in ("n", "No", "0", "off"):
         with pytest.raises(ConfigError, match=f"UCX_CUDA_IPC_ENABLE_GET_ZCOPY={value}"):
-            check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {DIRECT})
-        check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {MAPPED})
-    check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}, {DIRECT})
+            check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value})
+    check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"})
 
 
 @pytest.mark.parametrize(
@@ -52,18 +47,3 @@ def test_gpudirect_needs_an_rdma_device_and_a_way_into_gpu_memory(
 
 def test_a_machine_without_any_of_these_files_has_no_gpudirect(tmp_path: Path) -> None:
     assert not has_gpudirect(tmp_path / "a", tmp_path / "b", tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    ("device_path", "on_device", "paths"),
-    [
-        ("auto", False, set()),
-        ("auto", True, {MAPPED, DIRECT}),
-        ("mapped", True, {MAPPED}),
-        ("mapped", False, set()),
-        ("direct", True, {DIRECT}),
-        ("direct", False, {DIRECT}),  # a pool in host memory whose peers are on devices
-    ],
-)
-def test_the_paths_of_a_pool_follow_from_the_option(device_path: str, on_device: bool, paths: set[DevicePath]) -> None:
-    assert paths_of(device_path, on_device) == paths

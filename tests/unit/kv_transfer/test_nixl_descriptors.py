@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import TransportError
-from core.handoff import AgentAddress, PoolAccess
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.nixl_package import import_nixl
@@ -59,7 +58,7 @@ def transport(device: int | None) -> tuple[NixlTransport, Agent]:
 
 def peer(device: int | None) -> AgentAddress:
     address = AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0)
-    return replace(address, access=PoolAccess(device))
+    return replace(address, device=device)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +67,7 @@ def peer(device: int | None) -> AgentAddress:
         (None, None, (0, "DRAM"), (0, "DRAM")),
         (0, 3, (0, "VRAM"), (3, "VRAM")),
         (2, None, (2, "VRAM"), (0, "DRAM")),
+        (None, 1, (0, "DRAM"), (1, "VRAM")),
     ],
 )
 def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
@@ -83,18 +83,6 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
         ([(4096 + 16, 100, local[0])], local[1]),
         ([((1 << 20) + 8, 100, remote[0])], remote[1]),
     ]
-
-
-def test_a_host_pool_connects_to_a_reader_on_a_device_and_refuses_to_read_from_it() -> None:
-    owner, agent = transport(None)
-    owner.connect(peer(1))
-    assert [name for name, *_ in agent.prepared] == [""], "nothing of the peer's pool is registered"
-    for start in (
-        lambda: owner.start_read("theirs", [ByteRun(0, 0, 8)]),
-        lambda: owner.start_block_read("theirs", [0], [0]),
-    ):
-        with pytest.raises(TransportError, match="in the memory of CUDA device 1; this agent reads host memory alone"):
-            start()
 
 
 def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() -> None:

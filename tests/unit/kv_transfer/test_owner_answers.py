@@ -11,11 +11,9 @@ from core.errors import LayoutMismatch
 from core.handoff import (
     Abort,
     AbortReason,
-    DevicePath,
     Heartbeat,
     HeartbeatEntry,
     OwnerState,
-    PoolAccess,
     Ready,
     Release,
     Want,
@@ -130,12 +128,11 @@ def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_has
     verify: bool, device: int | None, pieces: int, computed: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "FIRST_READY_BYTES", 2 * LAYOUT.block_bytes)
-    access = PoolAccess(device, frozenset({DevicePath.MAPPED}))
     pool = BlockPool(10)
-    here = replace(address("owner", 11), access=access)
+    here = replace(address("owner", 11), device=device)
     machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
     layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
-    machine.offer(ID, replace(address("puller", 22, layout=layout), access=access), 0.0)
+    machine.offer(ID, replace(address("puller", 22, layout=layout), device=device), 0.0)
     blocks = pool.allocate(10)
     assert blocks is not None
     actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, (42,), 0.0)

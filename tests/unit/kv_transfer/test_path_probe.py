@@ -60,7 +60,7 @@ class Pair:
     def ends(self) -> list[PathProbed | ProbeFailed]:
         ends = [end for end in self.reader.transport.poll() if isinstance(end, ReadDone | ReadBroken)]
         assert all(self.prober.owns(end.handle) for end in ends)
-        return [self.prober.end(self.reader.transport, end) for end in ends]
+        return [self.prober.end(end) for end in ends]
 
 
 @pytest.fixture
@@ -85,17 +85,6 @@ def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> No
     (probed,) = pair.ends()
     assert isinstance(probed, PathProbed)
     assert probed.seen is Lane.TCP
-
-
-def test_a_lane_that_the_transport_names_is_not_guessed_from_counters(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MemoryTransport, "lane", lambda *_: Lane.CUDA_IPC)
-    pair.counted = iter([QUIET])  # asked once, at the start
-    pair.start()
-    (probed,) = pair.ends()
-    assert isinstance(probed, PathProbed)
-    assert probed.seen is Lane.CUDA_IPC
 
 
 def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:

@@ -29,21 +29,22 @@ def test_a_configured_speed_overrides_that_of_the_hardware() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "ours", "theirs", "lane"),
+    ("seen", "bytes_per_s", "ours", "theirs", "lane"),
     [
-        (Lane.TCP, HERE, BESIDE, Lane.TCP),
-        (Lane.RDMA, HERE, THERE, Lane.RDMA),
-        (Lane.UNKNOWN, HERE, BESIDE, Lane.SHARED_MEMORY),
-        (Lane.CUDA_IPC, GPU, GPU_BESIDE, Lane.CUDA_IPC),
-        (Lane.UNKNOWN, GPU, GPU_BESIDE, Lane.UNKNOWN),  # UCX does not tell whether it stages
-        (Lane.UNKNOWN, HERE, GPU, Lane.UNKNOWN),
-        (Lane.UNKNOWN, HERE, THERE, Lane.UNKNOWN),
+        (Lane.TCP, 5e9, HERE, BESIDE, Lane.TCP),
+        (Lane.RDMA, 5e9, HERE, THERE, Lane.RDMA),
+        (Lane.UNKNOWN, 5e9, HERE, BESIDE, Lane.SHARED_MEMORY),
+        (Lane.UNKNOWN, 25e9, GPU, GPU_BESIDE, Lane.CUDA_IPC),
+        (Lane.UNKNOWN, 4e9, GPU, GPU_BESIDE, Lane.UNKNOWN),  # through host memory
+        (Lane.TCP, 25e9, GPU, GPU_BESIDE, Lane.TCP),
+        (Lane.UNKNOWN, 25e9, HERE, GPU, Lane.UNKNOWN),
+        (Lane.UNKNOWN, 25e9, GPU, GPU_THERE, Lane.UNKNOWN),
     ],
 )
-def test_uncounted_bytes_of_one_machine_moved_through_shared_memory_if_both_pools_are_in_host_memory(
-    seen: Lane, ours: Location, theirs: Location, lane: Lane
+def test_uncounted_bytes_of_one_machine_moved_through_shared_memory_or_fast_between_gpus_by_cuda_ipc(
+    seen: Lane, bytes_per_s: float, ours: Location, theirs: Location, lane: Lane
 ) -> None:
-    assert lane_of(seen, ours, theirs) is lane
+    assert lane_of(seen, bytes_per_s, ours, theirs) is lane
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ def test_uncounted_bytes_of_one_machine_moved_through_shared_memory_if_both_pool
         (Lane.TCP, 0.2e9, HERE, THERE, PathState.SLOW),
         (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, on any machines
         (Lane.RDMA, 11e9, GPU, GPU_THERE, PathState.FINE),
-        (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # the expected speed is not known
-        (Lane.UNKNOWN, 40e9, GPU, GPU_BESIDE, PathState.FALLBACK),  # UCX may stage through host memory
+        (Lane.CUDA_IPC, 40e9, GPU, GPU_BESIDE, PathState.FINE),  # the expected speed is not known
+        (Lane.UNKNOWN, 4e9, GPU, GPU_BESIDE, PathState.FALLBACK),
         (Lane.UNKNOWN, 11e9, GPU, GPU_THERE, PathState.FINE),
         (Lane.UNKNOWN, 1e9, GPU, GPU_THERE, PathState.SLOW),
         (Lane.UNKNOWN, 1e9, HERE, GPU, PathState.FINE),  # one pool is in host memory

@@ -10,9 +10,8 @@ import pytest
 import xxhash
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AbortReason, AgentAddress, PoolAccess
+from core.handoff import AbortReason, AgentAddress
 from core.kv_layout import KVLayout
-from core.paths import Lane
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.protocol.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
@@ -69,12 +68,6 @@ class Copier:
     def close(self) -> None: ...
     def metadata(self) -> bytes:
         return b""
-
-    def access(self) -> PoolAccess:
-        return PoolAccess()
-
-    def lane(self, peer: str) -> Lane:  # noqa: ARG002
-        return Lane.UNKNOWN
 
     def poll(self) -> list[TransportEvent]:
         return []

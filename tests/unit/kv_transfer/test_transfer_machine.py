@@ -6,9 +6,8 @@ from typing import Any, cast
 import pytest
 
 from core.config import TransferConfig
-from core.errors import MemoryMismatch, QueueFull
-from core.handoff import Abort, AbortReason, DevicePath, Heartbeat, PoolAccess, PullerState
-from core.paths import PathState, PeerJoined
+from core.errors import QueueFull
+from core.handoff import Abort, AbortReason, Heartbeat, PullerState
 from kv_transfer.protocol.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
 from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address, assert_completed, assert_failed
@@ -23,22 +22,6 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
     assert len(connected) - len(gone) == 64
     assert gone[0] == "peer0"
-
-
-def test_pools_in_memories_without_a_path_are_refused_by_name_on_both_sides() -> None:
-    pair = Pair()
-    on_device = replace(address("owner", 11), access=PoolAccess(1, frozenset({DevicePath.MAPPED})))
-    with pytest.raises(MemoryMismatch, match="CUDA device 1 to a pool in host memory"):
-        pair.puller.machine.reserve_pull(ID, on_device, 0.0)
-    with pytest.raises(MemoryMismatch, match="host memory to a pool in the memory of CUDA device 1"):
-        pair.owner.machine.offer(ID, replace(on_device, name="puller"), 0.0)
-    for side in (pair.owner, pair.puller):
-        side.machine.check()
-        assert not side.machine.alive
-    pair.puller.machine.handle(PeerJoined(on_device, is_owner=True), 0.0)
-    (path,) = pair.puller.machine.paths
-    assert path.state is PathState.REFUSED
-    assert "device_path" in path.detail
 
 
 def test_more_transfers_than_the_limit_are_refused() -> None:

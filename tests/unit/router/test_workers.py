@@ -9,8 +9,8 @@ import pytest
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
-from core.errors import InvalidRequest, LayoutMismatch, MemoryMismatch
-from core.handoff import PROTOCOL_VERSION, DevicePath, PoolAccess
+from core.errors import InvalidRequest, LayoutMismatch
+from core.handoff import PROTOCOL_VERSION
 from core.lifecycle import ServiceRole, WorkerState
 from core.scheduling.block_pool import Column
 from core.scheduling.sequence import Sequence
@@ -23,9 +23,6 @@ from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 WORK = CallWork(prompt_s=0.005, num_blocks=3)
-
-
-ON_DEVICE = PoolAccess(0, frozenset(DevicePath))
 
 
 def empty_table(config: RouterConfig = CONFIG) -> WorkerTable:
@@ -88,15 +85,6 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
         workers.join(replace(record("e"), agent=agent("e", layout=other)), ())
     workers.join(replace(record("d"), agent=agent("d", layout=other)), ())
     assert workers.chosen("d").agent.layout == other
-
-
-def test_a_worker_whose_pool_no_path_reaches_is_refused_by_both_memories() -> None:
-    prefill = record("p", ServiceRole.PREFILL)
-    workers = table(replace(prefill, agent=replace(prefill.agent, access=ON_DEVICE)))
-    with pytest.raises(MemoryMismatch, match="from a pool in the memory of CUDA device 0 to a pool in host memory"):
-        workers.join(record("d"), ())
-    reader = record("d")
-    workers.join(replace(reader, agent=replace(reader.agent, access=ON_DEVICE)), ())
 
 
 def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
@@ -307,16 +295,3 @@ def test_a_worker_learns_only_of_peers_of_its_version(version: int) -> None:
     peer = {OLD: "p-old", NEW: "p-new"}[version]
     assert {update.worker_id for update in announce_join(joining, BOTH)} == {"d-2", peer}
     assert {update.worker_id for update in announce_leave(joining, BOTH)} == {peer}
-
-
-def test_memories_without_a_path_between_them_refuse_only_workers_that_could_be_paired() -> None:
-    workers = table(D_OLD)
-    for name, version in (("p-new", NEW), ("p-old", OLD)):
-        prefill = of_version(name, P, version)
-        joining = replace(prefill, agent=replace(prefill.agent, access=ON_DEVICE))
-        if version == NEW:
-            workers.join(joining, ())
-            continue
-        with pytest.raises(MemoryMismatch):
-            workers.join(joining, ())
-    assert pairs(workers) == {(None, "d-old")}

@@ -13,10 +13,8 @@ from core.handoff import (
     OWNER_STEPS,
     PULLER_STEPS,
     AgentAddress,
-    DevicePath,
     Location,
     OwnerState,
-    PoolAccess,
     PullerState,
 )
 from core.kv_layout import KVLayout
@@ -95,5 +93,4 @@ async def test_news_of_the_fleet_arrives_in_order() -> None:
 def agent(name: str) -> AgentAddress:
     layout = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
     location = Location("here", on_gpu=True, memory_bytes_per_s=1.5, link_bytes_per_s=2.5, gpu="GPU-1")
-    access = PoolAccess(0, frozenset(DevicePath), b"map", "pid:[1] 7 99", b"direct")
-    return AgentAddress(name, 7, b"keys", 4096, 32, layout, 20.0, 65_536, location, access)
+    return AgentAddress(name, 7, b"keys", 4096, 32, layout, 20.0, 65_536, location, device=0)
