@@ -131,6 +131,8 @@ class UcxxTransport:
 
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
+        if pool.memory is not None:
+            pool.memory.enter()  # UCX registers and reads memory of the device that is current in its thread
         self._memory = UcpMemory(self._context.handle, pool.address, pool.num_bytes, pool.device)
 
     def metadata(self) -> bytes:
