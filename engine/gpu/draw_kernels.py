@@ -42,12 +42,8 @@ def draw_tokens(
         return
     vocab_size, stride = logits.shape[1], logits.stride(0)
     num_splits = triton.cdiv(vocab_size, SAMPLING_SPLIT)
-
-    def parts(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(len(rows), num_splits, dtype=dtype, device=logits.device)
-
-    highest, scores, best_ids, masses = map(parts, (torch.float32, torch.float32, torch.int32, torch.int64))
-    values, token_ids = logits[:0], keys[:0]  # of the same types as a list
+    parts = torch.empty(len(rows), num_splits, 4, dtype=torch.float64, device=logits.device)
+    values, token_ids = logits, keys  # not read without a list, and of the types of one
     if num_listed:
         listed = logits if num_listed == len(logits) else logits.index_select(0, rows[:num_listed])
         values, token_ids = listed.topk(list_size, sorted=True)
@@ -58,10 +54,7 @@ def draw_tokens(
             num_listed,
             settings,
             keys,
-            highest,
-            scores,
-            best_ids,
-            masses,
+            parts,
             vocab_size,
             stride,
             num_splits,
@@ -79,10 +72,7 @@ def draw_tokens(
         top_k,
         settings,
         keys,
-        highest,
-        scores,
-        best_ids,
-        masses,
+        parts,
         ids,
         vocab_size,
         stride,
@@ -122,34 +112,34 @@ def _best_of_splits(
     num_listed,
     settings,
     keys,
-    highest,
-    scores,
-    best_ids,
-    masses,
+    parts,
     vocab_size,
     stride,
     num_splits,
     MASS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of each part of a row: the highest logit, the mass in units of that token's, the best score with its token."""
+    """Of each part of a row: the highest logit, the mass in units of that token's, the best score and its token.
+
+    # parts: float64 [D, num_splits, 4]
+    """
     index, split = num_listed + tl.program_id(0), tl.program_id(1)
     logits += tl.load(rows + index).to(tl.int64) * stride
     temperature = tl.load(settings + 3 * index).to(tl.float32)
     token_ids = split * TILE + tl.arange(0, TILE)
     values = tl.load(logits + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
     found = _scores(values, token_ids, temperature, tl.load(keys + index))
-    best = tl.max(found, axis=0)
-    part = index * num_splits + split
-    top = tl.max(values, axis=0)
+    best, top = tl.max(found, axis=0), tl.max(values, axis=0)
     mass = tl.zeros([], tl.int64)
     if tl.load(settings + 3 * index + 1) < 1.0:
         mass = tl.sum(_masses(values, top, temperature, MASS_BITS), axis=0)
-    tl.store(highest + part, top)
-    tl.store(masses + part, mass)
-    tl.store(scores + part, best)
     # The last id stands for a part of NaN: a token, though no right one.
-    tl.store(best_ids + part, tl.min(tl.where(found == best, token_ids, vocab_size - 1), axis=0))
+    best_id = tl.min(tl.where(found == best, token_ids, vocab_size - 1), axis=0)
+    parts += (index * num_splits + split) * 4
+    tl.store(parts, top.to(tl.float64))
+    tl.store(parts + 1, mass.to(tl.float64))
+    tl.store(parts + 2, best.to(tl.float64))
+    tl.store(parts + 3, best_id.to(tl.float64))
 
 
 @triton.jit
@@ -204,10 +194,7 @@ def _reject_until_kept(
     top_k,
     settings,
     keys,
-    highest,
-    scores,
-    best_ids,
-    masses,
+    parts,
     ids,
     vocab_size,
     stride,
@@ -226,11 +213,13 @@ def _reject_until_kept(
     least_mass = tl.ceil(min_p * (1 << MASS_BITS)).to(tl.int64)
     has_top_k, has_top_p = index < num_listed, top_p < 1.0
 
-    parts = tl.arange(0, SPLITS)
-    is_part = parts < tl.where(has_top_k, 0, num_splits)
-    tops = tl.load(highest + index * num_splits + parts, mask=is_part, other=float("-inf"))
-    found = tl.load(scores + index * num_splits + parts, mask=is_part, other=float("-inf"))
-    found_ids = tl.load(best_ids + index * num_splits + parts, mask=is_part, other=0)
+    splits = tl.arange(0, SPLITS)
+    is_part = splits < tl.where(has_top_k, 0, num_splits)
+    parts += (index * num_splits + splits) * 4
+    tops = tl.load(parts, mask=is_part, other=float("-inf")).to(tl.float32)
+    mass_of_parts = tl.load(parts + 1, mask=is_part, other=0.0)
+    found = tl.load(parts + 2, mask=is_part, other=float("-inf"))
+    found_ids = tl.load(parts + 3, mask=is_part, other=0.0).to(tl.int32)
     drawn = tl.min(tl.where(is_part & (found == tl.max(found, axis=0)), found_ids, vocab_size - 1), axis=0)
 
     values += index.to(tl.int64) * list_size
@@ -243,8 +232,7 @@ def _reject_until_kept(
     row_length, list_length = tl.where(is_listed, 0, vocab_size), tl.where(is_listed, list_size, 0)
 
     shares = exp_below_one((tops - top) / temperature).to(tl.float64)
-    mass_of_parts = tl.load(masses + index * num_splits + parts, mask=is_part, other=0)
-    mass = tl.sum((mass_of_parts.to(tl.float64) * shares).to(tl.int64), axis=0)
+    mass = tl.sum((mass_of_parts * shares).to(tl.int64), axis=0)
     if has_top_k:
         count, mass, drawn = _before(
             NO_TOKEN,
