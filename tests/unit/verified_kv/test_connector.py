@@ -1,0 +1,162 @@
+"""No block is used that is not the block that was computed: both halves of `VerifiedConnector`, over real sockets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import fake_vllm_connectors as fake
+from tests.support.fake_vllm_connectors import BLOCK_SIZE, NUM_BLOCKS, CopyingConnector, cache_config, config
+
+NUM_SEEDS = 200
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    with fake.installed() as module:
+        yield module
+    CopyingConnector.fault = None
+
+
+class Side:
+    """The connectors of an engine: in its scheduler and in its only rank. `verified=False`: the inner one alone."""
+
+    def __init__(self, module: ModuleType, role: str, draws: random.Random, *, verified: bool, **options: Any) -> None:
+        connector = module.VerifiedConnector if verified else CopyingConnector
+        extra = {"verified_kv": options}
+        self.scheduler = connector(config(role, extra=extra), "scheduler", cache_config())
+        self.rank = connector(config(role, extra=extra), "rank", cache_config())
+        self.caches = fake.random_caches(draws)
+        self.rank.register_kv_caches(self.caches)
+        if verified:
+            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank.get_handshake_metadata()})
+
+    def step(self, finished: frozenset[str] = frozenset()) -> Any:
+        self.rank.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.rank.start_load_kv(None)
+        return self.rank.get_transfer_results(set(finished))
+
+    def read(self, request: SimpleNamespace, blocks: list[int], num_local_tokens: int) -> tuple[list[int], Any]:
+        """The blocks that vLLM would use of the request, in order, and the results of the last step."""
+        num_tokens, _ = self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
+        held = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, held, num_tokens)
+        results = self.step()
+        while request.request_id not in results.finished_recving:
+            results = self.step()
+        failed = self.rank.get_block_ids_with_load_errors()
+        if request.request_id in results.failed_recving:
+            return [], results
+        used = next((place for place, block in enumerate(blocks) if block in failed), len(blocks))
+        return blocks[:used], results
+
+
+def a_request(number: int, num_tokens: int, **parameters: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=f"request-{number}", num_tokens=num_tokens, num_computed_tokens=num_tokens, num_in_flight_tokens=0,
+        in_background=True, kv_transfer_params=parameters,
+    )  # fmt: skip
+
+
+# ---- faults: each changes computed rows of the blocks that were read
+
+
+def flip_a_bit(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
+        place = draws.randrange(len(blocks))
+        rows = BLOCK_SIZE if place < len(blocks) - 1 else (num_tokens - 1) % BLOCK_SIZE + 1
+        row = draws.choice(caches)[blocks[place], draws.randrange(2), draws.randrange(rows)].view(torch.uint8)
+        row[draws.randrange(len(row))] ^= 1 << draws.randrange(8)
+
+    return fault
+
+
+def a_stale_block(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+    """One layer of it is what the reader had there before, as if its write had been lost."""
+
+    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
+        layer, block = draws.randrange(len(caches)), draws.choice(blocks)
+        caches[layer][block] = before[layer][block]
+
+    return fault
+
+
+def two_swapped(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
+        one, other = draws.sample(blocks, 2) if len(blocks) > 1 else (blocks[0], NUM_BLOCKS - 1)
+        for cache in caches:
+            cache[[one, other]] = cache[[other, one]]
+
+    return fault
+
+
+def a_short_read(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
+        missing = blocks[draws.randrange(len(blocks)) :]
+        for cache, old in zip(caches, before, strict=True):
+            cache[missing] = old[missing]
+
+    return fault
+
+
+FAULTS = (None, flip_a_bit, a_stale_block, two_swapped, a_short_read)
+
+
+def differing(producer: Side, reader: Side, remote: list[int], own: list[int], num_tokens: int) -> list[int]:
+    """The places whose computed rows are not those of the producer."""
+    found = []
+    for place, (one, other) in enumerate(zip(remote, own, strict=False)):
+        rows = min(BLOCK_SIZE, num_tokens - place * BLOCK_SIZE)
+        for name, cache in producer.caches.items():
+            if not torch.equal(cache[one, :, :rows], reader.caches[name][other, :, :rows]):
+                found.append(place)
+                break
+    return found
+
+
+def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
+    """(requests with a planted fault, those with a wrong block in use, sound ones that were recomputed)."""
+    draws = random.Random(0)
+    producer = Side(module, "kv_producer", draws, verified=verified)
+    reader = Side(module, "kv_consumer", draws, verified=verified)
+    planted = wrong = wasted = 0
+    try:
+        for seed in range(NUM_SEEDS):
+            draws = random.Random(seed)
+            num_tokens = draws.randint(1, 8 * BLOCK_SIZE)
+            num_blocks = -(-num_tokens // BLOCK_SIZE)
+            # The last block is nobody's.
+            remote, own = (draws.sample(range(NUM_BLOCKS - 1), num_blocks) for _ in range(2))
+            for name, cache in fake.random_caches(draws).items():
+                producer.caches[name].copy_(cache)
+            num_local = draws.randrange(num_blocks)  # blocks of a hit in the reader's prefix cache
+            for name, cache in reader.caches.items():
+                cache[own[:num_local]] = producer.caches[name][remote[:num_local]]
+            choice = draws.choice(FAULTS)
+            before = [cache.clone() for cache in reader.caches.values()]
+            CopyingConnector.fault = choice and choice(draws, num_tokens, before)
+            offered = producer.scheduler.request_finished_all_groups(a_request(seed, num_tokens), (remote,))[1]
+            producer.step()
+            used, results = reader.read(a_request(seed, num_tokens, **offered), own, num_local * BLOCK_SIZE)
+            assert not results.failed_recving
+            faults = differing(producer, reader, remote, own, num_tokens)
+            planted += bool(faults)
+            wrong += bool(differing(producer, reader, remote, used, num_tokens))
+            wasted += len(used) < (min(faults) if faults else num_blocks)
+            assert bool(faults) or choice is not flip_a_bit
+    finally:
+        for side in (producer, reader):
+            side.rank.shutdown()
+    return planted, wrong, wasted
+
+
+def test_of_planted_faults_none_is_used_with_digests_and_all_without(module: ModuleType) -> None:
+    planted, wrong, wasted = run(module, verified=True)
+    assert planted > NUM_SEEDS // 2
+    assert (wrong, wasted) == (0, 0)
+    assert run(module, verified=False)[:2] == (planted, planted)

@@ -1,0 +1,152 @@
+"""Digests of the blocks of a KV cache: 16 bytes for each block, over all layers.
+
+vLLM views the cache of each layer as [num_kernel_blocks, num_heads, num_rows, content], whatever its layout in memory.
+A digest covers the values in this logical order, so both sides may differ in layout, but not in shape.
+
+    xxh3    cache in host memory: XXH3 over the bytes
+    sums    any other device: two sums of 64 bits for each layer, of the words of the block, each with an odd multiplier
+            of its own position. They run on the device, and only they cross to the host.
+
+A word times an odd number is never 0 modulo 2**64 unless the word is, so one changed word always changes both sums.
+Any other change passes with a probability of about 2**-64 or less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+DIGEST_BYTES = 16
+CHUNK_BYTES = 16 << 20  # of cache, for one call on a device; the products take twice as much for a moment
+
+
+class UnsupportedCache(ValueError):
+    """A cache whose blocks this module cannot find."""
+
+
+class Pending:
+    """Digests that a device may still compute."""
+
+    def __init__(self, digests: list[bytes] | None = None, sums: Any = None, event: Any = None) -> None:
+        self._digests, self._sums, self._event = digests, sums, event
+
+    def poll(self) -> list[bytes] | None:
+        """None until they are there. Never waits."""
+        if self._digests is None and (self._event is None or self._event.query()):
+            rows = self._sums.numpy()
+            self._digests = [hashlib.blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows]
+        return self._digests
+
+
+class BlockDigests:
+    """`kv_caches`: views [num_kernel_blocks, num_heads, num_rows, content] by the names of their layers.
+
+    A block of `block_size` tokens is one or several kernel blocks in a row. Raises `UnsupportedCache` in its
+    constructor.
+    """
+
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, block_size: int, kind: str | None = None
+    ) -> None:
+        if not kv_caches:
+            raise UnsupportedCache("there is no KV cache")
+        self._block_size = block_size
+        self._device = next(iter(kv_caches.values())).device
+        self.kind = kind or ("xxh3" if self._device.type == "cpu" else "sums")
+        shapes, self._pages = [], []
+        for name in sorted(kv_caches):
+            view = kv_caches[name]
+            ratio = view.shape[0] // num_blocks if view.ndim == 4 else 0
+            if not ratio or view.shape[0] != num_blocks * ratio or view.shape[2] * ratio != block_size:
+                shape = f"{name} has the shape {tuple(view.shape)}"
+                raise UnsupportedCache(f"{shape}, which is not {num_blocks} blocks of {block_size} rows")
+            self._pages.append(_words(view, 1 if self.kind == "xxh3" else 4).unflatten(0, (num_blocks, ratio)))
+            shapes.append((name, tuple(view.shape[1:]), view.element_size(), ratio))
+        self._arrays = [pages.numpy() for pages in self._pages] if self.kind == "xxh3" else []
+        self._multipliers: dict[int, torch.Tensor] = {}  # by number of words
+        self.layout = f"{self.kind}-{hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()}"
+
+    def begin(self, blocks: Sequence[int], num_tokens: int) -> Pending:
+        """Digests of `blocks`, the last ones of which may be partly filled: they hold `num_tokens` rows together.
+
+        The device computes them behind everything that it was asked for before.
+        """
+        assert (len(blocks) - 1) * self._block_size < num_tokens <= len(blocks) * self._block_size
+        last_rows = num_tokens - (len(blocks) - 1) * self._block_size
+        if self.kind == "xxh3":
+            rows = [self._block_size] * (len(blocks) - 1) + [last_rows]
+            return Pending([self._host_digest(block, count) for block, count in zip(blocks, rows, strict=True)])
+        return self._device_digests(blocks, last_rows)
+
+    def _host_digest(self, block: int, num_rows: int) -> bytes:
+        digest = xxhash.xxh3_128()
+        for pages in self._arrays:
+            page = pages[block]  # [kernel blocks of the block, num_heads, rows, bytes]
+            if num_rows < self._block_size:
+                page = page.transpose(0, 2, 1, 3).reshape(self._block_size, -1)[:num_rows]
+            digest.update(np.ascontiguousarray(page))
+        return digest.digest()
+
+    def _device_digests(self, blocks: Sequence[int], last_rows: int) -> Pending:
+        sums = torch.empty((len(blocks), len(self._pages), 2), dtype=torch.int64, device=self._device)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        num_full = len(blocks) - (last_rows < self._block_size)
+        for layer, pages in enumerate(self._pages):
+            num_words = pages[0].numel()
+            multipliers = self._multipliers_of(num_words)
+            step = max(1, CHUNK_BYTES // (num_words * pages.element_size()))
+            for start in range(0, num_full, step):
+                place = slice(start, min(start + step, num_full))
+                sums[place, layer] = _sums(pages[index[place]], multipliers)
+            if num_full < len(blocks):
+                ratio, _, rows, _ = pages.shape[1:]
+                row = torch.arange(ratio * rows, device=self._device).view(1, ratio, 1, rows, 1)
+                sums[num_full:, layer] = _sums(pages[index[num_full:]] * (row < last_rows), multipliers)
+        if self._device.type != "cuda":
+            return Pending(sums=sums.cpu())
+        host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Pending(sums=host, event=event)
+
+    def _multipliers_of(self, num_words: int) -> torch.Tensor:
+        """[2, num_words], odd: the output of SplitMix64 for each place."""
+        if num_words not in self._multipliers:
+            place = torch.arange(1, 2 * num_words + 1, dtype=torch.int64, device=self._device)
+            mixed = place * _signed(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+            self._multipliers[num_words] = ((mixed ^ _shifted(mixed, 31)) | 1).view(2, num_words)
+        return self._multipliers[num_words]
+
+
+def _sums(pages: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, 2] of pages [num_blocks, ...]."""
+    words = pages.flatten(1).to(torch.int64)
+    return torch.stack([(words * row).sum(1) for row in multipliers], 1)
+
+
+def _words(view: torch.Tensor, most_bytes: int) -> torch.Tensor:
+    """The view as integers of at most `most_bytes` bytes, as many as its strides allow."""
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        if dtype.itemsize <= most_bytes:
+            try:
+                return view.view(dtype)
+            except RuntimeError:  # torch's word for strides that the wider type does not divide
+                continue
+    raise UnsupportedCache(f"the values of a row are not contiguous: strides {view.stride()}")
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64)
+
+
+def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
+    """A logical shift to the right; torch's own one keeps the sign."""
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
