@@ -39,6 +39,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         dtype=engine.dtype,
         offers=role is ServiceRole.PREFILL,
         lease_s=vllm.lease_s,
+        verify_every=vllm.verify_every,
         tensor_parallel=vllm.tensor_parallel,
         on_gpu=bool(placement.gpus),
         host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",

@@ -62,6 +62,7 @@ class EngineArguments:
     dtype: str
     offers: bool  # a prefill worker
     lease_s: float
+    verify_every: int
     tensor_parallel: int
     on_gpu: bool
     host: str  # where other workers reach the side channel of the connector
@@ -286,20 +287,6 @@ class AsyncEngine:
 
 
 def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
-    connector: dict[str, Any] = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_producer" if arguments.offers else "kv_consumer",
-        "kv_load_failure_policy": "fail",
-    }
-    options: dict[str, Any] = {"kv_lease_duration": arguments.lease_s}
-    if not arguments.on_gpu:
-        connector |= {
-            "kv_connector": "WaitingNixlConnector",
-            "kv_connector_module_path": "vllm_worker.connector",
-            "kv_buffer_device": "cpu",
-        }
-        options["num_threads"] = 1
-    connector["kv_connector_extra_config"] = options
     block_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
     return [
         *_cpu_arguments(arguments),
@@ -308,7 +295,7 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         "--dtype", arguments.dtype,
         "--max-model-len", str(arguments.info.context_length),
         "--tensor-parallel-size", str(arguments.tensor_parallel),
-        "--kv-transfer-config", json.dumps(connector),
+        "--kv-transfer-config", json.dumps(_connector(arguments)),
         "--kv-events-config", json.dumps(block_events),
         "--logits-processors", DRAWS,
         "--worker-extension-cls", EXTENSION,
@@ -318,6 +305,29 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
         "--disable-log-stats",  # its own log, a line for each step; ours gets the same figures
         "--seed", "0",
     ]  # fmt: skip
+
+
+def _connector(arguments: EngineArguments) -> dict[str, Any]:
+    """vLLM's KVTransferConfig."""
+    name, path = ("NixlConnector", "") if arguments.on_gpu else ("WaitingNixlConnector", "vllm_worker.connector")
+    options: dict[str, Any] = {"kv_lease_duration": arguments.lease_s}
+    if arguments.verify_every:
+        options["verified_kv"] = {
+            "inner": name, "inner_module_path": path, "every": arguments.verify_every, "host": arguments.host,
+        }  # fmt: skip
+        name, path = "VerifiedConnector", "verified_kv.connector"
+    connector: dict[str, Any] = {
+        "kv_connector": name,
+        "kv_role": "kv_producer" if arguments.offers else "kv_consumer",
+        "kv_load_failure_policy": "recompute" if arguments.verify_every else "fail",
+        "kv_connector_extra_config": options,
+    }
+    if path:
+        connector["kv_connector_module_path"] = path
+    if not arguments.on_gpu:
+        connector["kv_buffer_device"] = "cpu"
+        options["num_threads"] = 1
+    return connector
 
 
 def _cpu_arguments(arguments: EngineArguments) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -48,6 +49,7 @@ class Side:
         self.scheduler.update_state_after_alloc(request, held, num_tokens)
         results = self.step()
         while request.request_id not in results.finished_recving:
+            os.sched_yield()  # to the thread that fetches
             results = self.step()
         failed = self.rank.get_block_ids_with_load_errors()
         if request.request_id in results.failed_recving:
@@ -160,3 +162,83 @@ def test_of_planted_faults_none_is_used_with_digests_and_all_without(module: Mod
     assert planted > NUM_SEEDS // 2
     assert (wrong, wasted) == (0, 0)
     assert run(module, verified=False)[:2] == (planted, planted)
+
+
+def test_a_request_without_digests_is_recomputed_and_counted(module: ModuleType) -> None:
+    """Its producer has none, or another layout, or fewer tokens, or is gone; its ticket is none."""
+    draws = random.Random(0)
+    producer = Side(module, "kv_producer", draws, verified=True)
+    reader = Side(module, "kv_consumer", draws, verified=True)
+    offered = producer.scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5],))[1]
+    ticket = offered["verified_kv"]
+    producer.rank.shutdown()  # whoever asks it gets a refused connection
+    two_ranks = {"addresses": ticket["addresses"] * 2}
+    others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
+    for number, change in enumerate(others):
+        request = a_request(number, 9, **offered | {"verified_kv": ticket | change})
+        assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
+    del offered["verified_kv"]
+    assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
+    assert reader.rank.get_kv_connector_stats().data["unverified"] == len(others) + 1
+    reader.rank.shutdown()
+
+
+def test_each_nth_request_is_in_the_sample(module: ModuleType) -> None:
+    draws = random.Random(0)
+    producer = Side(module, "kv_producer", draws, verified=True, every=3)
+    reader = Side(module, "kv_consumer", draws, verified=True, every=3)
+    for number in range(6):
+        offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
+        producer.step()
+        assert ("verified_kv" in offered) is (number % 3 == 2)
+        assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
+    assert reader.rank.get_kv_connector_stats().data == {"verified": 2, "skipped": 4, "failed_blocks": 0}
+    for side in (producer, reader):
+        side.rank.shutdown()
+
+
+def test_a_load_inside_a_step_is_not_taken_because_nobody_could_verify_it(module: ModuleType) -> None:
+    scheduler = module.VerifiedConnector(config(), "scheduler", cache_config())
+    request = a_request(0, 9)
+    assert scheduler.get_num_new_matched_tokens(request, 4) == (5, True)
+    request.in_background = False
+    assert scheduler.get_num_new_matched_tokens(request, 4) == (0, False)
+
+
+def test_every_other_hook_and_attribute_is_the_inner_connectors(module: ModuleType) -> None:
+    connector = module.VerifiedConnector(config(), "scheduler", cache_config())
+    connector.inner.take_events = lambda: ["an event"]
+    connector.inner.connector_worker = worker = object()
+    assert (connector.take_events(), connector.connector_worker) == (["an event"], worker)
+    assert connector.requires_kv_delivery is False
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        ({"extra": {"bidirectional_kv_xfer": True}}, "bidirectional_kv_xfer is not supported"),
+        ({"extra": {"verified_kv": {"evry": 2}}}, "has no option evry"),
+        ({"extra": {"verified_kv": {"every": 0}}}, "out of range"),
+        ({"extra": {"verified_kv": {"timeout_s": "10"}}}, "timeout_s must be a float"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_at_start(module: ModuleType, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        module.VerifiedConnector(config("kv_consumer", **options), "scheduler", cache_config())
+
+
+def test_a_model_with_several_groups_of_caches_is_refused_at_start(module: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"several groups of KV caches \(SimpleNamespace, SimpleNamespace\)"):
+        module.VerifiedConnector(config(), "scheduler", cache_config(num_groups=2))
+
+
+def test_a_vllm_with_another_interface_is_refused_by_the_name_of_the_hook(module: ModuleType) -> None:
+    interface = SimpleNamespace(KVConnectorBase_V1=fake.KVConnectorBase_V1, SupportsHMA=fake.SupportsHMA)
+    assert module.unmet(interface) == ""
+    newer = type("Newer", (fake.KVConnectorBase_V1,), {"wants_more": classmethod(lambda _: None)})
+    assert "class hook wants_more" in module.unmet(SimpleNamespace(KVConnectorBase_V1=newer))
+    members = vars(fake.KVConnectorBase_V1)
+    older = type("Older", (), {name: member for name, member in members.items() if name != "get_transfer_results"})
+    assert "lacks the hook get_transfer_results" in module.unmet(SimpleNamespace(KVConnectorBase_V1=older))

@@ -1,0 +1,149 @@
+"""Digests travel once for each ticket, and no client of the socket costs more than its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from verified_kv import exchange
+from verified_kv.exchange import DigestFetcher, DigestServer
+from verified_kv.ticket import Ticket
+
+SECRET, OTHER = "a" * 32, "b" * 32
+DIGESTS = [bytes([number]) * 16 for number in range(3)]
+LONG_S, SHORT_S = 60.0, 0.05
+
+
+@contextlib.asynccontextmanager
+async def served(timeout_s: float = LONG_S) -> AsyncIterator[tuple[DigestServer, tuple[str, int]]]:
+    server = DigestServer(timeout_s)
+    port = await server.start("127.0.0.1", 0)
+    yield server, ("127.0.0.1", port)
+    assert server._serving is not None
+    server._serving.cancel()
+    await asyncio.wait([server._serving])
+    while server._num_connections:
+        await asyncio.sleep(0)
+
+
+async def fetched(address: tuple[str, int], secret: str = SECRET, num: int = 3, needed: int = 3) -> Any:
+    return await DigestFetcher(LONG_S).fetch(address, secret, num, needed)
+
+
+async def test_an_answer_is_given_once_and_as_much_of_it_as_is_needed() -> None:
+    async with served(SHORT_S) as (server, address):
+        server.publish(SECRET, DIGESTS)
+        assert await fetched(address, needed=2) == DIGESTS[:2]
+        assert await fetched(address) is None
+        assert server._num_kept_bytes == 0
+
+
+async def test_a_reader_that_comes_first_waits_and_a_second_one_gets_nothing() -> None:
+    async with served() as (server, address):
+        first = asyncio.create_task(fetched(address))
+        while SECRET not in server._waiting:
+            await asyncio.sleep(0)
+        assert await fetched(address) is None
+        server.publish(OTHER, DIGESTS)
+        server.publish(SECRET, DIGESTS)
+        assert await first == DIGESTS
+
+
+@pytest.mark.parametrize(("num", "needed"), [(2, 2), (4, 3)])
+async def test_another_number_of_digests_is_no_answer(num: int, needed: int) -> None:
+    async with served() as (server, address):
+        server.publish(SECRET, DIGESTS)
+        assert await fetched(address, num=num, needed=needed) is None
+
+
+async def test_what_nobody_asks_for_goes_with_its_lease_and_the_oldest_when_there_is_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_KEPT_BYTES", 120)  # two answers of 52 bytes
+    async with served(SHORT_S) as (server, _):
+        for secret in (SECRET, OTHER, "c" * 32):
+            server.publish(secret, DIGESTS)
+        assert list(server._kept) == [OTHER, "c" * 32]
+        server.retire(OTHER)
+        while OTHER in server._kept:
+            await asyncio.sleep(SHORT_S)
+        assert (list(server._kept), server._num_kept_bytes) == (["c" * 32], 52)
+
+
+@pytest.mark.parametrize("sent", [b"", b"a" * 31, b"\xff" * 32, b"GET / HTTP/1.1\r\n" * 1000, b"\0" * 100_000])
+async def test_a_client_with_other_bytes_gets_none_and_leaves_nothing_behind(sent: bytes) -> None:
+    async with served(SHORT_S) as (server, address):
+        server.publish(SECRET, DIGESTS)
+        reader, writer = await asyncio.open_connection(*address)
+        with contextlib.suppress(ConnectionError):
+            writer.write(sent)
+            assert await reader.read() == b""
+        writer.close()
+        while server._num_connections:
+            await asyncio.sleep(SHORT_S)
+        assert (server._waiting, list(server._kept)) == ({}, [SECRET])
+
+
+async def test_connections_and_fetches_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(exchange, "MAX_FETCHES", 1)
+    async with served() as (server, address):
+        fetcher = DigestFetcher(LONG_S)
+        waiting = asyncio.create_task(fetcher.fetch(address, SECRET, 3, 3))
+        while not server._waiting:
+            await asyncio.sleep(0)
+        assert await fetched(address, OTHER) is None  # of another reader: the connection is closed
+        assert await fetcher.fetch(address, OTHER, 3, 3) is None
+        server.publish(SECRET, DIGESTS)
+        assert await waiting == DIGESTS
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\x03" + b"x" * 47, None])
+async def test_a_producer_that_answers_wrongly_or_never_is_no_answer(answer: bytes | None) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(SECRET))
+        if answer is None:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until the client gives up
+        writer.write(answer or b"")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = server.sockets[0].getsockname()
+        fetcher = DigestFetcher(LONG_S if answer is not None else SHORT_S)
+        assert await fetcher.fetch(address, SECRET, 3, 3) is None
+        assert fetcher._num_fetches == 0
+    assert await fetcher.fetch(address, SECRET, 3, 3) is None  # and one that has ended
+
+
+def test_of_what_a_client_calls_a_ticket_only_a_whole_one_is_one() -> None:
+    ticket = Ticket(SECRET, "xxh3-0", 70, (("127.0.0.1", 1), ("::1", 65535)))
+    wire = ticket.encode()
+    assert Ticket.decode(wire) == ticket
+    for name in wire:
+        for value in (
+            None,
+            True,
+            -1,
+            0,
+            1.5,
+            1 << 40,
+            "",
+            "A" * 32,
+            "g" * 32,
+            "x" * 300,
+            [],
+            [[]],
+            {},
+            [["h", 0]],
+            [["h"]],
+        ):
+            if wire[name] != value and not (name == "layout" and value in ("A" * 32, "g" * 32)):
+                assert Ticket.decode(wire | {name: value}) is None, (name, value)
+        assert Ticket.decode({key: value for key, value in wire.items() if key != name}) is None
+    for content in (None, [], "", 1, {}):
+        assert Ticket.decode(content) is None

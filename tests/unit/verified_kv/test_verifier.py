@@ -1,0 +1,103 @@
+"""The machines of a rank, with a device that digests when the test says so."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from verified_kv.ticket import Ticket
+from verified_kv.verifier import Claim, Offer, Owner, Reader, Verdict
+
+BLOCK_SIZE = 4
+TICKET = Ticket("a" * 32, "layout", 10, (("127.0.0.1", 1),))
+CLAIM = Claim(blocks=(7, 8), first_place=1, num_tokens=10, ticket=TICKET)
+COMPUTED = [b"0", b"1", b"2"]
+
+
+class SlowDigests:
+    """`found` is what the device has computed; None: it still computes."""
+
+    layout = "layout"
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[tuple[int, ...], int]] = []
+        self.found: list[bytes] | None = None
+
+    def begin(self, blocks: tuple[int, ...], num_tokens: int) -> SlowDigests:
+        self.begun.append((blocks, num_tokens))
+        return self
+
+    def poll(self) -> list[bytes] | None:
+        return self.found
+
+
+def test_blocks_are_not_freed_before_they_are_digested() -> None:
+    digests, published, retired = SlowDigests(), [], []
+    owner = Owner(digests, lambda *answer: published.append(answer), retired.append)
+    owner.begin({"one": Offer("secret", (1, 2, 3), 10)})
+    assert owner.release({"one", "not offered"}) == {"not offered"}
+    assert owner.release(()) == set()
+    digests.found = COMPUTED
+    assert owner.release(()) == {"one"}
+    assert (published, retired) == ([("secret", COMPUTED)], ["secret"])
+    assert owner.release(()) == set()
+
+
+@pytest.fixture
+def opened() -> tuple[Reader, SlowDigests, Future[list[bytes] | None]]:
+    """A reader of the last two of three blocks: the first one is in its prefix cache."""
+    digests, fetched = SlowDigests(), Future[list[bytes] | None]()
+    reader = Reader(digests, lambda *_: fetched, num_ranks=1, block_size=BLOCK_SIZE)
+    reader.begin({"one": CLAIM})
+    return reader, digests, fetched
+
+
+Opened = tuple[Reader, SlowDigests, "Future[list[bytes] | None]"]
+
+
+@pytest.mark.parametrize(("last", "verdict", "failed"), [(b"2", Verdict.VERIFIED, set()), (b"x", Verdict.WRONG, {8})])
+def test_a_request_is_held_until_both_sides_have_digested(
+    opened: Opened, last: bytes, verdict: Verdict, failed: set[int]
+) -> None:
+    reader, digests, fetched = opened
+    assert not reader.settle((), (), ()).received
+    assert not digests.begun  # the blocks are not read yet
+    assert not reader.settle({"one"}, (), ()).received
+    fetched.set_result(COMPUTED)
+    assert not reader.settle((), (), ()).received
+    digests.found = [b"1", last]
+    settled = reader.settle((), (), ())
+    assert (settled.received, settled.failed, settled.verdicts) == ({"one"}, set(), {"one": verdict})
+    assert settled.failed_blocks == failed
+    assert digests.begun == [((7, 8), 6)]  # ten rows less the four of the first block
+    assert not reader.settle((), (), ()).received
+
+
+def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened) -> None:
+    reader, digests, fetched = opened
+    digests.found = COMPUTED[1:]
+    for end in (lambda: fetched.set_result(None), lambda: fetched.set_exception(OSError())):
+        reader.settle({"one"}, (), ())
+        end()
+        settled = reader.settle((), (), ())
+        assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
+        fetched = Future()
+        reader = Reader(digests, lambda *_, answer=fetched: answer, num_ranks=1, block_size=BLOCK_SIZE)
+        reader.begin({"one": CLAIM})
+
+
+def test_a_read_that_failed_and_a_request_that_has_ended_wait_for_no_digests(opened: Opened) -> None:
+    reader, _, fetched = opened
+    settled = reader.settle({"one"}, {"one"}, ())
+    assert (settled.received, settled.failed, settled.failed_blocks) == ({"one"}, {"one"}, set())
+    reader.begin({"two": CLAIM, "three": CLAIM})
+    reader.settle({"two"}, (), ())
+    assert reader.settle((), (), {"two", "three"}).received == {"two"}
+    assert reader.settle({"three"}, (), ()).received == {"three"}
+    assert not fetched.done()
+
+
+def test_what_the_inner_connector_reads_unasked_fails_as_a_whole(opened: Opened) -> None:
+    settled = opened[0].settle({"another"}, (), ())
+    assert (settled.received, settled.failed) == ({"another"}, {"another"})
