@@ -74,17 +74,17 @@ def test_a_request_is_held_until_both_sides_have_digested(
     assert not reader.settle((), (), ()).received
 
 
-def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened) -> None:
+@pytest.mark.parametrize("error", [None, OSError()])
+def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened, error: Exception | None) -> None:
     reader, digests, fetched = opened
     digests.found = COMPUTED[1:]
-    for end in (lambda: fetched.set_result(None), lambda: fetched.set_exception(OSError())):
-        reader.settle({"one"}, (), ())
-        end()
-        settled = reader.settle((), (), ())
-        assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
-        fetched = Future()
-        reader = Reader(digests, lambda *_, answer=fetched: answer, num_ranks=1, block_size=BLOCK_SIZE)
-        reader.begin({"one": CLAIM})
+    assert not reader.settle({"one"}, (), ()).received
+    if error is None:
+        fetched.set_result(None)
+    else:
+        fetched.set_exception(error)
+    settled = reader.settle((), (), ())
+    assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
 
 
 def test_a_read_that_failed_and_a_request_that_has_ended_wait_for_no_digests(opened: Opened) -> None:
