@@ -34,11 +34,11 @@ from verified_kv.verifier import Claim, Offer, Owner, Reader, Settled, Verdict
 
 HOOKS = frozenset({
     # in the scheduler
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished",
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "set_xfer_handshake_metadata_pp_aware",
     # in a rank
     "register_kv_caches", "get_handshake_metadata", "handle_preemptions", "bind_connector_metadata",
-    "clear_connector_metadata", "get_transfer_results", "get_finished", "get_block_ids_with_load_errors",
+    "get_transfer_results", "get_finished", "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
     # in both
     "shutdown",
@@ -208,19 +208,11 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         self._offers, self._claims = {}, {}
         return metadata
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._offered(request, (block_ids,), self.inner.request_finished(request, block_ids))
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._offered(request, block_ids, self.inner.request_finished_all_groups(request, block_ids))
-
-    def _offered(
-        self, request: Any, block_ids: tuple[list[int], ...], ended: tuple[bool, dict[str, Any] | None]
-    ) -> tuple[bool, dict[str, Any] | None]:
         """Adds a ticket if the inner connector keeps the blocks for a reader."""
-        kept, parameters = ended
+        kept, parameters = ended = self.inner.request_finished_all_groups(request, block_ids)
         self._num_local_tokens.pop(request.request_id, None)
         # A step in flight may still write the rows behind these.
         num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -276,9 +268,6 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             self._counts["offered"] += len(connector_metadata.offers)
         if self._reader is not None:
             self._reader.begin(connector_metadata.claims)
-
-    def clear_connector_metadata(self) -> None:
-        self.inner.clear_connector_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self.inner.get_transfer_results(finished_req_ids)
@@ -352,7 +341,6 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, inner_class: Any) -> st
     if len(kv_cache_config.kv_cache_groups) != 1:
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
         return f"this model has several groups of KV caches ({', '.join(kinds)}); only one group can be verified"
-    hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    if hybrid and not issubclass(inner_class, base.SupportsHMA):
-        return f"{inner_class.__name__} needs --disable-hybrid-kv-cache-manager"
+    if not issubclass(inner_class, base.SupportsHMA):
+        return f"{inner_class.__name__} has no hook request_finished_all_groups"
     return ""

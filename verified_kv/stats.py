@@ -25,7 +25,7 @@ class VerifiedStats(KVConnectorStats):  # type: ignore[misc]
         return {"counts": self.data, "inner": inner, "options": self._options}
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
         if self.inner is not None:
             self.inner.reset()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 KEY = "verified_kv"  # in kv_transfer_params, and in kv_connector_extra_config
 VERSION = 1
@@ -38,26 +38,27 @@ class Ticket:
     def decode(cls, content: object) -> Ticket | None:
         if not isinstance(content, Mapping) or content.get("version") != VERSION:
             return None
-        secret, layout, addresses = content.get("secret"), content.get("layout"), content.get("addresses")
+        secret, layout, num_tokens = (content.get(name) for name in ("secret", "layout", "num_tokens"))
         if not _is_text(secret, SECRET_CHARACTERS) or len(secret) != SECRET_CHARACTERS or set(secret) - _HEX:
             return None
-        if not _is_text(layout, MAX_TEXT) or not _is_number(content.get("num_tokens"), MAX_TOKENS):
+        if not _is_text(layout, MAX_TEXT) or not _is_number(num_tokens, MAX_TOKENS):
             return None
+        addresses = content.get("addresses")
         if not isinstance(addresses, list | tuple) or not 0 < len(addresses) <= MAX_RANKS:
             return None
         if not all(map(_is_address, addresses)):
             return None
-        return cls(secret, layout, content["num_tokens"], tuple((host, port) for host, port in addresses))
+        return cls(secret, layout, num_tokens, tuple((host, port) for host, port in addresses))
 
 
 _HEX = frozenset("0123456789abcdef")
 
 
-def _is_text(value: Any, most: int) -> bool:
+def _is_text(value: object, most: int) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= most
 
 
-def _is_number(value: Any, most: int) -> bool:
+def _is_number(value: object, most: int) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= most
 
 

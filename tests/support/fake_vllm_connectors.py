@@ -52,7 +52,7 @@ class KVConnectorBase_V1:
     take_events = wait_for_save = handle_preemptions = set_xfer_handshake_metadata_pp_aware = _unused
     get_handshake_metadata = get_kv_connector_stats = clear_connector_metadata = shutdown = _unused
     bind_connector_metadata = start_load_kv = build_connector_meta = register_kv_caches = _unused
-    get_num_new_matched_tokens = update_state_after_alloc = request_finished = _unused
+    get_num_new_matched_tokens = update_state_after_alloc = _unused
     get_transfer_results = get_finished = get_block_ids_with_load_errors = _unused
 
 
@@ -183,8 +183,7 @@ def config(role: str = "kv_both", *, policy: str = "recompute", **changes: Any) 
         is_kv_consumer=role != "kv_producer",
     )
     parallel = SimpleNamespace(**{"tensor_parallel_size": 1} | changes)
-    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
-    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, scheduler_config=scheduler)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
 
 
 def cache_config(num_groups: int = 1) -> SimpleNamespace:
