@@ -212,16 +212,16 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Adds a ticket if the inner connector keeps the blocks for a reader."""
-        kept, parameters = ended = self.inner.request_finished_all_groups(request, block_ids)
+        kept, parameters = self.inner.request_finished_all_groups(request, block_ids)
         self._num_local_tokens.pop(request.request_id, None)
         # A step in flight may still write the rows behind these.
         num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_blocks = -(-num_tokens // self._block_size)
         if not kept or not parameters or self._producer is None or not 0 < num_blocks <= len(block_ids[0]):
-            return ended
+            return kept, parameters
         self._num_finished += 1
         if self._num_finished % self._options.every:
-            return ended
+            return kept, parameters
         addresses, layout = self._producer
         ticket = Ticket(secrets.token_hex(16), layout, num_tokens, addresses)
         self._offers[request.request_id] = Offer(ticket.secret, tuple(block_ids[0][:num_blocks]), num_tokens)

@@ -65,7 +65,8 @@ class BlockDigests:
             if not ratio or view.shape[0] != num_blocks * ratio or view.shape[2] * ratio != block_size:
                 shape = f"{name} has the shape {tuple(view.shape)}"
                 raise UnsupportedCache(f"{shape}, which is not {num_blocks} blocks of {block_size} rows")
-            self._pages.append(_words(view, 1 if self.kind == "xxh3" else 4).unflatten(0, (num_blocks, ratio)))
+            words = _words(view, 1 if self.kind == "xxh3" else 4)
+            self._pages.append(words.view(num_blocks, ratio, *words.shape[1:]))
             shapes.append((name, tuple(view.shape[1:]), view.element_size(), ratio))
         self._arrays = [pages.numpy() for pages in self._pages] if self.kind == "xxh3" else []
         self._multipliers: dict[int, torch.Tensor] = {}  # by number of words
@@ -89,7 +90,7 @@ class BlockDigests:
             page = pages[block]  # [kernel blocks of the block, num_heads, rows, bytes]
             if num_rows < self._block_size:
                 page = page.transpose(0, 2, 1, 3).reshape(self._block_size, -1)[:num_rows]
-            digest.update(np.ascontiguousarray(page))
+            digest.update(np.ascontiguousarray(page).data)
         return digest.digest()
 
     def _device_digests(self, blocks: Sequence[int], last_rows: int) -> Pending:
@@ -111,9 +112,7 @@ class BlockDigests:
             return Pending(sums=sums.cpu())
         host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(sums, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return Pending(sums=host, event=event)
+        return Pending(sums=host, event=torch.cuda.current_stream(self._device).record_event())
 
     def _multipliers_of(self, num_words: int) -> torch.Tensor:
         """[2, num_words], odd: the output of SplitMix64 for each place."""

@@ -113,7 +113,8 @@ class DigestServer:
             return answer
         if secret in self._waiting:
             return b""
-        self._waiting[secret] = waiting = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[secret] = waiting
         try:
             return await waiting
         finally:

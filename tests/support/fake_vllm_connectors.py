@@ -20,6 +20,10 @@ ROOT = "vllm.distributed.kv_transfer.kv_connector"
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 24, 4, 2
 
 
+def _nothing(*_: Any) -> None:
+    return None
+
+
 class KVConnectorBase_V1:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
@@ -45,10 +49,8 @@ class KVConnectorBase_V1:
     def build_prom_metrics(cls, *arguments: Any) -> Any:  # noqa: ARG003
         return None
 
-    def _unused(self, *_: Any) -> None:
-        return None
-
     # Hooks of vLLM without a part in these tests.
+    _unused: Any = _nothing
     take_events = wait_for_save = handle_preemptions = set_xfer_handshake_metadata_pp_aware = _unused
     get_handshake_metadata = get_kv_connector_stats = clear_connector_metadata = shutdown = _unused
     bind_connector_metadata = start_load_kv = build_connector_meta = register_kv_caches = _unused
@@ -140,7 +142,7 @@ class CopyingConnector(KVConnectorBase_V1, SupportsHMA):
 @contextlib.contextmanager
 def installed() -> Iterator[ModuleType]:
     """`verified_kv.connector`, imported with the classes above in the place of vLLM's."""
-    classes = {
+    classes: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.envs": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"},
         "vllm.config": {"KVTransferConfig": SimpleNamespace},

@@ -124,26 +124,26 @@ def test_of_what_a_client_calls_a_ticket_only_a_whole_one_is_one() -> None:
     ticket = Ticket(SECRET, "xxh3-0", 70, (("127.0.0.1", 1), ("::1", 65535)))
     wire = ticket.encode()
     assert Ticket.decode(wire) == ticket
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        1 << 40,
+        "",
+        "A" * 32,
+        "g" * 32,
+        "x" * 300,
+        [],
+        [[]],
+        {},
+        [["h", 0]],
+        [["h"]],
+    ]
     for name in wire:
-        for value in (
-            None,
-            True,
-            -1,
-            0,
-            1.5,
-            1 << 40,
-            "",
-            "A" * 32,
-            "g" * 32,
-            "x" * 300,
-            [],
-            [[]],
-            {},
-            [["h", 0]],
-            [["h"]],
-        ):
+        for value in odd:
             if wire[name] != value and not (name == "layout" and value in ("A" * 32, "g" * 32)):
                 assert Ticket.decode(wire | {name: value}) is None, (name, value)
         assert Ticket.decode({key: value for key, value in wire.items() if key != name}) is None
-    for content in (None, [], "", 1, {}):
-        assert Ticket.decode(content) is None
+    assert [Ticket.decode(content) for content in [*odd, "", 1]] == [None] * (len(odd) + 2)

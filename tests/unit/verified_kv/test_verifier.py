@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -24,8 +25,8 @@ class SlowDigests:
         self.begun: list[tuple[tuple[int, ...], int]] = []
         self.found: list[bytes] | None = None
 
-    def begin(self, blocks: tuple[int, ...], num_tokens: int) -> SlowDigests:
-        self.begun.append((blocks, num_tokens))
+    def begin(self, blocks: Sequence[int], num_tokens: int) -> SlowDigests:
+        self.begun.append((tuple(blocks), num_tokens))
         return self
 
     def poll(self) -> list[bytes] | None:
@@ -33,7 +34,9 @@ class SlowDigests:
 
 
 def test_blocks_are_not_freed_before_they_are_digested() -> None:
-    digests, published, retired = SlowDigests(), [], []
+    digests = SlowDigests()
+    published: list[tuple[str, list[bytes]]] = []
+    retired: list[str] = []
     owner = Owner(digests, lambda *answer: published.append(answer), retired.append)
     owner.begin({"one": Offer("secret", (1, 2, 3), 10)})
     assert owner.release({"one", "not offered"}) == {"not offered"}
