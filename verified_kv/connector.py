@@ -214,7 +214,6 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         """Adds a ticket if the inner connector keeps the blocks for a reader."""
         kept, parameters = self.inner.request_finished_all_groups(request, block_ids)
         self._num_local_tokens.pop(request.request_id, None)
-        # A step in flight may still write the rows behind these.
         num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_blocks = -(-num_tokens // self._block_size)
         if not kept or not parameters or self._producer is None or not 0 < num_blocks <= len(block_ids[0]):
@@ -224,7 +223,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             return kept, parameters
         addresses, layout = self._producer
         ticket = Ticket(secrets.token_hex(16), layout, num_tokens, addresses)
-        self._offers[request.request_id] = Offer(ticket.secret, tuple(block_ids[0][:num_blocks]), num_tokens)
+        self._offers[request.request_id] = Offer(ticket.secret, tuple(block_ids[0][:num_blocks]))
         return kept, {**parameters, KEY: ticket.encode()}
 
     # ---- in a rank
@@ -232,7 +231,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.inner.register_kv_caches(kv_caches)
         transfer, options = self._kv_transfer_config, self._options
-        self._digests = digests = BlockDigests(kv_caches, self._kv_cache_config.num_blocks, self._block_size)
+        self._digests = digests = BlockDigests(kv_caches, self._kv_cache_config.num_blocks)
         self._loop = loop = LoopThread()
         rank, num_ranks = _rank(), self._vllm_config.parallel_config.tensor_parallel_size
         if transfer.is_kv_producer:

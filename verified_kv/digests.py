@@ -46,68 +46,49 @@ class Pending:
 class BlockDigests:
     """`kv_caches`: views [num_kernel_blocks, num_heads, num_rows, content] by the names of their layers.
 
-    A block of `block_size` tokens is one or several kernel blocks in a row. Raises `UnsupportedCache` in its
-    constructor.
+    A block is one or several kernel blocks in a row. A digest covers a whole block, because only the attention backend
+    knows where in a block the values of a token are. Raises `UnsupportedCache` in its constructor.
     """
 
-    def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, block_size: int, kind: str | None = None
-    ) -> None:
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kind: str | None = None) -> None:
         if not kv_caches:
             raise UnsupportedCache("there is no KV cache")
-        self._block_size = block_size
-        self._device = next(iter(kv_caches.values())).device
-        self.kind = kind or ("xxh3" if self._device.type == "cpu" else "sums")
         shapes, self._pages = [], []
         for name in sorted(kv_caches):
             view = kv_caches[name]
-            ratio = view.shape[0] // num_blocks if view.ndim == 4 else 0
-            if not ratio or view.shape[0] != num_blocks * ratio or view.shape[2] * ratio != block_size:
-                shape = f"{name} has the shape {tuple(view.shape)}"
-                raise UnsupportedCache(f"{shape}, which is not {num_blocks} blocks of {block_size} rows")
+            if not isinstance(view, torch.Tensor) or view.ndim != 4 or not len(view) or len(view) % num_blocks:
+                raise UnsupportedCache(f"the KV cache of {name} is not {num_blocks} blocks of heads, rows and contents")
+            self._device = view.device
+            self.kind = kind or ("xxh3" if self._device.type == "cpu" else "sums")
             words = _words(view, 1 if self.kind == "xxh3" else 4)
-            self._pages.append(words.view(num_blocks, ratio, *words.shape[1:]))
-            shapes.append((name, tuple(view.shape[1:]), view.element_size(), ratio))
+            self._pages.append(words.view(num_blocks, len(view) // num_blocks, *words.shape[1:]))
+            shapes.append((name, tuple(self._pages[-1].shape[1:]), view.element_size()))
         self._arrays = [pages.numpy() for pages in self._pages] if self.kind == "xxh3" else []
         self._multipliers: dict[int, torch.Tensor] = {}  # by number of words
         self.layout = f"{self.kind}-{hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()}"
 
-    def begin(self, blocks: Sequence[int], num_tokens: int) -> Pending:
-        """Digests of `blocks`, the last ones of which may be partly filled: they hold `num_tokens` rows together.
-
-        The device computes them behind everything that it was asked for before.
-        """
-        assert (len(blocks) - 1) * self._block_size < num_tokens <= len(blocks) * self._block_size
-        last_rows = num_tokens - (len(blocks) - 1) * self._block_size
+    def begin(self, blocks: Sequence[int]) -> Pending:
+        """The device computes them behind everything that it was asked for before."""
         if self.kind == "xxh3":
-            rows = [self._block_size] * (len(blocks) - 1) + [last_rows]
-            return Pending([self._host_digest(block, count) for block, count in zip(blocks, rows, strict=True)])
-        return self._device_digests(blocks, last_rows)
+            return Pending([self._host_digest(block) for block in blocks])
+        return self._device_digests(blocks)
 
-    def _host_digest(self, block: int, num_rows: int) -> bytes:
+    def _host_digest(self, block: int) -> bytes:
         digest = xxhash.xxh3_128()
         for pages in self._arrays:
-            page = pages[block]  # [kernel blocks of the block, num_heads, rows, bytes]
-            if num_rows < self._block_size:
-                page = page.transpose(0, 2, 1, 3).reshape(self._block_size, -1)[:num_rows]
-            digest.update(np.ascontiguousarray(page).data)
+            digest.update(np.ascontiguousarray(pages[block]).data)
         return digest.digest()
 
-    def _device_digests(self, blocks: Sequence[int], last_rows: int) -> Pending:
+    def _device_digests(self, blocks: Sequence[int]) -> Pending:
         sums = torch.empty((len(blocks), len(self._pages), 2), dtype=torch.int64, device=self._device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-        num_full = len(blocks) - (last_rows < self._block_size)
         for layer, pages in enumerate(self._pages):
             num_words = pages[0].numel()
-            multipliers = self._multipliers_of(num_words)
             step = max(1, CHUNK_BYTES // (num_words * pages.element_size()))
-            for start in range(0, num_full, step):
-                place = slice(start, min(start + step, num_full))
-                sums[place, layer] = _sums(pages[index[place]], multipliers)
-            if num_full < len(blocks):
-                ratio, _, rows, _ = pages.shape[1:]
-                row = torch.arange(ratio * rows, device=self._device).view(1, ratio, 1, rows, 1)
-                sums[num_full:, layer] = _sums(pages[index[num_full:]] * (row < last_rows), multipliers)
+            for start in range(0, len(blocks), step):
+                words = pages[index[start : start + step]].flatten(1).to(torch.int64)
+                for place, multipliers in enumerate(self._multipliers_of(num_words)):
+                    sums[start : start + step, layer, place] = (words * multipliers).sum(1)
         if self._device.type != "cuda":
             return Pending(sums=sums.cpu())
         host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
@@ -123,12 +104,6 @@ class BlockDigests:
             mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
             self._multipliers[num_words] = ((mixed ^ _shifted(mixed, 31)) | 1).view(2, num_words)
         return self._multipliers[num_words]
-
-
-def _sums(pages: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, 2] of pages [num_blocks, ...]."""
-    words = pages.flatten(1).to(torch.int64)
-    return torch.stack([(words * row).sum(1) for row in multipliers], 1)
 
 
 def _words(view: torch.Tensor, most_bytes: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 28
 class Ticket:
     secret: str  # 32 lower-case hexadecimal digits; it can be shown once
     layout: str  # `BlockDigests.layout` of the producer
-    num_tokens: int  # rows that the producer has computed, from the first one of the request
+    num_tokens: int  # that the producer has computed of the request
     addresses: tuple[tuple[str, int], ...]  # host and port of each rank's `DigestServer`
 
     def encode(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class Offer:
 
     secret: str
     blocks: tuple[int, ...]
-    num_tokens: int  # rows in these blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Claim:
 
     blocks: tuple[int, ...]
     first_place: int  # of the first block, in the request
-    num_tokens: int  # rows of the request up to the end of the last block's
+    num_tokens: int  # of the request, up to the last one in these blocks
     ticket: Ticket | None
     skip: bool = False  # not in the sample
 
@@ -53,7 +52,7 @@ class Digests(Protocol):
     @property
     def layout(self) -> str: ...
 
-    def begin(self, blocks: Sequence[int], num_tokens: int) -> PendingDigests: ...
+    def begin(self, blocks: Sequence[int]) -> PendingDigests: ...
 
 
 class Owner:
@@ -68,7 +67,7 @@ class Owner:
     def begin(self, offers: Mapping[str, Offer]) -> None:
         """The blocks belong to the inner connector until it reports them as sent, so they do not change."""
         for request_id, offer in offers.items():
-            self._pending[request_id] = (offer.secret, self._digests.begin(offer.blocks, offer.num_tokens))
+            self._pending[request_id] = (offer.secret, self._digests.begin(offer.blocks))
 
     def release(self, sent: Iterable[str]) -> set[str]:
         """The requests whose blocks may be freed. Others stay until they are digested."""
@@ -145,16 +144,14 @@ class Reader:
 
     def _judge(self, request: _Open, failed_blocks: set[int]) -> Verdict | None:
         """None until both sides have digested. Adds to `failed_blocks`."""
-        claim, ticket = request.claim, request.claim.ticket
+        claim = request.claim
         if claim.skip:
             return Verdict.SKIPPED
-        if request.expected is None or ticket is None:
+        if request.expected is None:
             failed_blocks.update(claim.blocks)
             return Verdict.UNVERIFIED
         if request.found is None:
-            # The rows that the producer has digested, which may be more than this request needs of the last block.
-            end = min(ticket.num_tokens, (claim.first_place + len(claim.blocks)) * self._block_size)
-            request.found = self._digests.begin(claim.blocks, end - claim.first_place * self._block_size)
+            request.found = self._digests.begin(claim.blocks)
         found = request.found.poll()
         if found is None or not request.expected.done():
             return None

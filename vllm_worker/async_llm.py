@@ -101,7 +101,8 @@ class AsyncEngine:
                 AsyncLLM.from_engine_args, engine_args, stat_loggers=[self._stat_logger]
             )
         except Exception as error:
-            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+            hint = "; [vllm] verify_every = 0 does without digests" if "verified_kv: " in str(error) else ""
+            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}{hint}") from error
         config = self._llm.vllm_config
         layout = _layout(config, arguments.info)
         self._prefix_cache = PrefixCache(layout.block_size)

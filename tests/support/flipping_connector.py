@@ -36,7 +36,8 @@ class FlippingNixlConnector(WaitingNixlConnector):
             block = self._blocks.pop(request_id)
             if not os.path.exists(os.environ["FLIP_WHILE"]):
                 continue
-            values = self._caches[3][block, 0, 0]  # of the first token, in one layer and head
+            head = self._caches[3][block, 0]  # of one layer: first the keys of all tokens, then the values
+            values = head[len(head) // 2]  # of the first token, and behind them those of the second
             (place,) = (values.abs() < 1.0).nonzero()[0].tolist()  # the bit makes it huge
             values[place : place + 1].view(torch.uint8)[-1] ^= EXPONENT_BIT
             print(f"flipped one bit of {request_id}", flush=True)

@@ -22,11 +22,11 @@ class SlowDigests:
     layout = "layout"
 
     def __init__(self) -> None:
-        self.begun: list[tuple[tuple[int, ...], int]] = []
+        self.begun: list[tuple[int, ...]] = []
         self.found: list[bytes] | None = None
 
-    def begin(self, blocks: Sequence[int], num_tokens: int) -> SlowDigests:
-        self.begun.append((tuple(blocks), num_tokens))
+    def begin(self, blocks: Sequence[int]) -> SlowDigests:
+        self.begun.append(tuple(blocks))
         return self
 
     def poll(self) -> list[bytes] | None:
@@ -38,7 +38,7 @@ def test_blocks_are_not_freed_before_they_are_digested() -> None:
     published: list[tuple[str, list[bytes]]] = []
     retired: list[str] = []
     owner = Owner(digests, lambda *answer: published.append(answer), retired.append)
-    owner.begin({"one": Offer("secret", (1, 2, 3), 10)})
+    owner.begin({"one": Offer("secret", (1, 2, 3))})
     assert owner.release({"one", "not offered"}) == {"not offered"}
     assert owner.release(()) == set()
     digests.found = COMPUTED
@@ -73,7 +73,7 @@ def test_a_request_is_held_until_both_sides_have_digested(
     settled = reader.settle((), (), ())
     assert (settled.received, settled.failed, settled.verdicts) == ({"one"}, set(), {"one": verdict})
     assert settled.failed_blocks == failed
-    assert digests.begun == [((7, 8), 6)]  # ten rows less the four of the first block
+    assert digests.begun == [(7, 8)]
     assert not reader.settle((), (), ()).received
 
 
