@@ -77,7 +77,7 @@ def started(directory: Path, role: str, core: int) -> Iterator[Server]:
     python = python_of(VllmConfig())
     command = [
         str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(default_model_dir()), "--served-model-name", "m",
-        "--port", str(port), "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--enforce-eager",
+        "--port", str(port), "--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager",
         "--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     environment = os.environ | variables(python) | {
