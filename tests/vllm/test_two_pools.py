@@ -94,6 +94,9 @@ async def test_forty_prompts_have_the_tokens_of_one_engine(workers: Workers) -> 
         assert await answers(client, PROMPTS) == alone
         answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
         assert (answer.path, answer.num_attempts) == ("disaggregated", 1)
+    log = workers["decode-1"].log.read_text()
+    assert "VerifiedConnector" in log
+    assert "vLLM recomputes" not in log, "a hand-off was not verified"
 
 
 async def test_min_tokens_and_log_probabilities_count_from_the_true_prompt(workers: Workers) -> None:
