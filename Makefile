@@ -36,7 +36,7 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 	$(BIN)/tandem pull
 	$(MAKE) --no-print-directory test-main test-kernels
 
-# In CI, after `make vllm`: of tests/vllm, the contract of the engine.
+# In CI, after `make vllm`: of tests/vllm, the contract of the engine, and verified hand-offs without Tandem.
 WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' --ignore tests/vllm/test_two_pools.py
 
 test-main: setup  ## The tests of `make test` but those of test-kernels
