@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 DIGEST_BYTES = 16
-CHUNK_BYTES = 16 << 20  # of cache, for one call on a device; the products take twice as much for a moment
+CHUNK_BYTES = 16 << 20  # of cache, for one call on a device; the device holds five times as much for a moment
 
 
 class UnsupportedCache(ValueError):

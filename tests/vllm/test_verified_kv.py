@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
@@ -109,6 +110,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.timeout(900)  # two servers start, perhaps on shared cores
 def test_a_flipped_bit_costs_a_recomputation_and_without_digests_wrong_tokens(tmp_path: Path) -> None:
     require_vllm()
     cores = sorted(os.sched_getaffinity(0))
