@@ -105,13 +105,17 @@ class VerifiedHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc
 
 class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises `ValueError` for a configuration that this class cannot verify, before anything starts."""
+        """Raises `ValueError` for what this class cannot verify, before anything starts."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = Options.of(transfer.kv_connector_extra_config)
         inner_class = _inner_class(self._options)
-        if problem := _unsupported(vllm_config, kv_cache_config, inner_class):
+        problem = _unsupported(vllm_config, kv_cache_config, inner_class)
+        if problem and self._options.required:
             raise ValueError(f"verified_kv: {problem}")
+        if problem:
+            logger.warning("KV blocks are not verified: %s", problem)
+        self._verifies = not problem
         inner_config = copy.copy(vllm_config)
         inner_config.kv_transfer_config = copy.copy(transfer)
         inner_config.kv_transfer_config.kv_connector = self._options.inner
@@ -182,7 +186,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """A load inside a step cannot be held back, so none is asked for: those tokens are computed."""
         num_tokens, in_background = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
-        if num_tokens and not in_background:
+        if num_tokens and not in_background and self._verifies:
             return 0, False
         self._num_local_tokens[request.request_id] = num_computed_tokens
         return num_tokens, in_background
@@ -191,7 +195,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         parameters = dict(request.kv_transfer_params or {})  # the inner connector changes them
         self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
         num_local = self._num_local_tokens.pop(request.request_id, 0)
-        if num_external_tokens:
+        if num_external_tokens and self._verifies:
             (block_ids,) = blocks.get_block_ids()
             first, end = num_local // self._block_size, num_local + num_external_tokens
             self._claims[request.request_id] = Claim(
@@ -230,6 +234,8 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.inner.register_kv_caches(kv_caches)
+        if not self._verifies:
+            return
         transfer, options = self._kv_transfer_config, self._options
         self._digests = digests = BlockDigests(kv_caches, self._kv_cache_config.num_blocks)
         self._loop = loop = LoopThread()

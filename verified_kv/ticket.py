@@ -77,6 +77,7 @@ class Options:
 
     inner: str = "NixlConnector"  # vLLM's name of the connector that moves the blocks
     inner_module_path: str = ""  # its module, if vLLM does not know the name
+    required: bool = True  # refuse what cannot be verified; else the inner connector works alone, with a warning
     every: int = 1  # verify each n-th request of a producer; readers need the same number
     timeout_s: float = 10.0  # a reader waits this long for digests, then recomputes
     host: str = ""  # where readers reach a producer; empty = VLLM_NIXL_SIDE_CHANNEL_HOST

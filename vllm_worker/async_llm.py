@@ -101,8 +101,7 @@ class AsyncEngine:
                 AsyncLLM.from_engine_args, engine_args, stat_loggers=[self._stat_logger]
             )
         except Exception as error:
-            hint = "; [vllm] verify_every = 0 does without digests" if "verified_kv: " in str(error) else ""
-            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}{hint}") from error
+            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}") from error
         config = self._llm.vllm_config
         layout = _layout(config, arguments.info)
         self._prefix_cache = PrefixCache(layout.block_size)
@@ -312,15 +311,17 @@ def _connector(arguments: EngineArguments) -> dict[str, Any]:
     """vLLM's KVTransferConfig."""
     name, path = ("NixlConnector", "") if arguments.on_gpu else ("WaitingNixlConnector", "vllm_worker.connector")
     options: dict[str, Any] = {"kv_lease_duration": arguments.lease_s}
-    if arguments.verify_every:
+    verifies = arguments.verify_every > 0 and _can_verify()
+    if verifies:
         options["verified_kv"] = {
-            "inner": name, "inner_module_path": path, "every": arguments.verify_every, "host": arguments.host,
+            "inner": name, "inner_module_path": path, "required": False, "every": arguments.verify_every,
+            "host": arguments.host,
         }  # fmt: skip
         name, path = "VerifiedConnector", "verified_kv.connector"
     connector: dict[str, Any] = {
         "kv_connector": name,
         "kv_role": "kv_producer" if arguments.offers else "kv_consumer",
-        "kv_load_failure_policy": "recompute" if arguments.verify_every else "fail",
+        "kv_load_failure_policy": "recompute" if verifies else "fail",
         "kv_connector_extra_config": options,
     }
     if path:
@@ -329,6 +330,15 @@ def _connector(arguments: EngineArguments) -> dict[str, Any]:
         connector["kv_buffer_device"] = "cpu"
         options["num_threads"] = 1
     return connector
+
+
+def _can_verify() -> bool:
+    try:
+        import verified_kv.connector  # noqa: F401
+    except ImportError as error:  # another version of vLLM
+        logger.warning("KV blocks are not verified: %s", error)
+        return False
+    return True
 
 
 def _cpu_arguments(arguments: EngineArguments) -> list[str]:

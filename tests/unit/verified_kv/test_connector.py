@@ -239,6 +239,21 @@ def test_a_model_with_several_groups_of_caches_is_refused_at_start(module: Modul
         module.VerifiedConnector(config(), "scheduler", cache_config(num_groups=2))
 
 
+def test_or_the_inner_connector_works_alone(module: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"verified_kv": {"required": False}}
+    scheduler = module.VerifiedConnector(config(extra=extra), "scheduler", cache_config(num_groups=2))
+    assert "not verified: this model has several groups" in caplog.text
+    rank = module.VerifiedConnector(config(extra=extra), "rank", cache_config(num_groups=2))
+    rank.register_kv_caches(fake.random_caches(random.Random(0)))
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): rank.get_handshake_metadata()})
+    offered = scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5], [6, 7, 8]))
+    assert offered == (True, {"do_remote_prefill": True, "blocks": [3, 4, 5]})
+    held = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
+    scheduler.update_state_after_alloc(a_request(0, 9, **offered[1]), held, 9)
+    rank.bind_connector_metadata(scheduler.build_connector_meta(None))
+    assert rank.get_transfer_results(set()).finished_recving == {"request-0"}
+
+
 def test_a_vllm_with_another_interface_is_refused_by_the_name_of_the_hook(module: ModuleType) -> None:
     interface = SimpleNamespace(KVConnectorBase_V1=fake.KVConnectorBase_V1, SupportsHMA=fake.SupportsHMA)
     assert module.unmet(interface) == ""
