@@ -27,7 +27,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from verified_kv.digests import BlockDigests
+from verified_kv.digests import BlockDigests, UnsupportedCache
 from verified_kv.exchange import DigestFetcher, DigestServer, LoopThread
 from verified_kv.ticket import KEY, Options, Ticket
 from verified_kv.verifier import Claim, Offer, Owner, Reader, Settled, Verdict
@@ -237,7 +237,13 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         if not self._verifies:
             return
         transfer, options = self._kv_transfer_config, self._options
-        self._digests = digests = BlockDigests(kv_caches, self._kv_cache_config.num_blocks)
+        try:
+            self._digests = digests = BlockDigests(kv_caches, self._kv_cache_config.num_blocks)
+        except UnsupportedCache as problem:
+            if options.required:
+                raise
+            logger.warning("KV blocks are not verified: %s", problem)
+            return
         self._loop = loop = LoopThread()
         rank, num_ranks = _rank(), self._vllm_config.parallel_config.tensor_parallel_size
         if transfer.is_kv_producer:
@@ -247,7 +253,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             self._address = (host, port)
             self._owner = Owner(
                 digests,
-                lambda secret, answer: loop.post(server.publish, secret, answer),
+                lambda secret, pending: loop.submit(server.publish(secret, pending)),
                 lambda secret: loop.post(server.retire, secret),
             )
         if transfer.is_kv_consumer:

@@ -42,6 +42,14 @@ class Pending:
             self._digests = [hashlib.blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows]
         return self._digests
 
+    def wait(self) -> list[bytes]:
+        """For another thread than that of the steps."""
+        if self._event is not None:
+            self._event.synchronize()
+        digests = self.poll()
+        assert digests is not None
+        return digests
+
 
 class BlockDigests:
     """`kv_caches`: views [num_kernel_blocks, num_heads, num_rows, content] by the names of their layers.

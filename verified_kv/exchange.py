@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
 from verified_kv.digests import DIGEST_BYTES
 from verified_kv.ticket import SECRET_CHARACTERS
+from verified_kv.verifier import PendingDigests
 
 MAX_CONNECTIONS = 1024  # readers that ask a rank of vLLM for digests; beyond: the connection is closed
 MAX_KEPT_BYTES = 64 << 20  # digests that no reader has asked for; beyond: the oldest are dropped
@@ -70,7 +71,10 @@ class DigestServer:
         self._serving = asyncio.create_task(server.serve_forever())
         return int(server.sockets[0].getsockname()[1])
 
-    def publish(self, secret: str, digests: Sequence[bytes]) -> None:
+    async def publish(self, secret: str, pending: PendingDigests) -> None:
+        digests = pending.poll()
+        if digests is None:
+            digests = await asyncio.to_thread(pending.wait)
         answer = len(digests).to_bytes(LENGTH_BYTES, "big") + b"".join(digests)
         if (waiting := self._waiting.get(secret)) is not None and not waiting.done():
             waiting.set_result(answer)

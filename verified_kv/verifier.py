@@ -47,6 +47,8 @@ class Claim:
 class PendingDigests(Protocol):
     def poll(self) -> list[bytes] | None: ...
 
+    def wait(self) -> list[bytes]: ...
+
 
 class Digests(Protocol):
     @property
@@ -57,31 +59,29 @@ class Digests(Protocol):
 
 class Owner:
     def __init__(
-        self, digests: Digests, publish: Callable[[str, list[bytes]], None], retire: Callable[[str], None]
+        self, digests: Digests, publish: Callable[[str, PendingDigests], object], retire: Callable[[str], None]
     ) -> None:
         self._digests, self._publish, self._retire = digests, publish, retire
-        self._pending: dict[str, tuple[str, PendingDigests]] = {}  # by request
-        self._published: dict[str, str] = {}  # secrets by request, until the inner connector has sent its blocks
-        self._sent: set[str] = set()  # requests whose digests are not there yet
+        self._offered: dict[str, tuple[str, PendingDigests]] = {}  # by request, until its blocks are sent
+        self._sent: set[str] = set()  # requests that wait for their digests
 
     def begin(self, offers: Mapping[str, Offer]) -> None:
         """The blocks belong to the inner connector until it reports them as sent, so they do not change."""
         for request_id, offer in offers.items():
-            self._pending[request_id] = (offer.secret, self._digests.begin(offer.blocks))
+            pending = self._digests.begin(offer.blocks)
+            self._offered[request_id] = (offer.secret, pending)
+            self._publish(offer.secret, pending)
 
     def release(self, sent: Iterable[str]) -> set[str]:
         """The requests whose blocks may be freed. Others stay until they are digested."""
-        for request_id, (secret, pending) in list(self._pending.items()):
-            if (digests := pending.poll()) is not None:
-                self._publish(secret, digests)
-                self._published[request_id] = secret
-                del self._pending[request_id]
-        self._sent |= set(sent)
-        released = {request_id for request_id in self._sent if request_id not in self._pending}
-        self._sent -= released
-        for request_id in released:
-            if (published := self._published.pop(request_id, None)) is not None:
-                self._retire(published)
+        released = set()
+        for request_id in self._sent | set(sent):
+            secret, pending = self._offered.get(request_id, ("", None))
+            if pending is None or pending.poll() is not None:
+                released.add(request_id)
+                if self._offered.pop(request_id, None):
+                    self._retire(secret)
+        self._sent = (self._sent | set(sent)) - released
         return released
 
 

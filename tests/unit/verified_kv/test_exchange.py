@@ -10,12 +10,24 @@ from typing import Any
 import pytest
 
 from verified_kv import exchange
+from verified_kv.digests import Pending
 from verified_kv.exchange import DigestFetcher, DigestServer
 from verified_kv.ticket import Ticket
 
 SECRET, OTHER = "a" * 32, "b" * 32
 DIGESTS = [bytes([number]) * 16 for number in range(3)]
+PENDING = Pending(DIGESTS)
 LONG_S, SHORT_S = 60.0, 0.05
+
+
+class OnADevice(Pending):
+    """Digests that are there only for the caller that waits."""
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self) -> list[bytes]:
+        return DIGESTS
 
 
 @contextlib.asynccontextmanager
@@ -36,11 +48,11 @@ async def fetched(address: tuple[str, int], secret: str = SECRET, num: int = 3, 
 
 async def test_an_answer_is_given_once_and_as_much_of_it_as_is_needed() -> None:
     async with served() as (server, address):
-        server.publish(SECRET, DIGESTS)
+        await server.publish(SECRET, PENDING)
         assert await fetched(address, needed=2) == DIGESTS[:2]
         assert (server._kept, server._num_kept_bytes) == ({}, 0)
         assert await DigestFetcher(SHORT_S).fetch(address, SECRET, 3, 3) is None
-        server.publish(SECRET, DIGESTS)  # ends the connection, if it is still open
+        await server.publish(SECRET, PENDING)  # ends the connection, if it is still open
 
 
 async def test_a_reader_that_comes_first_waits_and_a_second_one_gets_nothing() -> None:
@@ -49,15 +61,15 @@ async def test_a_reader_that_comes_first_waits_and_a_second_one_gets_nothing() -
         while SECRET not in server._waiting:
             await asyncio.sleep(0)
         assert await fetched(address) is None
-        server.publish(OTHER, DIGESTS)
-        server.publish(SECRET, DIGESTS)
+        await server.publish(OTHER, PENDING)
+        await server.publish(SECRET, OnADevice())
         assert await first == DIGESTS
 
 
 @pytest.mark.parametrize(("num", "needed"), [(2, 2), (4, 3)])
 async def test_another_number_of_digests_is_no_answer(num: int, needed: int) -> None:
     async with served() as (server, address):
-        server.publish(SECRET, DIGESTS)
+        await server.publish(SECRET, PENDING)
         assert await fetched(address, num=num, needed=needed) is None
 
 
@@ -67,7 +79,7 @@ async def test_what_nobody_asks_for_goes_with_its_lease_and_the_oldest_when_ther
     monkeypatch.setattr(exchange, "MAX_KEPT_BYTES", 120)  # two answers of 52 bytes
     async with served(SHORT_S) as (server, _):
         for secret in (SECRET, OTHER, "c" * 32):
-            server.publish(secret, DIGESTS)
+            await server.publish(secret, PENDING)
         assert list(server._kept) == [OTHER, "c" * 32]
         server.retire(OTHER)
         while OTHER in server._kept:
@@ -78,7 +90,7 @@ async def test_what_nobody_asks_for_goes_with_its_lease_and_the_oldest_when_ther
 @pytest.mark.parametrize("sent", [b"", b"a" * 31, b"\xff" * 32, b"GET / HTTP/1.1\r\n" * 1000, b"\0" * 100_000])
 async def test_a_client_with_other_bytes_gets_none_and_leaves_nothing_behind(sent: bytes) -> None:
     async with served(SHORT_S) as (server, address):
-        server.publish(SECRET, DIGESTS)
+        await server.publish(SECRET, PENDING)
         reader, writer = await asyncio.open_connection(*address)
         with contextlib.suppress(ConnectionError):
             writer.write(sent)
@@ -99,7 +111,7 @@ async def test_connections_and_fetches_have_a_limit(monkeypatch: pytest.MonkeyPa
             await asyncio.sleep(0)
         assert await fetched(address, OTHER) is None  # of another reader: the connection is closed
         assert await fetcher.fetch(address, OTHER, 3, 3) is None
-        server.publish(SECRET, DIGESTS)
+        await server.publish(SECRET, PENDING)
         assert await waiting == DIGESTS
 
 
