@@ -32,6 +32,7 @@ from engine.gpu.attention_tiles import (
     slot_offsets,
     softmax_scale,
 )
+from engine.gpu.early_launch import early_launch, follow
 
 MAX_SPLITS = 64  # the join is compiled for as many, once
 PROGRAMS_PER_PROCESSOR = 8
@@ -130,6 +131,7 @@ def decode_attention_kernel(
     POSITIONS_PER_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     kv_head, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(num_positions + chunk)
@@ -148,6 +150,9 @@ def decode_attention_kernel(
     inside = (place < D // PARTS)[None, :]
     exists = (group < G)[:, None] & inside
     elements = head[:, None] * D + PARTS * place[None, :]  # of the first part
+    positions = first_tile * TILE + tl.arange(0, TILE)
+    blocks = blocks_of(table, positions, context, BLOCK_SIZE)
+    follow(EARLY)
     queries = heads + row * stride_token + elements
     query = tl.load(queries, mask=exists, other=0.0)
     if HAS_SCALES:
@@ -168,8 +173,6 @@ def decode_attention_kernel(
     # The weights of a row are added up at the end: a sum in each tile would wait for all warps.
     weight_sums = tl.zeros([G_PADDED, TILE], tl.float32)
     sum_of_values = tl.zeros([G_PADDED, PART_PADDED], tl.float32)
-    positions = first_tile * TILE + tl.arange(0, TILE)
-    blocks = blocks_of(table, positions, context, BLOCK_SIZE)
     for _ in tl.range(first_tile, last_tile):
         seen = positions < context
         offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)[:, None]
@@ -241,10 +244,13 @@ def join_splits_kernel(
     TILE: tl.constexpr,
     POSITIONS_PER_SPLIT: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program joins the splits of one query head of one chunk."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     num_tiles = _num_tiles(tl.load(num_positions + chunk), TILE)
+    row = tl.load(first_row + chunk).to(tl.int64)
+    follow(EARLY)
     used_splits = _num_used_splits(num_tiles, num_splits, TILE, POSITIONS_PER_SPLIT)
     split = tl.arange(0, SPLITS_PADDED)
     used = split < used_splits
@@ -257,7 +263,7 @@ def join_splits_kernel(
 
     decay = tl.exp2(highest - tl.max(highest, 0))
     joined = tl.sum(sum_of_values * decay[:, None], 0) / tl.sum(weight_sum * decay, 0)
-    target = attended + tl.load(first_row + chunk).to(tl.int64) * stride_attended + head * D + element
+    target = attended + row * stride_attended + head * D + element
     tl.store(target, joined.to(attended.dtype.element_ty), mask=element < D)
 
 
@@ -303,7 +309,7 @@ def decode_attention(
     sums, softmaxes = scratch[: num_parts * head_dim], scratch[num_parts * head_dim :]
     pool, parts = (pool, 1) if scales is None else (pool.view(torch.int16), 2)
     tile, num_warps = _shape_of(head_dim, heads.element_size(), scales is not None)
-    constants = {"D": head_dim, "TILE": tile, "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT}
+    constants = {"D": head_dim, "TILE": tile, "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT, **early_launch()}
     decode_attention_kernel[num_kv_heads, num_splits, num_chunks](
         heads,
         pool,

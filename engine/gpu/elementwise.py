@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.gpu.early_launch import early_launch, follow
+
 MAX_HIDDEN_SIZE = 1 << 15  # of a row that one program holds in registers
 _TILE = 1024  # values of a row that one program of silu_and_multiply computes
 
@@ -36,6 +38,7 @@ def add_rms_norm(
         ADD=update is not None,
         TILE=tile,
         num_warps=min(max(tile // 512, 1), 16),
+        **early_launch(),
     )
 
 
@@ -52,10 +55,13 @@ def _add_rms_norm(
     normed_stride,
     ADD: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, TILE)
     inside = places < size
+    factor = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    follow(EARLY)
     hidden += row * hidden_stride
     value = tl.load(hidden + places, mask=inside, other=0.0)
     if ADD:
@@ -65,7 +71,6 @@ def _add_rms_norm(
         tl.store(hidden + places, value, mask=inside)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / size + epsilon)
-    factor = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
     result = value * scale * factor
     tl.store(normed + row * normed_stride + places, result.to(normed.dtype.element_ty), mask=inside)
 
@@ -77,12 +82,15 @@ def silu_and_multiply(gate_up: torch.Tensor, activated: torch.Tensor) -> None:
     assert gate_up.shape == (num_rows, 2 * size)
     assert gate_up.stride(1) == activated.stride(1) == 1
     _silu_and_multiply[(num_rows, triton.cdiv(size, _TILE))](
-        gate_up, activated, size, gate_up.stride(0), activated.stride(0), TILE=_TILE, num_warps=4
+        gate_up, activated, size, gate_up.stride(0), activated.stride(0), TILE=_TILE, num_warps=4, **early_launch()
     )
 
 
 @triton.jit
-def _silu_and_multiply(gate_up, activated, size, gate_up_stride, activated_stride, TILE: tl.constexpr):
+def _silu_and_multiply(
+    gate_up, activated, size, gate_up_stride, activated_stride, TILE: tl.constexpr, EARLY: tl.constexpr
+):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = places < size

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from engine.fp8 import LARGEST_CODE, SMALLEST_MAXIMUM
 from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, scale_strides
+from engine.gpu.early_launch import early_launch, follow
 from engine.gpu.fp8_kernels import rounded_to_codes
 
 HEADS_PER_PROGRAM = 16
@@ -51,6 +52,7 @@ def rope_and_cache_kernel(
     INTERPRETED: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
     SMALLEST_MAXIMUM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -58,13 +60,14 @@ def rope_and_cache_kernel(
     inside = element < HALF
     exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
 
-    source = heads + token * stride_token + head[:, None] * (2 * HALF) + element[None, :]
-    first = tl.load(source, mask=exists, other=0.0)
-    second = tl.load(source + HALF, mask=exists, other=0.0)
-
     angle = tl.load(positions + token).to(tl.int64) * HALF + element
     cos = tl.load(cosine + angle, mask=inside, other=0.0)[None, :]
     sin = tl.load(sine + angle, mask=inside, other=0.0)[None, :]
+    slot = tl.load(slots + token)
+    follow(EARLY)
+    source = heads + token * stride_token + head[:, None] * (2 * HALF) + element[None, :]
+    first = tl.load(source, mask=exists, other=0.0)
+    second = tl.load(source + HALF, mask=exists, other=0.0)
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     rotates = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
     first = tl.where(rotates, (wide_first * cos - wide_second * sin).to(first.dtype), first)
@@ -74,7 +77,6 @@ def rope_and_cache_kernel(
     tl.store(source, first, mask=is_query)
     tl.store(source + HALF, second, mask=is_query)
 
-    slot = tl.load(slots + token)
     cached = tl.maximum(head - NUM_HEADS, 0)
     kind, kv_head = cached // NUM_KV_HEADS, cached % NUM_KV_HEADS
     block, place_in_block = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
@@ -138,4 +140,5 @@ def rope_and_cache(
         LARGEST_CODE=LARGEST_CODE,
         SMALLEST_MAXIMUM=SMALLEST_MAXIMUM,
         num_warps=4,
+        **early_launch(),
     )
