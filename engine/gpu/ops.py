@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from engine.gpu.tile_sizes import FEW_ROWS as FEW_ROWS
+from engine.gpu.tile_sizes import FEW_ROWS_COLUMNS as FEW_ROWS_COLUMNS
+from engine.gpu.tile_sizes import FEW_ROWS_TILE as FEW_ROWS_TILE
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
 
 CONTRACTS = {
@@ -28,6 +31,12 @@ CONTRACTS = {
     "add_rms_norm": "(Tensor(a!) hidden, Tensor? update, Tensor weight, float epsilon, Tensor(b!) normed) -> ()",
     # activated = silu(gate) * up. gate_up: [T, 2 * size], gate before up; activated: [T, size]
     "silu_and_multiply": "(Tensor gate_up, Tensor(a!) activated) -> ()",
+    # outputs = inputs @ weight.T, of at most FEW_ROWS rows. inputs: [T, in]; weight: [out, in]; outputs: [T, out]
+    # in is divisible by FEW_ROWS_COLUMNS, out by FEW_ROWS_TILE, the rows of a tile. programs: any number, they share
+    # partial: float32 [programs + tiles, T, FEW_ROWS_TILE] scratch; counters: int32 [tiles], zeros before and after
+    "multiply_few_rows": (
+        "(Tensor inputs, Tensor weight, Tensor(a!) partial, Tensor(b!) counters, Tensor(c!) outputs) -> ()"
+    ),
     # Rotate the query heads in place; rotate the keys and write keys and values into their slots of the pool.
     # heads: [T, Hq + 2 * Hkv, D] queries, keys, values; the keys' part of heads may be rotated or left as it is
     # cosine, sine: float32 [positions, D / 2], half-split; positions, slots: int32 [T]

@@ -28,6 +28,16 @@ def silu_and_multiply(gate_up: torch.Tensor, activated: torch.Tensor) -> None:
     activated.copy_(F.silu(gate) * up)
 
 
+def multiply_few_rows(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    partial: torch.Tensor,  # noqa: ARG001 - kernels use it
+    counters: torch.Tensor,  # noqa: ARG001 - kernels use it
+    outputs: torch.Tensor,
+) -> None:
+    outputs.copy_(F.linear(inputs.float(), weight.float()))
+
+
 def rope_and_cache(
     heads: torch.Tensor,
     cosine: torch.Tensor,
@@ -161,6 +171,7 @@ def scale_products(
 REFERENCES: dict[str, Callable[..., None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_multiply": silu_and_multiply,
+    "multiply_few_rows": multiply_few_rows,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
     "expand_kv": expand_kv,

@@ -21,6 +21,7 @@ from core.request import MAX_LOGPROBS
 from engine.fp8 import CODES
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
+from engine.gpu.tile_sizes import FEW_ROWS, FEW_ROWS_TILE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,6 +40,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def variants() -> Iterator[Variant]:
     yield from _elementwise()
+    yield from _products()
     yield from _digests()
     yield from _sampling()
     yield from _attention()
@@ -65,6 +67,19 @@ def _elementwise() -> Iterator[Variant]:
                 in_ci=served and size == 14336,
                 instructions=("LDG.E.128", "STG.E.128"),
             )
+
+
+def _products() -> Iterator[Variant]:
+    for dtype in DTYPES[:2]:
+        inputs, weight = meta(FEW_ROWS, 4096, dtype=dtype), meta(6144, 4096, dtype=dtype)
+        outputs, counters = meta(FEW_ROWS, 6144, dtype=dtype), meta(6144 // FEW_ROWS_TILE, dtype=torch.int32)
+        sums = meta(264 + len(counters), FEW_ROWS, FEW_ROWS_TILE, dtype=torch.float32)
+        yield Variant(
+            f"multiply_few_rows {dtype}",
+            partial(KERNELS["multiply_few_rows"], inputs, weight, sums, counters, outputs),
+            in_ci=dtype is torch.bfloat16,
+            instructions=("LDG.E.128", "LDGSTS.E.BYPASS.128", "HGMMA", "ACQBULK"),  # the last: launched early
+        )
 
 
 def _digests() -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""The attention operators on a GPU beside their references on the CPU, in pools poisoned with NaN.
+"""The operators of a step's tokens on a GPU beside their references on the CPU, in pools poisoned with NaN.
 
 tests/kernels compares every operator under Triton's interpreter; here are the shapes of real models, and long contexts.
 """
@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels import test_decode_attention, test_expand_kv, test_prefill_attention, test_rope_and_cache
+from engine.gpu.ops import FEW_ROWS
+from tests.kernels import (
+    test_decode_attention,
+    test_expand_kv,
+    test_few_rows,
+    test_prefill_attention,
+    test_rope_and_cache,
+)
 from tests.kernels.attention_cases import Shape
 
 pytestmark = pytest.mark.gpu
@@ -42,3 +49,10 @@ def test_attention_and_the_cache_of_real_shapes(shape: Shape) -> None:
 def test_attention_over_pools_of_8_bits(shape: Shape) -> None:
     test_decode_attention.compare(shape, [1, 15, 16, 17, 101, 1024, 4096, 2501], num_splits=4, device="cuda")
     test_expand_kv.compare(shape, [700, 2, 1133], 1, shape.num_kv_heads - 1, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiles", [(64, 32), (96, 32), (448, 32), (64, 112), (9, 5)], ids=str)
+def test_products_of_few_rows_of_real_shapes(tiles: tuple[int, int], dtype: torch.dtype) -> None:
+    for num_tokens in (1, 5, FEW_ROWS):
+        test_few_rows.compare(num_tokens, tiles, num_programs=min(264, tiles[0] * tiles[1]), dtype=dtype, device="cuda")
