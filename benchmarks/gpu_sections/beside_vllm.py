@@ -45,7 +45,7 @@ GRPC_PORT, HTTP_PORT = 50_671, 50_672
 VLLM_START_S = 240.0
 VLLM_READY = "Application startup complete"
 MAX_CONTEXT = 16_384
-STEP_LIMIT_MS, STEP_TOKENS = 25.0, 1024  # about as long
+STEP_LIMIT_MS, STEP_TOKENS = 40.0, 1024  # about as long
 VLLM = "vLLM"
 
 
