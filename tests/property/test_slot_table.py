@@ -1,0 +1,119 @@
+"""The table of a disk tier: what is kept, what goes, and that nothing is kept behind a gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.driven_worker import LAYOUT
+from worker.tier.names import chain_name, identity_of, root_name
+from worker.tier.slot_file import StoredBlock
+from worker.tier.slot_table import SlotTable
+
+ROOT = b"root"
+
+
+def chain(*tokens: int) -> list[bytes]:
+    """The names of the blocks of a prompt with one token in each block."""
+    names = [ROOT]
+    for token in tokens:
+        names.append(chain_name(names[-1], bytes([token])))
+    return names[1:]
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+# A prompt that is asked for, with as much of it as is here, and then written up to some block. Every write may fail.
+steps = st.lists(st.tuples(prompts, st.integers(0, 6), st.booleans()), max_size=40)
+
+
+def kept(table: SlotTable, names: list[bytes]) -> int:
+    """The number of leading blocks that are here."""
+    return next((place for place, name in enumerate(names) if table.slot_of(name) is None), len(names))
+
+
+@given(steps, st.integers(2, 6))
+@settings(max_examples=300)
+def test_what_is_here_begins_at_the_first_block_of_its_prompt_also_after_a_restart(
+    asked: list[tuple[list[int], int, bool]], num_slots: int
+) -> None:
+    table, headers = SlotTable(num_slots, {}), {}
+    for tokens, num_written, fails in asked:
+        names = chain(*tokens)
+        table.use(names[: kept(table, names)])
+        begun = []
+        for position, name in enumerate(names[:num_written]):
+            parent = names[position - 1] if position else ROOT
+            if (found := table.begin(name, parent, position)) is not None:
+                begun.append((name, *found))
+            table.check()
+        for place, (name, slot, header) in enumerate(begun):
+            is_written = not (fails and place == len(begun) // 2)
+            table.end(name, is_written=is_written)
+            if is_written:
+                headers[slot] = header
+            else:
+                headers.pop(slot, None)
+                for later, *_ in begun[place + 1 :]:
+                    table.end(later, is_written=False)
+                for _, later_slot, _ in begun[place + 1 :]:
+                    headers.pop(later_slot, None)
+                break
+        table.check()
+        here = {slot: header for slot, header in headers.items() if table.slot_of(header.name) == slot}
+        assert len(here) == len(table) <= num_slots
+        names_here = {header.name for header in here.values()}
+        assert all(not header.position or header.parent in names_here for header in here.values())
+        again = SlotTable(num_slots, here)
+        again.check()
+        assert len(again) == len(table)
+
+
+def test_blocks_that_are_asked_for_stay() -> None:
+    table = SlotTable(4, {})
+
+    def write(*tokens: int) -> int:
+        names = chain(*tokens)
+        table.use(names[: kept(table, names)])
+        for parent, position, name in zip([ROOT, *names], range(len(names)), names, strict=False):
+            if table.begin(name, parent, position) is not None:
+                table.end(name, is_written=True)
+        return kept(table, names)
+
+    assert write(1, 1) == 2
+    for _ in range(3):
+        assert write(1, 1) == 2  # asked for
+    for new in range(2, 5):
+        assert write(new, new) == 2, "a new prompt takes the place of one that was not asked for"
+        assert kept(table, chain(1, 1)) == 2
+        table.check()
+    for new in range(5, 30):
+        write(new, new)
+    assert kept(table, chain(1, 1)) == 0, "old uses count ever less"
+
+
+def test_of_one_long_prompt_the_first_blocks_stay() -> None:
+    table = SlotTable(3, {})
+    names = chain(*range(6))
+    begun = [table.begin(name, ([ROOT, *names])[position], position) for position, name in enumerate(names)]
+    assert [found is not None for found in begun] == [True] * 3 + [False] * 3
+
+
+def test_a_block_behind_a_lost_one_is_not_found_after_a_restart() -> None:
+    first, second, third = chain(1, 2, 3)
+    stored = {5: StoredBlock(first, ROOT, 0, 3, 1), 2: StoredBlock(third, second, 2, 3, 3)}
+    table = SlotTable(6, stored)
+    table.check()
+    assert len(table) == 1
+    assert table.slot_of(first) == 5
+
+
+def test_names_differ_if_salt_tokens_model_or_layout_differ() -> None:
+    ours = identity_of(LAYOUT)
+    others = [
+        identity_of(replace(LAYOUT, **other)) for other in ({"model": "n"}, {"dtype": "bfloat16"}, {"head_dim": 2})
+    ]
+    roots = [root_name(identity, salt) for identity in (ours, *others) for salt in ("", "tenant", "tenant2")]
+    names = [chain_name(root, tokens) for root in roots for tokens in (b"1234", b"1235")]
+    assert len({*roots, *names}) == len(roots) + len(names)

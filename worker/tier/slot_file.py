@@ -1,0 +1,170 @@
+"""The file of a disk tier: slots of equal size, each with the KV of one block.
+
+    slot = header, in a page of 4,096 bytes | KV of the block | padding to a whole page
+
+The header names its block and has the digest of the KV. Each write of a slot is one write of header and KV. A write
+that was cut off anywhere leaves a slot whose header, or whose KV, does not match its digest: such a slot is free. So
+the file needs no journal, and no order of writes. `scan` reads every header once, at the start.
+
+Only the user of the process may read the file, and only one process has it open: a lock that ends with the process
+keeps others out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import xxhash
+
+from core.errors import ConfigError
+
+PAGE_BYTES = 4096
+DIRECTORY = "tandem-kv"  # in `[cache] disk_dir`
+MAGIC = b"TandemKV"
+# magic, identity, name, name of the parent, position in the chain, value, number of the write, digest of the KV
+_FIELDS = struct.Struct("<8s32s32s32sIQQQ")
+_DIGEST = struct.Struct("<Q")  # of the fields above
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Disk(Protocol):
+    """The operations of a file, so that a test can make them fail. Both raise `OSError`."""
+
+    def read(self, buffers: list[memoryview], offset: int) -> int:
+        """Fill the buffers in order. Returns the number of bytes; less at the end of the file."""
+        ...
+
+    def write(self, buffers: list[Buffer], offset: int) -> int:
+        """Returns the number of bytes written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """The header of a slot."""
+
+    name: bytes
+    parent: bytes  # the name of the preceding block, or that of the root
+    position: int  # in the sequence
+    value: int  # to the table of slots when it was written
+    number: int  # of the write; a later write has a higher number
+
+
+class OpenFile:
+    """A `Disk` of the operating system."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def locked(cls, disk_dir: str, file_name: str, max_bytes: int) -> Self:
+        """Open or create a file that no other process has open, cut to `max_bytes`.
+
+        Raises `ConfigError` if others may read the directory, `BlockingIOError` if another process has the file, and
+        `OSError` where the directory or the file cannot be made.
+        """
+        directory = Path(disk_dir).expanduser() / DIRECTORY
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(directory)
+        is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+        if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ConfigError(f"[cache] disk_dir: {directory} must be a directory of this user alone, with mode 0700")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(directory / file_name, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_size > max_bytes:
+                os.ftruncate(descriptor, max_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    def read(self, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(self._descriptor, buffers, offset)
+
+    def write(self, buffers: list[Buffer], offset: int) -> int:
+        return os.pwritev(self._descriptor, buffers, offset)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+class SlotFile:
+    """Threads may read and write different slots at the same time."""
+
+    def __init__(self, disk: Disk, num_slots: int, block_bytes: int, identity: bytes) -> None:
+        self.num_slots = num_slots
+        self._disk, self._block_bytes, self._identity = disk, block_bytes, identity
+        self._slot_bytes = slot_bytes_for(block_bytes)
+
+    def scan(self) -> dict[int, StoredBlock]:
+        """The blocks of this identity by slot; of two with one name, the newer. Raises `OSError`."""
+        header = bytearray(PAGE_BYTES)
+        newest: dict[bytes, int] = {}
+        found: dict[int, StoredBlock] = {}
+        for slot in range(self.num_slots):
+            num_bytes = self._disk.read([memoryview(header)], slot * self._slot_bytes)
+            if not num_bytes:
+                break  # nothing has been written from here on
+            read = self._decode(header) if num_bytes == PAGE_BYTES else None
+            if read is None:
+                continue
+            block = read[0]
+            other = newest.get(block.name)
+            if other is not None and found[other].number >= block.number:
+                continue
+            if other is not None:
+                del found[other]
+            newest[block.name], found[slot] = slot, block
+        return found
+
+    def write(self, slot: int, block: StoredBlock, content: memoryview) -> None:
+        """Raises `OSError`; the slot is then free."""
+        assert content.nbytes == self._block_bytes
+        fields = _FIELDS.pack(
+            MAGIC, self._identity, block.name, block.parent, block.position, block.value, block.number,
+            xxhash.xxh3_64_intdigest(content),
+        )  # fmt: skip
+        header = (fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_BYTES, b"\0")
+        num_bytes = self._disk.write([header, content], slot * self._slot_bytes)
+        if num_bytes != PAGE_BYTES + self._block_bytes:
+            raise OSError(errno.ENOSPC, f"only {num_bytes} bytes of a slot were written")
+
+    def erase(self, slot: int) -> None:
+        """Raises `OSError`."""
+        self._disk.write([bytes(PAGE_BYTES)], slot * self._slot_bytes)
+
+    def read(self, slot: int, name: bytes, target: memoryview) -> bool:
+        """Read the KV of this block into `target`. False: the slot does not have it, and `target` holds anything.
+
+        Raises `OSError`.
+        """
+        header = bytearray(PAGE_BYTES)
+        num_bytes = self._disk.read([memoryview(header), target], slot * self._slot_bytes)
+        read = self._decode(header) if num_bytes == PAGE_BYTES + self._block_bytes else None
+        return read is not None and read[0].name == name and read[1] == xxhash.xxh3_64_intdigest(target)
+
+    def _decode(self, header: bytearray) -> tuple[StoredBlock, int] | None:
+        """The block of a header and the digest of its KV; None for any other bytes."""
+        fields = memoryview(header)[: _FIELDS.size]
+        magic, identity, name, parent, position, value, number, digest = _FIELDS.unpack(fields)
+        if magic != MAGIC or identity != self._identity:
+            return None
+        if _DIGEST.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+            return None
+        return StoredBlock(name, parent, position, value, number), digest
+
+
+def slot_bytes_for(block_bytes: int) -> int:
+    return PAGE_BYTES - (-block_bytes // PAGE_BYTES) * PAGE_BYTES
