@@ -37,6 +37,7 @@ from worker.grammar_check import refuse_grammars
 from worker.service import BuildParts, WorkerParts, WorkerService
 from worker.serving_worker import Servicer
 from worker.step_stats import StepStats
+from worker.tier.opening import open_tier
 from worker.view import WorkerMachine
 from worker.warm_up import warm_up
 
@@ -228,6 +229,8 @@ def _worker_parts(
             runner.pool_address(), num_blocks, runner.layout, runner.pool_memory(), runner.pool_device(), probe_bytes,
             runner.device_memory(),
         )  # fmt: skip
+        pool = BlockPool(num_blocks)
+        tier, disk = open_tier(config.cache, name, pool, memory, post) or (None, None)
         # Both halves of a hand-off read this: without digests, READYs and reads need not be small.
         transfer = replace(config.transfer, verify_digests=config.transfer.verify_digests and memory.has_digests)
 
@@ -242,11 +245,10 @@ def _worker_parts(
         agent = TransferAgent(transfer, identity, memory, open_ours, on_events)
         address = agent.start()
         runner.start_background_work()
-        pool = BlockPool(num_blocks)
         eos = runner.info.eos_token_ids
         scheduler = Scheduler(step, pool, runner.layout.block_size, eos)
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
-        core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
+        core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak), tier=tier)
         transfers = TransferMachine(transfer, pool, address)
 
         def make_machine(role: ServiceRole) -> WorkerMachine:
@@ -257,6 +259,6 @@ def _worker_parts(
             return DecodeMachine(core, transfers, config.worker.max_pulls_waiting)
 
         check_grammar = grammars.compile_aside if runner.takes_grammars else refuse_grammars
-        return WorkerParts(identity.name, make_machine(role), make_machine, executor, agent, check_grammar)
+        return WorkerParts(identity.name, make_machine(role), make_machine, executor, agent, check_grammar, disk)
 
     return build

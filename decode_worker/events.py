@@ -15,6 +15,7 @@ from kv_transfer.protocol.events import AgentAction, PullStats, TransferEvent
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished
 from worker.prefixes import PrefixRequested, PulledPrefix
+from worker.tier.events import TierAction, TierEvent
 
 # ---- events
 
@@ -72,6 +73,7 @@ DecodeEvent = (
     | DrainRequested
     | PrefixRequested
     | TransferEvent
+    | TierEvent
     | Tick
 )
 
@@ -128,4 +130,4 @@ class HandedOver:
     first_index: int
 
 
-DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AskToMove | HandedOver | AgentAction
+DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AskToMove | HandedOver | AgentAction | TierAction

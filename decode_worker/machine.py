@@ -58,11 +58,11 @@ from kv_transfer.protocol.events import (
     PullGivenUp,
     PullStats,
     TargetsNeeded,
-    TransferAction,
 )
 from kv_transfer.protocol.machine import TransferMachine
 from worker.core import ConfigChanged, DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
-from worker.prefixes import Prefixes, PrefixRequested
+from worker.prefixes import PrefixAction, Prefixes, PrefixRequested
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten
 
 LOST_ITS_BLOCKS = "the KV hand-off lost its blocks to a sequence that ranks higher"
 
@@ -126,6 +126,8 @@ class DecodeMachine:
                 if self.core.draining and not self._calls:
                     raise WorkerDrains("this decode worker has drained")  # else it would never be idle
                 actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks(), now), now)
+            case BlocksCopied() | BlocksWritten() | BlocksRead():
+                actions += self._apply_results(self.prefixes.on_disk(event, now), now)
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
                 actions += self._apply_results(self.prefixes.on_tick(now), now)
@@ -148,7 +150,8 @@ class DecodeMachine:
             actions += self._give_blocks(now)
             steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)
         asked = self.moves.ask_to_leave(now) if self.core.draining else []
-        return [*steps, *actions, *asked]  # the step runs during the other actions
+        written = self.prefixes.write_down(self._num_spare_blocks, now)
+        return [*steps, *actions, *asked, *written]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
         parts = (self.core, self.transfers, self.pulls, self.moves, self.prefixes)
@@ -157,7 +160,7 @@ class DecodeMachine:
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self.pulls.by_id and not self.transfers.alive
+        return not (self._calls or self.pulls.by_id or self.transfers.alive or self.prefixes.pulls)
 
     @property
     def transfers_alive(self) -> bool:
@@ -231,7 +234,7 @@ class DecodeMachine:
                 actions += self._apply_results(self.transfers.puller.add_targets(pull.transfer_id, targets, now), now)
         return actions
 
-    def _apply_results(self, actions: Iterable[TransferAction | MoveAction], now: float) -> list[DecodeAction]:
+    def _apply_results(self, actions: Iterable[PrefixAction | MoveAction], now: float) -> list[DecodeAction]:
         """Act on the results of pulls and moves. Returns the actions that follow, and the other actions unchanged."""
         mine: list[DecodeAction] = []
         for action in actions:

@@ -17,6 +17,7 @@ ready reader can be computed. A heartbeat says whether a reader lacks blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,11 +31,12 @@ from core.scheduling.ledger import Claim, check_claims
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
 from core.step import SampledToken, ScheduledChunk, StepOutput
-from kv_transfer.protocol.events import AgentAction, TransferAction, TransferEvent, TransferResult
+from kv_transfer.protocol.events import AgentAction, TransferEvent, TransferResult
 from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
-from worker.prefixes import Prefixes, PrefixRequested, PulledPrefix, PullResult
+from worker.prefixes import PrefixAction, Prefixes, PrefixRequested, PulledPrefix, PullResult
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, TierAction, TierEvent
 
 MAX_STALL_S = 1.0  # a prompt without blocks whose reader has room; beyond: another offer is withdrawn
 
@@ -63,6 +65,7 @@ PrefillEvent = (
     | DrainRequested
     | PrefixRequested
     | TransferEvent
+    | TierEvent
     | Tick
 )
 
@@ -89,7 +92,7 @@ class PrefillFailed:
     error: TandemError
 
 
-PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction
+PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction | TierAction
 
 
 @dataclass(slots=True)
@@ -133,6 +136,8 @@ class PrefillMachine:
                     raise WorkerDrains("this prefill worker has drained")  # else it would never be idle
                 offered = self.prefixes.offer(event, self.core.num_spare_blocks(), now)
                 actions += self._apply_results(offered, now)
+            case BlocksCopied() | BlocksWritten() | BlocksRead():
+                actions += self._apply_results(self.prefixes.on_disk(event, now), now)
             case Tick():
                 actions += self._apply_results(self.transfers.handle(event, now), now)
                 actions += self._apply_results(self.prefixes.on_tick(now), now)
@@ -142,7 +147,8 @@ class PrefillMachine:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
         while given_up := self.prefixes.give_way(partial(self.core.num_spare_blocks, 0), now):
             actions += self._apply_results(given_up, now)
-        return [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
+        steps = [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
+        return [*steps, *self.prefixes.write_down(self.core.num_spare_blocks, now)]
 
     def next_deadline(self) -> float | None:
         stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S
@@ -152,8 +158,8 @@ class PrefillMachine:
 
     @property
     def idle(self) -> bool:
-        """No call is open, and no reader has a lease."""
-        return not self._calls and not self.transfers.alive
+        """No call is open, no reader has a lease, and no disk writes into a block."""
+        return not (self._calls or self.transfers.alive or self.prefixes.pulls)
 
     @property
     def transfers_alive(self) -> bool:
@@ -180,7 +186,7 @@ class PrefillMachine:
             raise
         self._calls[sequence.sequence_id] = _OpenCall(sequence, event.transfer_id)
         read = self.prefixes.add(sequence, event.prefix, self.core.num_spare_blocks, now)
-        return self._apply_results(offered + read, now)
+        return self._apply_results([*offered, *read], now)
 
     def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
         plan = self.core.scheduler.oldest_step
@@ -283,7 +289,7 @@ class PrefillMachine:
         unfinished = [offer for offer in offers if self.transfers.num_leased(offer)]
         return unfinished[-1] if unfinished else None
 
-    def _apply_results(self, actions: list[TransferAction], now: float) -> list[PrefillAction]:
+    def _apply_results(self, actions: Iterable[PrefixAction], now: float) -> list[PrefillAction]:
         """Act on the ends of prefix pulls, and keep the agent's actions. The end of an offer needs no action: its
         blocks are free."""
         mine: list[PrefillAction] = []

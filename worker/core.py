@@ -39,6 +39,7 @@ from worker.call_record import CallRecord
 from worker.open_calls import OpenCalls
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts
 from worker.step_stats import StepStats
+from worker.tier.disk_tier import DiskTier
 
 PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
@@ -123,6 +124,7 @@ class WorkerCore:
     costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
     stats: StepStats = field(default_factory=StepStats)
     held_blocks: BlockMeter = field(default_factory=BlockMeter)
+    tier: DiskTier | None = None  # below the pool
     draining: bool = False
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     num_arrived: int = 0
@@ -349,16 +351,19 @@ class WorkerCore:
         self.scheduler.speculates = speculates
 
     def claims(self) -> list[Claim]:
-        """The claims of the scheduler's sequences that have blocks."""
+        """The claims of the scheduler's sequences that have blocks, and of the tier below the pool."""
         states = [(sequence, SequenceState.WAITING) for sequence in self.scheduler.waiting]
         states += [(sequence, SequenceState.RUNNING) for sequence in self.scheduler.running]
         states += [(sequence, SequenceState.ENDING) for sequence in self.scheduler.queues.ending.values()]
-        return [claim_of(sequence, state) for sequence, state in states if sequence.block_table]
+        claims = [claim_of(sequence, state) for sequence, state in states if sequence.block_table]
+        return claims if self.tier is None else claims + self.tier.claims()
 
     def check(self) -> None:
         self.pool.check()
         self.scheduler.check()
         self.open_calls.check()
+        if self.tier is not None:
+            self.tier.check()
         assert len(self.held_blocks) <= len(self.open_calls)
         timelines = self.open_calls.timelines
         in_prefill = {name for name, timeline in timelines.items() if timeline.stage is Stage.PREFILL}

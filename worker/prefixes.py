@@ -1,7 +1,8 @@
-"""Cached prefixes that workers read from each other, as hand-offs without a prefill (docs/adr/0060).
+"""Cached prefixes that workers read from each other, as hand-offs without a prefill (docs/adr/0060), or from disk.
 
     owner    PrefixRequested -> an offer of cached blocks, complete at once -> the reader releases them
     reader   `add` -> all targets are INCOMING, WANT is sent -> the pull ends, or its time is over -> the scheduler
+             `add` -> all targets are INCOMING, the disk is read -> likewise                     (worker/tier/)
 
 While a prefix is on its way, its sequence waits here, and holds the part of the prefix that the worker has. At the end
 of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. Another
@@ -27,10 +28,14 @@ from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, Pull
 from kv_transfer.protocol.machine import TransferMachine
 from runtime.tracing.span_names import Attribute
 from worker.core import WorkerCore, claim_of
+from worker.tier import disk_tier
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, TierAction, TierEvent
 
 MAX_PREFIX_PULLS = 16  # prefixes on their way to a worker; beyond: computed
 MAX_FOLLOWERS = 16  # other prompts that wait for one pull; beyond: they pull too
 PullResult = PullCompleted | PullFailed | PullGivenUp
+PrefixAction = TransferAction | TierAction
+PrefixActions = list[PrefixAction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,10 @@ class PrefixRequested:
 @dataclass(slots=True, eq=False)
 class PrefixPull:
     sequence: Sequence  # while it waits, its block table is the cached prefix
-    source: PrefixSource
+    transfer_id: TransferId
+    owner: str  # name of the agent, or `disk_tier.OWNER`
     targets: list[int]  # INCOMING, in order of position
-    begun_at: float
+    late_at: float
     is_awaited: bool = True  # the sequence waits here
     followers: list[Sequence] = field(default_factory=list)  # wait for the same blocks; they hold none
 
@@ -61,10 +67,6 @@ class PrefixPull:
     def rank(self) -> Rank:
         """The highest of the sequences that wait."""
         return min(sequence.rank for sequence in self.waiting)
-
-    @property
-    def late_at(self) -> float:
-        return self.begun_at + self.source.limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +122,104 @@ class Prefixes:
 
     def add(
         self, sequence: Sequence, source: PrefixSource | None, num_spare_blocks: Callable[[], int], now: float
-    ) -> Actions:
+    ) -> PrefixActions:
         """The sequence joins the scheduler, at once or after its prefix has been read."""
-        begun = None if source is None else self._begin(sequence, source, num_spare_blocks(), now)
+        begun = self._begin(sequence, source, num_spare_blocks, now)
         if begun is None:
             self._core.scheduler.add(sequence)
         return begun or []
 
-    def _begin(self, sequence: Sequence, source: PrefixSource, num_spare_blocks: int, now: float) -> Actions | None:
-        """Read the prefix before the sequence joins the scheduler. None if the sequence should join at once."""
-        scheduler, transfers = self._core.scheduler, self._transfers
-        if source.agent.layout != transfers.address.layout:
+    def _begin(
+        self, sequence: Sequence, source: PrefixSource | None, num_spare_blocks: Callable[[], int], now: float
+    ) -> PrefixActions | None:
+        """Read the prefix before the sequence joins the scheduler. None if the sequence should join at once.
+
+        The disk goes before a peer that has no more: it needs no other worker.
+        """
+        scheduler, tier = self._core.scheduler, self._core.tier
+        most_tokens = sequence.num_tokens - 1
+        most_blocks = most_tokens // scheduler.block_size
+        stored = []
+        if tier is not None:
+            blocks = sequence.full_blocks(scheduler.block_size)[:most_blocks]
+            stored = tier.find(blocks, sequence.request.cache_salt)[:MAX_POSITIONS]
+        num_offered = 0
+        if source is not None and source.agent.layout == self._transfers.address.layout:
+            num_offered = min(source.num_tokens // scheduler.block_size, most_blocks)
+        if not (stored or num_offered):
             return None
-        block_size, most_tokens = scheduler.block_size, sequence.num_tokens - 1
+        num_spare = num_spare_blocks()
         scheduler.hold_cached_prefix(sequence, most_tokens)
-        positions = range(len(sequence.block_table), min(source.num_tokens, most_tokens) // block_size)[:MAX_POSITIONS]
-        if positions and (pull := self._pull_of(sequence, positions, now + source.limit_s)) is not None:
+        num_held = len(sequence.block_table)
+        num_spare -= num_held
+        begun: PrefixActions | None = None
+        if len(stored) >= num_offered:
+            begun = self._begin_read(sequence, stored, num_spare, now)
+        if begun is None and source is not None:
+            positions = range(num_held, num_offered)[:MAX_POSITIONS]
+            begun = self._begin_pull(sequence, source, positions, num_spare, now)
+        if begun is None:
             scheduler.drop_blocks(sequence)
-            pull.followers.append(sequence)
+        return begun
+
+    def _begin_pull(
+        self, sequence: Sequence, source: PrefixSource, positions: range, num_spare: int, now: float
+    ) -> PrefixActions | None:
+        late_at = now + source.limit_s
+        if self._follow(sequence, positions, late_at):
             return []
-        num_spare_blocks -= len(sequence.block_table)
-        if len(self.pulls) >= MAX_PREFIX_PULLS or not 0 < len(positions) <= num_spare_blocks:
-            scheduler.drop_blocks(sequence)
+        if not self._has_room(positions, num_spare):
             return None
         try:
-            actions = transfers.reserve_pull(source.transfer_id, source.agent, now)
+            actions = self._transfers.reserve_pull(source.transfer_id, source.agent, now)
         except TandemError:
-            scheduler.drop_blocks(sequence)
             return None
+        pull = self._reserve(sequence, source.transfer_id, source.agent.name, positions, late_at)
+        puller = self._transfers.puller
+        actions += puller.start(source.transfer_id, positions, now, may_be_short=True)
+        actions += puller.add_targets(source.transfer_id, dict(zip(positions, pull.targets, strict=True)), now)
+        return [*actions]
+
+    def _begin_read(self, sequence: Sequence, stored: list[bytes], num_spare: int, now: float) -> PrefixActions | None:
+        """Read the blocks with these names, which begin at the first block of the prompt, from disk."""
+        tier, block_size = self._core.tier, self._core.scheduler.block_size
+        assert tier is not None
+        positions = range(len(sequence.block_table), len(stored))
+        if not positions:
+            return None
+        start = positions.start * block_size
+        compute_s = self._core.costs.cost.prompt_seconds(len(positions) * block_size, start)
+        limit_s = tier.limit_s(len(positions), compute_s, now)
+        if limit_s is None:
+            return None
+        late_at = now + limit_s + disk_tier.LATE_S
+        if self._follow(sequence, positions, late_at):
+            return []
+        if not self._has_room(positions, num_spare):
+            return None
+        read_id = tier.new_read_id()
+        pull = self._reserve(sequence, read_id, disk_tier.OWNER, positions, late_at)
+        return [tier.read(read_id, stored[positions.start :], pull.targets, limit_s, now)]
+
+    def _has_room(self, positions: range, num_spare: int) -> bool:
+        return len(self.pulls) < MAX_PREFIX_PULLS and 0 < len(positions) <= num_spare
+
+    def _reserve(
+        self, sequence: Sequence, transfer_id: TransferId, owner: str, positions: range, late_at: float
+    ) -> PrefixPull:
         targets = self._core.pool.reserve(len(positions))
         assert targets is not None, "spare blocks are available"
-        self.pulls[source.transfer_id] = PrefixPull(sequence, source, targets, now)
-        puller = transfers.puller
-        actions += puller.start(source.transfer_id, positions, now, may_be_short=True)
-        return actions + puller.add_targets(source.transfer_id, dict(zip(positions, targets, strict=True)), now)
+        pull = self.pulls[transfer_id] = PrefixPull(sequence, transfer_id, owner, targets, late_at)
+        return pull
+
+    def _follow(self, sequence: Sequence, positions: range, late_at: float) -> bool:
+        """Wait for the pull of another sequence, if that brings all of these blocks in time."""
+        pull = self._pull_of(sequence, positions, late_at) if positions else None
+        if pull is None:
+            return False
+        self._core.scheduler.drop_blocks(sequence)
+        pull.followers.append(sequence)
+        return True
 
     def _pull_of(self, sequence: Sequence, positions: range, late_at: float) -> PrefixPull | None:
         """A pull that brings all these blocks, and is given up at `late_at` at the latest."""
@@ -198,11 +264,11 @@ class Prefixes:
         scheduler.blocks.register_full_blocks(sequence)
 
     def _join(self, pull: PrefixPull, now: float, num_blocks: int = 0) -> None:
-        layout, waiting = pull.source.agent.layout, pull.waiting
+        layout, waiting = self._transfers.address.layout, pull.waiting
         for sequence in waiting:
             num_bytes = num_blocks * layout.block_bytes if sequence is pull.sequence else 0
             self._pulled[sequence.sequence_id] = PulledPrefix(
-                num_blocks * layout.block_size, now - sequence.arrived_at, pull.source.agent.name, num_bytes
+                num_blocks * layout.block_size, now - sequence.arrived_at, pull.owner, num_bytes
             )
         self._leave(pull, waiting)
 
@@ -225,7 +291,7 @@ class Prefixes:
             names = [sequence.sequence_id for sequence in pull.waiting]
             if names[:1] == [request_id]:
                 self._leave(pull, pull.followers)
-                return self._transfers.puller.cancel(pull.source.transfer_id, reason, now)
+                return self._cancel_pull(pull, reason, now)
             if request_id in names:
                 del pull.followers[names.index(request_id) - 1]
                 return []
@@ -249,7 +315,31 @@ class Prefixes:
         last = self._last_awaited
         if last is None:
             return []
-        return self._transfers.puller.cancel(last.source.transfer_id, AbortReason.OVERLOADED, now)
+        return self._cancel_pull(last, AbortReason.OVERLOADED, now)
+
+    def _cancel_pull(self, pull: PrefixPull, reason: AbortReason, now: float) -> Actions:
+        tier = self._core.tier
+        if tier is not None and pull.owner == disk_tier.OWNER:
+            return tier.cancel(pull.transfer_id, reason, now)
+        return self._transfers.puller.cancel(pull.transfer_id, reason, now)
+
+    # ---- the disk
+
+    def on_disk(self, event: TierEvent, now: float) -> Actions:
+        tier = self._core.tier
+        assert tier is not None, "an event of a disk without a tier"
+        match event:
+            case BlocksCopied():
+                tier.on_copied()
+            case BlocksWritten():
+                tier.on_written(event, now)
+            case BlocksRead():
+                return tier.on_read(event, now)
+        return []
+
+    def write_down(self, num_spare_blocks: Callable[[], int], now: float) -> list[TierAction]:
+        """See `DiskTier`."""
+        return [] if self._core.tier is None else self._core.tier.write_down(num_spare_blocks, now)
 
     @property
     def _last_awaited(self) -> PrefixPull | None:
@@ -262,11 +352,14 @@ class Prefixes:
         """Give up the pulls that are late."""
         actions: Actions = []
         for pull in [pull for pull in self.pulls.values() if pull.is_awaited and now >= pull.late_at]:
-            actions += self._transfers.puller.cancel(pull.source.transfer_id, AbortReason.DEADLINE, now)
+            actions += self._cancel_pull(pull, AbortReason.DEADLINE, now)
         return actions
 
     def next_deadline(self) -> float | None:
-        return min((pull.late_at for pull in self.pulls.values() if pull.is_awaited), default=None)
+        known = [pull.late_at for pull in self.pulls.values() if pull.is_awaited]
+        if self._core.tier is not None and (resumed_at := self._core.tier.next_deadline()) is not None:
+            known.append(resumed_at)
+        return min(known, default=None)
 
     # ---- view
 
@@ -293,7 +386,9 @@ class Prefixes:
     def check(self) -> None:
         assert len(self.pulls) <= MAX_PREFIX_PULLS
         assert all(len(pull.followers) <= MAX_FOLLOWERS for pull in self.pulls.values())
-        assert self.pulls.keys() <= self._transfers.puller.pulls.keys()
+        reads = set() if self._core.tier is None else self._core.tier.reads
+        assert self.pulls.keys() <= self._transfers.puller.pulls.keys() | reads
+        assert reads <= self.pulls.keys()
         assert self._pulled.keys() <= self._core.open_calls.timelines.keys()
         for sequence in self.waiting:
             assert self._core.scheduler.get(sequence.sequence_id) is None, "a waiting sequence is in the scheduler"

@@ -1,8 +1,8 @@
 """The shell of a prefill or decode worker: one process with an event loop, and threads for steps and transfers.
 
-    Driver(machine) --actions--> servicer of the role, step executor, transfer agent
+    Driver(machine) --actions--> servicer of the role, step executor, transfer agent, disk
         ^                                  |
-        +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
+        +--- StepFinished, MessageReceived, ReadFinished, BlocksRead, ... (other threads)
 
 Each role brings its machine and its servicer; worker/serving_worker.py has the common part of all workers. At a switch
 to the other role, the machine of that role gets the pool, the prefix cache, the runner and the agent of the one before.
@@ -31,6 +31,8 @@ from worker.core import ConfigChanged, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.grammar_check import GrammarCheck
 from worker.serving_worker import Servicer, ServingWorker
+from worker.tier.events import TierAction
+from worker.tier.threads import TierThreads
 from worker.view import WorkerMachine, WorkerMachineView
 
 STOP_TIMEOUT_S = 5.0  # the end of a thread; beyond: logged, and the process ends
@@ -51,6 +53,7 @@ class WorkerParts:
     executor: StepExecutor
     agent: TransferAgent  # started
     check_grammar: GrammarCheck
+    disk: TierThreads | None = None  # of the tier below the pool
 
 
 # Takes two functions for use on any thread: post an event to the machine; report the failure of a part.
@@ -118,6 +121,8 @@ class WorkerService(ServingWorker):
     def _close_parts(self) -> None:
         if not self._parts.executor.close(STOP_TIMEOUT_S):
             logger.warning("the step in flight did not end within %g s", STOP_TIMEOUT_S)
+        if self._parts.disk is not None and not self._parts.disk.close(STOP_TIMEOUT_S):
+            logger.warning("the disk did not answer within %g s", STOP_TIMEOUT_S)
         try:
             self._parts.agent.close(STOP_TIMEOUT_S)
         except TandemError as error:
@@ -143,6 +148,9 @@ class WorkerService(ServingWorker):
             self._parts.executor.submit(action.plan, action.planned, self._on_step_done)
             if self._step_watch is None:
                 self._watch_step()
+        elif isinstance(action, TierAction):
+            assert self._parts.disk is not None, "a machine without a tier uses the disk"
+            self._parts.disk.perform(action)
         elif not self._servicers[self._role].perform(action):
             self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
 

@@ -5,6 +5,7 @@ each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them. `l
 services take (core/config/live.py); core/config/changes.py says how a fleet takes each of the others.
 """
 
+from core.config.cache import CacheConfig
 from core.config.changes import FIXED, Change, LiveConfig, Taken, changes, steps_fit, taken
 from core.config.cluster import (
     MIN_TOKEN_CHARS,
@@ -42,6 +43,7 @@ __all__ = [
     "TOKEN_RULE",
     "TOKEN_STAYS",
     "ApiKeyConfig",
+    "CacheConfig",
     "Change",
     "ClusterConfig",
     "ConfigText",

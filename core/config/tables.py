@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from core.config.cache import CacheConfig
 from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
 from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
 from core.config.planner import PlannerConfig
@@ -31,6 +32,7 @@ class TandemConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -68,6 +70,12 @@ class TandemConfig:
             self.engine.name == "vllm" or not self.vllm.adapters,
             f"[vllm] adapters need [engine] name = vllm, is {self.engine.name}",
         )
+        if self.cache.disk_gb:
+            require(self.engine.name == "tandem", "[cache] disk_gb needs Tandem's own engine, [engine] name is vllm")
+            require(
+                not self.engine.device.startswith("cuda"),
+                f"[cache] disk_gb needs KV pools in host memory, [engine] device is {self.engine.device}",
+            )
         for name in ("prefill_gpus", "decode_gpus"):
             require(
                 self.vllm.tensor_parallel == 1 or getattr(self.cluster, name) in (0.0, 1.0),

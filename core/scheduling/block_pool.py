@@ -20,7 +20,7 @@ that are neighbours in both pools at once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -74,6 +74,8 @@ class PrefixBlock:
     sequence_hash: int
     token_bytes: bytes
     parent: PrefixBlock | str | None  # the preceding block, or the cache salt of a first block; None once evicted
+    stored_as: tuple[bytes, int] | None = None  # its name and position in a tier below the pool, once computed
+    is_corrupt: bool = False
 
 
 class BlockPool:
@@ -91,6 +93,7 @@ class BlockPool:
         self._by_hash: dict[int, PrefixBlock] = {}
         self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
         self._events: list[BlockEvent] = []
+        self.news: deque[PrefixBlock] | None = None  # registered and corrupt entries, for a tier below the pool
         self.num_changes = 0  # of claims and of the prefix cache: an equal number means an equal pool
 
     # ---- queries
@@ -185,13 +188,18 @@ class BlockPool:
         entry = PrefixBlock(block, full.sequence_hash, full.token_bytes, parent)
         self._entries[block] = self._by_hash[full.sequence_hash] = entry
         self._events.append(BlockStored(full.sequence_hash))
+        if self.news is not None:
+            self.news.append(entry)
         return entry
 
     def invalidate(self, blocks: Iterable[int]) -> None:
         """Take corrupt blocks out of the prefix cache. Their sequences and readers keep them."""
         for block in blocks:
-            if self._entries[block] is not None:
+            if (entry := self._entries[block]) is not None:
                 self._remove(block)
+                entry.is_corrupt = True
+                if self.news is not None:
+                    self.news.append(entry)
 
     # ---- leases: blocks that peers read
 

@@ -36,6 +36,9 @@ class MemoryDisk:
         self.content[offset : offset + len(content)] = content
         return len(content)
 
+    def close(self) -> None:
+        """Nothing to close."""
+
 
 def name_of(number: int) -> bytes:
     return bytes([number]) * 32

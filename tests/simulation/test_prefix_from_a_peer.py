@@ -117,7 +117,7 @@ def test_a_source_that_gives_less_than_promised_changes_no_token(monkeypatch: py
 
 def _done(pull: PrefixPull) -> PullCompleted:
     stats = PullStats(len(pull.targets), 0, 0, 0, 0.0, 0.0, 0.0)
-    return PullCompleted(pull.source.transfer_id, (), stats)
+    return PullCompleted(pull.transfer_id, (), stats)
 
 
 def test_a_worker_that_uses_the_blocks_of_a_failed_pull_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ class Disk(Protocol):
         """Returns the number of bytes written."""
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
@@ -154,6 +156,9 @@ class SlotFile:
         num_bytes = self._disk.read([memoryview(header), target], slot * self._slot_bytes)
         read = self._decode(header) if num_bytes == PAGE_BYTES + self._block_bytes else None
         return read is not None and read[0].name == name and read[1] == xxhash.xxh3_64_intdigest(target)
+
+    def close(self) -> None:
+        self._disk.close()
 
     def _decode(self, header: bytearray) -> tuple[StoredBlock, int] | None:
         """The block of a header and the digest of its KV; None for any other bytes."""

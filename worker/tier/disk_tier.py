@@ -1,0 +1,265 @@
+"""A tier below the pool: cached blocks on disk, of one worker (docs/prefix_from_a_peer.md).
+
+    down   a block is registered -> `write_down` leases it -> copied: the lease ends -> written: the block is here
+    up     `find` -> `read` into INCOMING blocks -> PullCompleted, as from a peer (worker/prefixes.py)
+
+Blocks go down while they are in the prefix cache, in the order of their registration, which is about the order of their
+eviction. So a block is leased for a copy in memory only, never for the time of a disk. A block that is evicted before
+its turn is lost.
+
+A read has a price: its bytes, and those before it, over the measured bandwidth. It begins only where the price is less
+than the time to compute its tokens, and ends with what it has when its limit of time passes. A disk that fails, is late
+or is full costs hits: reads and writes pause, each by itself, ever longer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from core.block_hash import FullBlock
+from core.handoff import AbortReason, OwnerState, PullerState, TransferId
+from core.scheduling.block_pool import BlockPool, Column, PrefixBlock
+from core.scheduling.ledger import Claim
+from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats
+from worker.tier.events import (
+    BlockRead,
+    BlocksRead,
+    BlocksWritten,
+    BlockWrite,
+    EraseSlot,
+    ReadBlocks,
+    ReadEnd,
+    TierAction,
+    WriteBlocks,
+)
+from worker.tier.names import chain_name, root_name
+from worker.tier.slot_table import SlotTable
+
+OWNER = "disk"  # of pulled prefixes and claims, where a peer has the name of its agent
+MAX_WRITES = 8  # blocks of one write, which are leased while they are copied; beyond: the next write
+NEWS_PER_BLOCK = 4  # changes of the prefix cache that wait for a write, for each block; beyond: the oldest are lost
+PRIOR_BYTES_PER_S = 500e6  # of a disk that nothing has been read from
+READ_S = 0.002  # of a read, beside the time of its bytes
+LATE_S = 0.05  # after its limit, a read without an answer is given up
+FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # after a failure, doubled for each further one in a row
+
+
+@dataclass(slots=True)
+class _Pause:
+    """Of reads, or of writes."""
+
+    until: float = 0.0
+    num_in_row: int = 0
+
+    def fail(self, now: float) -> None:
+        self.until = now + min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self.num_in_row)
+        self.num_in_row += 1
+
+    def succeed(self) -> None:
+        self.num_in_row = 0
+
+
+@dataclass(slots=True)
+class _Read:
+    reads: tuple[BlockRead, ...]
+    begun_at: float
+    is_given_up: bool = False
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Since the start."""
+
+    num_written: int = 0  # blocks
+    num_read: int = 0  # blocks
+    num_failures: int = 0  # reads and writes that failed, were late, or found another block
+
+
+class DiskTier:
+    def __init__(self, pool: BlockPool, block_bytes: int, identity: bytes, table: SlotTable) -> None:
+        self.table, self.counts = table, TierCounts()
+        self._pool, self._block_bytes, self._identity = pool, block_bytes, identity
+        self._news: deque[PrefixBlock] = deque(maxlen=NEWS_PER_BLOCK * pool.num_blocks)
+        pool.news = self._news
+        self._writes: tuple[BlockWrite, ...] = ()  # in flight
+        self._pinned: list[int] = []  # their blocks, until they are copied
+        self._written_since = 0.0
+        self._resume_at: float | None = None
+        self._reads: dict[TransferId, _Read] = {}  # in flight
+        self._next_read = 0
+        self._bytes_per_s = PRIOR_BYTES_PER_S
+        self._write_pause, self._read_pause = _Pause(), _Pause()
+
+    # ---- down
+
+    def write_down(self, num_spare_blocks: Callable[[], int], now: float) -> list[TierAction]:
+        """Write the next registered blocks, if no write is in flight. Call it after every event."""
+        if self._writes or not self._news or now < self._write_pause.until:
+            return []
+        self._resume_at = None
+        actions: list[TierAction] = []
+        writes: list[BlockWrite] = []
+        num_spare: int | None = None
+        while self._news and len(writes) < MAX_WRITES:
+            entry = self._news[0]
+            if entry.is_corrupt:
+                slot = None if entry.stored_as is None else self.table.forget(entry.stored_as[0])
+                actions += [] if slot is None else [EraseSlot(slot)]
+            elif entry.parent is not None:
+                if self._pool.column_of(entry.block) is Column.CACHED:
+                    num_spare = num_spare_blocks() if num_spare is None else num_spare
+                    if num_spare <= 0:
+                        break
+                    num_spare -= 1
+                writes += self._begin_write(entry)
+            self._news.popleft()
+        if writes:
+            self._writes, self._written_since = tuple(writes), now
+            self._pinned = [write.block for write in writes]
+            self._pool.lease(self._pinned)
+            actions.append(WriteBlocks(self._writes))
+        return actions
+
+    def _begin_write(self, entry: PrefixBlock) -> list[BlockWrite]:
+        named = self._name(entry)
+        if named is None:
+            return []
+        name, position, parent = named
+        begun = self.table.begin(name, parent, position)
+        return [] if begun is None else [BlockWrite(entry.block, *begun)]
+
+    def _name(self, entry: PrefixBlock) -> tuple[bytes, int, bytes] | None:
+        """Name and position of a block, and the name of its parent. None if a parent without a name was evicted."""
+        unnamed = [entry]
+        while isinstance(unnamed[-1].parent, PrefixBlock) and unnamed[-1].parent.stored_as is None:
+            unnamed.append(unnamed[-1].parent)
+        behind = unnamed[-1].parent
+        if behind is None:
+            return None
+        if isinstance(behind, str):
+            parent, position = root_name(self._identity, behind), -1
+        else:
+            assert behind.stored_as is not None
+            parent, position = behind.stored_as
+        name = parent
+        for each in reversed(unnamed):
+            parent, name, position = name, chain_name(name, each.token_bytes), position + 1
+            each.stored_as = name, position
+        return name, position, parent
+
+    def on_copied(self) -> None:
+        self._pool.unlease(self._pinned)
+        self._pinned = []
+
+    def on_written(self, event: BlocksWritten, now: float) -> None:
+        for place, write in enumerate(self._writes):
+            self.table.end(write.header.name, is_written=place < event.num_written)
+        self.counts.num_written += event.num_written
+        if event.num_written < len(self._writes):
+            self.counts.num_failures += 1
+            self._write_pause.fail(now)
+            self._resume_at = self._write_pause.until
+        else:
+            self._write_pause.succeed()
+        self._writes = ()
+
+    # ---- up
+
+    def find(self, blocks: Iterable[FullBlock], cache_salt: str) -> list[bytes]:
+        """The names of the longest prefix of `blocks` that is here. Counts as a use of these blocks."""
+        names: list[bytes] = []
+        name = root_name(self._identity, cache_salt)
+        for block in blocks:
+            name = chain_name(name, block.token_bytes)
+            if self.table.slot_of(name) is None:
+                break
+            names.append(name)
+        self.table.use(names)
+        return names
+
+    def limit_s(self, num_blocks: int, compute_s: float, now: float) -> float | None:
+        """The limit of time of a read, where computing its blocks takes `compute_s`. None: do not read."""
+        num_bytes = self._block_bytes * (num_blocks + sum(len(read.reads) for read in self._reads.values()))
+        price_s = READ_S + num_bytes / self._bytes_per_s
+        if price_s >= compute_s or now < self._read_pause.until:
+            return None
+        return min(compute_s, 2 * price_s + LATE_S)
+
+    def new_read_id(self) -> TransferId:
+        self._next_read -= 1  # tickets of hand-offs are positive
+        return self._next_read
+
+    def read(
+        self, read_id: TransferId, names: list[bytes], targets: list[int], limit_s: float, now: float
+    ) -> ReadBlocks:
+        """Read blocks of `find` into these INCOMING blocks. The worker gives the read up after `limit_s` and LATE_S."""
+        reads = []
+        for name, target in zip(names, targets, strict=True):
+            slot = self.table.slot_of(name)
+            assert slot is not None, "a name of `find` has no slot"
+            reads.append(BlockRead(slot, name, target))
+        self._reads[read_id] = _Read(tuple(reads), now)
+        return ReadBlocks(read_id, tuple(reads), limit_s)
+
+    def on_read(self, event: BlocksRead, now: float) -> Actions:
+        read = self._reads.pop(event.read_id)
+        num_bytes = event.num_read * self._block_bytes
+        if num_bytes and event.seconds > 0.0:
+            self._bytes_per_s += (num_bytes / event.seconds - self._bytes_per_s) / 4
+        self.counts.num_read += event.num_read
+        if event.end is ReadEnd.LOST:
+            self.table.forget(read.reads[event.num_read].name)
+        if event.end is ReadEnd.COMPLETE:
+            self._read_pause.succeed()
+        elif not (read.is_given_up and event.end is ReadEnd.LATE):  # then it has been counted, or nobody waited
+            self._fail_read(event.end is not ReadEnd.LOST, now)
+        if read.is_given_up:
+            return [PullFailed(event.read_id, PullerState.CANCELLED, AbortReason.CANCELLED)]
+        passed_s = now - read.begun_at
+        stats = PullStats(event.num_read, num_bytes, 1, 0, passed_s, event.seconds, passed_s, OWNER)
+        return [PullCompleted(event.read_id, (), stats)]
+
+    def cancel(self, read_id: TransferId, reason: AbortReason, now: float) -> Actions:
+        """Nothing waits for the read any more. Its targets are free when it has ended."""
+        read = self._reads[read_id]
+        if read.is_given_up:
+            return []
+        read.is_given_up = True
+        if reason is AbortReason.DEADLINE:
+            self._fail_read(True, now)
+        return [PullGivenUp(read_id, reason)]
+
+    def _fail_read(self, pauses: bool, now: float) -> None:
+        self.counts.num_failures += 1
+        if pauses:
+            self._read_pause.fail(now)
+            self._bytes_per_s = PRIOR_BYTES_PER_S  # after the pause, a read is tried
+
+    # ---- time and view
+
+    def next_deadline(self) -> float | None:
+        """When writes may begin again after a failure."""
+        return self._resume_at
+
+    @property
+    def reads(self) -> set[TransferId]:
+        """In flight."""
+        return set(self._reads)
+
+    def claims(self) -> list[Claim]:
+        found = [
+            Claim(f"{OWNER}{read_id}", PullerState.READING, [each.target for each in read.reads], read.begun_at, OWNER)
+            for read_id, read in self._reads.items()
+        ]
+        if self._pinned:
+            found.append(Claim(OWNER, OwnerState.OFFERED, list(self._pinned), self._written_since, OWNER))
+        return found
+
+    def check(self) -> None:
+        self.table.check()
+        assert len(self._writes) <= MAX_WRITES
+        assert not self._pinned or self._writes
+        leases = self._pool.leases()
+        assert all(leases.get(block) for block in self._pinned)

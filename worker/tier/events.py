@@ -1,0 +1,85 @@
+"""The events and actions of a `DiskTier`.
+
+The threads of the tier, and the virtual disk of the simulator, guarantee:
+  - `WriteBlocks`: exactly one `BlocksCopied`, then exactly one `BlocksWritten`; no byte of the pool is read in between;
+  - `ReadBlocks`: exactly one `BlocksRead`, after which nothing writes into the targets. A block counts as read if its
+    slot has its name and its digest is right. The read ends after `limit_s`, unless the disk hangs;
+  - writes and erasures happen in the order of their actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from core.handoff import TransferId
+from worker.tier.slot_file import StoredBlock
+
+
+class ReadEnd(Enum):
+    COMPLETE = "complete"
+    LATE = "late"  # the limit of time has passed
+    LOST = "lost"  # the next slot does not have its block
+    FAILED = "failed"  # the disk has returned an error
+
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    block: int  # leased until `BlocksCopied`
+    slot: int
+    header: StoredBlock
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlocks:
+    writes: tuple[BlockWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EraseSlot:
+    """The block in the slot is wrong, and must not be found by a scan."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    slot: int
+    name: bytes
+    target: int  # an INCOMING block
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    read_id: TransferId
+    reads: tuple[BlockRead, ...]  # in order of position
+    limit_s: float
+
+
+TierAction = WriteBlocks | EraseSlot | ReadBlocks
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCopied:
+    """The blocks of the write in flight are in a buffer of the tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWritten:
+    num_written: int  # the first ones; fewer than asked for after an error
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRead:
+    read_id: TransferId
+    num_read: int  # the first ones
+    seconds: float  # that these took
+    end: ReadEnd
+
+
+TierEvent = BlocksCopied | BlocksWritten | BlocksRead

@@ -1,0 +1,126 @@
+"""The shell of a `DiskTier`: one thread that writes, and one that reads.
+
+Writes first copy their blocks into buffers of the writing thread, so that no block is leased for the time of a disk. A
+hung disk holds up its thread alone; the machine gives the read up, and the process ends without waiting for the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import numpy as np
+
+from kv_transfer.transports.transport import PoolMemory
+from worker.tier.disk_tier import MAX_WRITES
+from worker.tier.events import (
+    BlocksCopied,
+    BlocksRead,
+    BlocksWritten,
+    EraseSlot,
+    ReadBlocks,
+    ReadEnd,
+    TierAction,
+    TierEvent,
+    WriteBlocks,
+)
+from worker.tier.slot_file import SlotFile
+
+logger = logging.getLogger(__name__)
+
+
+class TierThreads:
+    def __init__(
+        self,
+        file: SlotFile,
+        pool: PoolMemory,
+        post: Callable[[TierEvent], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`post` is called on the threads, and must not block."""
+        self._file, self._pool, self._post, self._clock = file, pool, post, clock
+        self._buffers = np.zeros((MAX_WRITES, pool.layout.block_bytes), np.uint8)
+        self._closing = False
+        self._to_write: queue.SimpleQueue[WriteBlocks | EraseSlot | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[tuple[ReadBlocks, float] | None] = queue.SimpleQueue()  # with its time limit
+        self._threads = [
+            threading.Thread(target=loop, name=f"tandem-disk-{loop.__name__.strip('_')}", daemon=True)
+            for loop in (self._write_all, self._read_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def perform(self, action: TierAction) -> None:
+        """Queue an action. The machine bounds both queues: one write in flight, and MAX_PREFIX_PULLS reads."""
+        if self._closing:
+            return
+        match action:
+            case WriteBlocks() | EraseSlot():
+                self._to_write.put(action)
+            case ReadBlocks(limit_s=limit_s):
+                self._to_read.put((action, self._clock() + limit_s))
+            case _:
+                assert_never(action)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what is queued, and wait for the threads. False if one has not ended after `timeout_s`."""
+        self._closing = True
+        self._to_write.put(None)
+        self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        self._file.close()
+        return True
+
+    def _write_all(self) -> None:
+        while (action := self._to_write.get()) is not None and not self._closing:
+            if isinstance(action, WriteBlocks):
+                self._write(action)
+                continue
+            try:
+                self._file.erase(action.slot)
+            except OSError as error:
+                logger.warning("a corrupt block stays in slot %d of the disk tier: %s", action.slot, error)
+
+    def _write(self, action: WriteBlocks) -> None:
+        for buffer, write in zip(self._buffers, action.writes, strict=False):
+            np.copyto(buffer, np.frombuffer(self._pool.block(write.block), np.uint8))
+        self._post(BlocksCopied())
+        num_written = 0
+        try:
+            for buffer, write in zip(self._buffers, action.writes, strict=False):
+                self._file.write(write.slot, write.header, buffer.data)
+                num_written += 1
+        except OSError as error:
+            logger.warning("the disk tier pauses its writes: %s", error)
+        self._post(BlocksWritten(num_written))
+
+    def _read_all(self) -> None:
+        while (queued := self._to_read.get()) is not None and not self._closing:
+            self._read(*queued)
+
+    def _read(self, action: ReadBlocks, ends_at: float) -> None:
+        began_at = self._clock()
+        end, num_read = ReadEnd.COMPLETE, 0
+        try:
+            for read in action.reads:
+                if self._closing or self._clock() >= ends_at:
+                    end = ReadEnd.LATE
+                    logger.warning(
+                        "the disk tier pauses its reads: %d of %d blocks in time", num_read, len(action.reads)
+                    )
+                    break
+                if not self._file.read(read.slot, read.name, self._pool.block(read.target)):
+                    end = ReadEnd.LOST
+                    break
+                num_read += 1
+        except OSError as error:
+            end = ReadEnd.FAILED
+            logger.warning("the disk tier pauses its reads: %s", error)
+        self._post(BlocksRead(action.read_id, num_read, self._clock() - began_at, end))
