@@ -1,11 +1,11 @@
 """A tier below the pool: cached blocks on disk, of one worker (docs/prefix_from_a_peer.md).
 
-    down   a block is registered -> `write_down` leases it -> copied: the lease ends -> written: the block is here
+    down   a block is registered -> `write_down` holds it -> copied: released -> written: the block is here
     up     `find` -> `read` into INCOMING blocks -> PullCompleted, as from a peer (worker/prefixes.py)
 
 Blocks go down while they are in the prefix cache, in the order of their registration, which is about the order of their
-eviction. So a block is leased for a copy in memory only, never for the time of a disk. A block that is evicted before
-its turn is lost.
+eviction. A block is held for a copy in memory only, never for the time of a disk, and only while blocks are to spare. A
+block that is evicted before its turn is lost.
 
 A read has a price: its bytes, and those before it, over the measured bandwidth. It begins only where the price is less
 than the time to compute its tokens, and ends with what it has when its limit of time passes. A disk that fails, is late
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from core.block_hash import FullBlock
-from core.handoff import AbortReason, OwnerState, PullerState, TransferId
+from core.handoff import AbortReason, PullerState, TransferId
 from core.scheduling.block_pool import BlockPool, Column, PrefixBlock
-from core.scheduling.ledger import Claim
+from core.scheduling.ledger import Claim, SequenceState
 from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats
 from worker.tier.events import (
     BlockRead,
@@ -38,7 +38,7 @@ from worker.tier.names import chain_name, root_name
 from worker.tier.slot_table import SlotTable
 
 OWNER = "disk"  # of pulled prefixes and claims, where a peer has the name of its agent
-MAX_WRITES = 8  # blocks of one write, which are leased while they are copied; beyond: the next write
+MAX_WRITES = 8  # blocks of one write, which are held while they are copied; beyond: the next write
 NEWS_PER_BLOCK = 4  # changes of the prefix cache that wait for a write, for each block; beyond: the oldest are lost
 PRIOR_BYTES_PER_S = 500e6  # of a disk that nothing has been read from
 READ_S = 0.002  # of a read, beside the time of its bytes
@@ -101,24 +101,19 @@ class DiskTier:
         self._resume_at = None
         actions: list[TierAction] = []
         writes: list[BlockWrite] = []
-        num_spare: int | None = None
-        while self._news and len(writes) < MAX_WRITES:
+        num_spare = num_spare_blocks()  # a block with no other holder is not available while it is copied
+        while self._news and len(writes) < min(MAX_WRITES, num_spare):
             entry = self._news[0]
             if entry.is_corrupt:
                 slot = None if entry.stored_as is None else self.table.forget(entry.stored_as[0])
                 actions += [] if slot is None else [EraseSlot(slot)]
             elif entry.parent is not None:
-                if self._pool.column_of(entry.block) is Column.CACHED:
-                    num_spare = num_spare_blocks() if num_spare is None else num_spare
-                    if num_spare <= 0:
-                        break
-                    num_spare -= 1
                 writes += self._begin_write(entry)
             self._news.popleft()
         if writes:
             self._writes, self._written_since = tuple(writes), now
             self._pinned = [write.block for write in writes]
-            self._pool.lease(self._pinned)
+            self._pool.share(self._pinned)
             actions.append(WriteBlocks(self._writes))
         return actions
 
@@ -150,7 +145,7 @@ class DiskTier:
         return name, position, parent
 
     def on_copied(self) -> None:
-        self._pool.unlease(self._pinned)
+        self._pool.release(self._pinned)
         self._pinned = []
 
     def on_written(self, event: BlocksWritten, now: float) -> None:
@@ -254,12 +249,11 @@ class DiskTier:
             for read_id, read in self._reads.items()
         ]
         if self._pinned:
-            found.append(Claim(OWNER, OwnerState.OFFERED, list(self._pinned), self._written_since, OWNER))
+            found.append(Claim(OWNER, SequenceState.ENDING, list(self._pinned), self._written_since))
         return found
 
     def check(self) -> None:
         self.table.check()
         assert len(self._writes) <= MAX_WRITES
         assert not self._pinned or self._writes
-        leases = self._pool.leases()
-        assert all(leases.get(block) for block in self._pinned)
+        assert all(self._pool.column_of(block) is Column.HELD for block in self._pinned)

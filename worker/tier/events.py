@@ -28,7 +28,7 @@ class ReadEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    block: int  # leased until `BlocksCopied`
+    block: int  # held until `BlocksCopied`
     slot: int
     header: StoredBlock
 

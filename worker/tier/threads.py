@@ -1,6 +1,6 @@
 """The shell of a `DiskTier`: one thread that writes, and one that reads.
 
-Writes first copy their blocks into buffers of the writing thread, so that no block is leased for the time of a disk. A
+Writes first copy their blocks into buffers of the writing thread, so that no block is held for the time of a disk. A
 hung disk holds up its thread alone; the machine gives the read up, and the process ends without waiting for the thread.
 """
 

@@ -1,0 +1,294 @@
+"""The tier below the pool, in the machines of both roles: the test is the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from core.cost.step_cost import work_of
+from core.handoff import PrefixSource
+from core.kv_layout import KVLayout
+from core.scheduling.block_pool import BlockPool
+from decode_worker.events import DecodeArrived
+from prefill_worker.machine import PrefillArrived
+from tests.support.driven_worker import LAYOUT, request
+from tests.support.transcripts import transcripts_of
+from tests.support.worker_words import WorkerReplay
+from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, PRIOR_BYTES_PER_S, READ_S, DiskTier
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, EraseSlot, ReadBlocks, ReadEnd, WriteBlocks
+from worker.tier.names import identity_of
+from worker.tier.slot_table import SlotTable
+
+
+class TierReplay(WorkerReplay):
+    """A computed token takes 1 ms (`core.cost.step_cost.PRIOR`), and the bytes of a block take no time."""
+
+    def begin(self, slots: int = 64, **options: Any) -> None:
+        super().begin(**options)
+        self.core.tier = DiskTier(self.pool, LAYOUT.block_bytes, identity_of(LAYOUT), SlotTable(slots, {}))
+
+    def step(self, no_memory: str = "", seconds: float | None = None, **tokens: int) -> list[Any]:
+        """Takes as long as the worker expects."""
+        work = work_of(self.plans[0].chunks)
+        return super().step(no_memory, self.core.costs.cost.seconds(work) if seconds is None else seconds, **tokens)
+
+    @property
+    def tier(self) -> DiskTier:
+        assert self.core.tier is not None
+        return self.core.tier
+
+    def seek(self, name: str, tokens: int, peer: int = 0, **options: Any) -> list[Any]:
+        """A prompt, of which the peer has `peer` tokens."""
+        source = PrefixSource(9, self.peer, peer, 0.5) if peer else None
+        salt, priority = str(options.pop("salt", "")), options.pop("priority", 0)
+        prompt = replace(request(name, tokens, 1, priority=priority, **options), cache_salt=salt)
+        if hasattr(self.machine, "pulls"):
+            return self.post(DecodeArrived(prompt, None, self.now + 60, prefix=source))
+        return self.post(PrefillArrived(prompt, int(name, 36), self.peer, self.now + 60, prefix=source))
+
+    def keep(self, tokens: int, **options: Any) -> list[str]:
+        """Compute a prompt, write its blocks down, and evict all of them from the pool."""
+        self.seek("keep", tokens, **options)
+        self.run()
+        while self.of(WriteBlocks)[-1].writes == self.tier._writes:
+            self.copied()
+            self.written()
+        self.machine.transfers.owner.abort(int("keep", 36), None)  # type: ignore[arg-type]
+        return [f"stored {len(self.tier.table)}", *self.evict()]
+
+    def evict(self) -> list[str]:
+        blocks = self.pool.allocate(self.pool.num_available)
+        assert blocks is not None
+        self.pool.release(blocks)
+        return []
+
+    def copied(self) -> list[Any]:
+        return self.post(BlocksCopied())
+
+    def written(self, *num: int) -> list[Any]:
+        """`num`: blocks before the disk failed."""
+        return self.post(BlocksWritten(*num or (len(self.tier._writes),)))
+
+    def disk(self, num: int = -1, end: str = "complete", read: int = -1) -> list[Any]:
+        """A read ends. `num`: blocks that it has brought."""
+        found = next(action for action in self.of(ReadBlocks) if action.read_id == read)
+        return self.post(BlocksRead(read, len(found.reads) if num < 0 else num, 0.001, ReadEnd(end)))
+
+    def corrupt(self, *blocks: int) -> list[Any]:
+        self.pool.invalidate(blocks)
+        return self.tick()
+
+    def stored(self) -> list[str]:
+        return [f"{len(self.tier.table)}"]
+
+    def failures(self) -> list[str]:
+        return [f"{self.tier.counts.num_failures}"]
+
+    def seen(self, action: Any) -> str:
+        match action:
+            case WriteBlocks(writes):
+                return "write " + " ".join(str(write.header.position) for write in writes)
+            case ReadBlocks(read_id, reads, limit_s):
+                return f"read {read_id}: {len(reads)} within {limit_s:.3g}"
+            case EraseSlot():
+                return "erase"
+        return super().seen(action)
+
+
+def transcripts(text: str, setup: str) -> Callable[[str], None]:
+    return transcripts_of(TierReplay, text, setup)
+
+
+test_down = transcripts(
+    """
+blocks are held until they are copied, and the next write waits for the disk
+  seek a 8                      -> first step a 0+8
+  run                           -> tokens a 0: 8; done a length; write 0 1
+  blocks                        -> held 2
+  idle                          -> yes
+  copied
+  blocks
+  seek b 5 first=40             -> first step b 0+5
+  run                           -> tokens b 0: 5; done b length
+  written                       -> write 0
+  stored                        -> 2
+  copied
+  written
+  stored                        -> 3
+
+a write that fails keeps what it has written, and writes pause
+  seek a 13                     -> first step a 0+8
+  run                           -> tokens a 0: 13; write 0 1; done a length
+  copied
+  written 1
+  stored                        -> 1
+  seek b 5 first=40             -> first step b 0+5
+  run                           -> tokens b 0: 5; done b length
+  wait 9
+  wait 2                        -> write 0
+
+a block that turns out corrupt is erased
+  seek a 9                      -> first step a 0+8
+  run                           -> tokens a 0: 9; write 0 1; done a length
+  copied
+  written
+  corrupt 1                     -> erase
+  stored                        -> 1
+  evict
+  seek b 10                     -> read -1: 1 within 0.004
+""",
+    setup="  decode\n",
+)
+
+test_up = transcripts(
+    """
+a prompt finds on disk what the pool has lost
+  keep 9                        -> stored 2
+  seek a 10                     -> read -1: 2 within 0.00801
+  blocks                        -> incoming 2
+  deadline                      -> in 0.0580064
+  load                          -> serving; waiting 1
+  disk                          -> first step a 8+2
+  blocks                        -> held 3
+  run                           -> tokens a 0: 10; done a length, cached 8
+  blocks
+
+what the pool has is not read
+  keep 13                       -> stored 3
+  seek a 5                      -> read -1: 1 within 0.004
+  disk                          -> first step a 4+1
+  run                           -> tokens a 0: 5; done a length, cached 4
+  seek b 14                     -> read -2: 2 within 0.00801
+  disk read=-2                  -> first step b 12+2
+  run                           -> tokens b 0: 14; done b length, cached 12
+
+a disk that is late brings a part
+  keep 13                       -> stored 3
+  seek a 14                     -> read -1: 3 within 0.012
+  disk 2 end=late               -> first step a 8+6
+  run                           -> tokens a 0: 14; done a length, cached 8
+  failures                      -> 1
+
+after a late read, prompts are computed until the pause ends
+  keep 13                       -> stored 3
+  seek a 14                     -> read -1: 3 within 0.012
+  disk 0 end=late               -> first step a 0+8
+  run                           -> tokens a 0: 14; done a length
+  evict
+  seek b 14                     -> first step b 0+8
+  run                           -> tokens b 0: 14; done b length
+  evict
+  wait 11
+  seek c 14                     -> read -2: 3 within 0.012
+
+a slot that has another block is a miss, and the block is written again
+  keep 13                       -> stored 3
+  seek a 14                     -> read -1: 3 within 0.012
+  disk 1 end=lost               -> first step a 4+8
+  run                           -> tokens a 0: 14; write 1; done a length, cached 4
+  stored                        -> 2
+  copied
+  written
+  stored                        -> 3
+
+a disk that hangs is given up and its targets stay
+  keep 9                        -> stored 2
+  seek a 10                     -> read -1: 2 within 0.00801
+  wait 0.05
+  wait 0.05                     -> first step a 0+8
+  blocks                        -> held 2; incoming 2
+  idle                          -> no
+  run                           -> tokens a 0: 10
+                                -> done a length, block seconds 0.0839872, queue 0.0580064, prefill 0.0419936
+  idle                          -> no
+  disk 0 end=late
+  blocks
+  idle                          -> yes
+  failures                      -> 1
+
+a cancelled call leaves its targets to the disk
+  keep 9                        -> stored 2
+  seek a 10                     -> read -1: 2 within 0.00801
+  cancel a                      -> fail a RequestCancelled: the router cancelled the call
+  blocks                        -> incoming 2
+  disk
+  blocks
+  failures                      -> 0
+
+another prompt with the same blocks waits for the same read
+  keep 9                        -> stored 2
+  seek a 10                     -> read -1: 2 within 0.00801
+  seek b 14
+  disk                          -> first step a 8+2, b 8+6
+  run                           -> tokens a 0: 10; tokens b 0: 14; done a length, cached 8
+                                -> done b length, cached 8; write 2
+
+the disk goes before a peer that has no more
+  keep 9                        -> stored 2
+  seek a 14 peer=8              -> read -1: 2 within 0.00801
+  disk                          -> first step a 8+6
+  run                           -> tokens a 0: 14; done a length, cached 8; write 2
+  evict
+  seek b 14 peer=12             -> connect peer; want 9: 0..2
+
+another salt finds nothing
+  keep 9 salt=7                 -> stored 2
+  seek a 10 salt=8              -> first step a 0+8
+  step                          -> step a 8+2; write 0 1
+  seek b 10 salt=7              -> read -1: 2 within 0.00801
+""",
+    setup="  decode\n",
+)
+
+test_roles_and_room = transcripts(
+    """
+a prefill worker writes down what it offers
+  prefill
+  seek a 9                      -> first step a 0+8; connect peer
+  run                           -> digests 2; write 0 1; digests 1; done a 0: 9, length
+  blocks                        -> held 2; leased 1
+  want 10 0 1                   -> ready 10: 0 1 last 9
+
+without blocks to spare, nothing is read
+  decode blocks=6
+  keep 9                        -> stored 2
+  arrive a 16 first=70          -> first step a 0+8
+  seek b 10
+""",
+    setup="",
+)
+
+
+def test_a_read_begins_only_where_it_is_quicker_than_computing() -> None:
+    layout = KVLayout("m", "float32", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
+    tier = DiskTier(BlockPool(64), layout.block_bytes, identity_of(layout), SlotTable(8, {}))
+    price_s = READ_S + 10 * layout.block_bytes / PRIOR_BYTES_PER_S
+    assert tier.limit_s(10, price_s * 0.99, 50.0) is None
+    assert tier.limit_s(10, price_s * 1.01, 50.0) == pytest.approx(price_s * 1.01)
+    assert tier.limit_s(10, 60.0, 50.0) == pytest.approx(2 * price_s + LATE_S)
+
+
+def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
+    replay = TierReplay("decode", "keep 9")
+    before = replay.tier.limit_s(1000, 60.0, 50.0)
+    replay.line("seek a 10")
+    assert replay.tier.limit_s(1000, 60.0, 50.0) > before  # type: ignore[operator]
+    replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
+    slow_s = replay.tier.limit_s(1000, 600.0, 50.0)
+    bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
+    assert slow_s == pytest.approx(2 * (READ_S + 1000 * LAYOUT.block_bytes / bytes_per_s) + LATE_S)
+
+
+def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
+    replay = TierReplay("decode", "keep 9")
+    for pauses in (1, 2, 4):
+        replay.line("seek a 10")
+        replay.line(f"disk 0 end=failed read={replay.tier._next_read}")
+        replay.line("run")
+        assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses - 0.1) is None
+        assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses) is not None
+        replay.evict()
+        replay.later(FIRST_PAUSE_S * pauses)
