@@ -27,7 +27,7 @@ _COUNTS = (
     "step_limit_s", "num_decoding", "decode_context", "num_promised_blocks", "num_released_blocks",
     "batch_sequences", "batch_tokens", "busy_seconds", "decode_step_seconds", "flop", "memory_bytes", "flop_use",
     "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves",
-    "gives_prefixes",
+    "gives_prefixes", "num_disk_blocks", "num_disk_reads", "num_disk_writes", "num_disk_failures",
 )  # fmt: skip
 MAX_SECONDS = 1e9  # of a price: a product of two such numbers and a count of tokens is still finite
 _COLUMNS = tuple(Column)

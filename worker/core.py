@@ -341,6 +341,7 @@ class WorkerCore:
             num_right_drafts=self.scheduler.num_right_drafts,
             takes_moves=takes_moves,
             gives_prefixes=True,
+            **({} if self.tier is None else self.tier.load()),
         )
 
     def take_role(self, *, speculates: bool) -> None:

@@ -87,6 +87,10 @@ class WorkerLoad:
     num_right_drafts: int = 0  # ... and that were right
     takes_moves: bool = False  # a decode worker that can take running sequences of others, and ask for moves
     gives_prefixes: bool = False  # it offers cached prefixes to peers, and reads those of peers
+    num_disk_blocks: int = 0  # cached blocks on its disk
+    num_disk_reads: int = 0  # blocks that prompts have read from the disk since the start
+    num_disk_writes: int = 0  # blocks written to the disk since the start
+    num_disk_failures: int = 0  # reads and writes since the start that failed, were late, or found another block
 
 
 @dataclass(frozen=True, slots=True)

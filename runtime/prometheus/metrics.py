@@ -93,6 +93,10 @@ class Metric(Enum):
     WORKER_MALFORMED_MESSAGES = "tandem_worker_malformed_messages_total"
     WORKER_DROPPED_MESSAGES = "tandem_worker_dropped_messages_total"
     WORKER_CORRUPT_BLOCKS = "tandem_worker_corrupt_blocks_total"
+    WORKER_DISK_BLOCKS = "tandem_worker_disk_blocks"
+    WORKER_DISK_READS = "tandem_worker_disk_read_blocks_total"
+    WORKER_DISK_WRITES = "tandem_worker_disk_written_blocks_total"
+    WORKER_DISK_FAILURES = "tandem_worker_disk_failures_total"
     GATEWAY_REQUESTS = "tandem_gateway_requests_total"
     GATEWAY_REQUEST_DURATION = "tandem_gateway_request_duration_seconds"
     GATEWAY_ADDED_BEFORE = "tandem_gateway_added_before_seconds"
@@ -284,6 +288,14 @@ METRICS: dict[Metric, Description] = {
     ),
     Metric.WORKER_CORRUPT_BLOCKS: Description(
         Kind.TOTAL, "Blocks with a wrong digest after a read", WORKER,
+    ),
+    Metric.WORKER_DISK_BLOCKS: Description(
+        Kind.GAUGE, "Cached blocks on the disk of a worker; none without a disk", WORKER
+    ),
+    Metric.WORKER_DISK_READS: Description(Kind.TOTAL, "Blocks that prompts have read from the disk", WORKER),
+    Metric.WORKER_DISK_WRITES: Description(Kind.TOTAL, "Blocks that a worker has written to its disk", WORKER),
+    Metric.WORKER_DISK_FAILURES: Description(
+        Kind.TOTAL, "Reads and writes of the disk that failed, were late, or found another block", WORKER
     ),
     Metric.GATEWAY_REQUESTS: Description(
         Kind.COUNTER, "Ended HTTP requests, by route (other = no such route) and by status (499 = the client left)",

@@ -238,6 +238,16 @@ class DiskTier:
         """When writes may begin again after a failure."""
         return self._resume_at
 
+    def load(self) -> dict[str, int]:
+        """Fields of `WorkerLoad`."""
+        counts = self.counts
+        return {
+            "num_disk_blocks": len(self.table),
+            "num_disk_reads": counts.num_read,
+            "num_disk_writes": counts.num_written,
+            "num_disk_failures": counts.num_failures,
+        }
+
     @property
     def reads(self) -> set[TransferId]:
         """In flight."""
