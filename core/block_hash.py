@@ -20,6 +20,7 @@ from typing import NamedTuple
 import xxhash
 
 HASH_SEED = 1337
+_DISK_MEDIUM = 0x6469736B_6469736B
 
 U32 = "I"  # the type code of `array` for 4 bytes without sign, as on every platform of CPython
 _chain_input = struct.Struct("<QQ").pack
@@ -41,6 +42,11 @@ def local_hash(token_bytes: bytes) -> int:
 def chain_hash(parent: int, local: int) -> int:
     """Sequence hash of a block whose predecessor has sequence hash `parent`."""
     return _digest(_chain_input(parent, local), HASH_SEED)
+
+
+def hash_on_disk(sequence_hash: int) -> int:
+    """The hash under which a worker reports a block on its disk. Its own inverse."""
+    return sequence_hash ^ _DISK_MEDIUM
 
 
 def root_hash(cache_salt: str, adapter: str = "") -> int | None:

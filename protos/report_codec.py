@@ -28,6 +28,7 @@ _COUNTS = (
     "batch_sequences", "batch_tokens", "busy_seconds", "decode_step_seconds", "flop", "memory_bytes", "flop_use",
     "bandwidth_use", "slo_itl_s", "num_drafts", "num_right_drafts", "takes_moves",
     "gives_prefixes", "num_disk_blocks", "num_disk_reads", "num_disk_writes", "num_disk_failures",
+    "disk_bytes_per_s",
 )  # fmt: skip
 MAX_SECONDS = 1e9  # of a price: a product of two such numbers and a count of tokens is still finite
 _COLUMNS = tuple(Column)

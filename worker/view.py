@@ -67,7 +67,7 @@ class ChangeTracker:
 
 
 class WorkerMachineView:
-    """Reads one machine, between its events. Only `take_changes` changes anything: it empties the pool's events."""
+    """Reads one machine, between its events. Only `take_changes` changes anything: it takes their events."""
 
     def __init__(self, machine: WorkerMachine) -> None:
         self._machine = machine
@@ -90,7 +90,9 @@ class WorkerMachineView:
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
-        return tuple(self._machine.core.pool.registered_hashes())
+        """Sequence hashes of the prefix cache, and, by `hash_on_disk`, of the disk."""
+        core = self._machine.core
+        return (*core.pool.registered_hashes(), *(() if core.tier is None else core.tier.hashes()))
 
     @property
     def load(self) -> WorkerLoad:
@@ -109,4 +111,8 @@ class WorkerMachineView:
 
     def take_changes(self, load: WorkerLoad) -> WorkerChanges | None:
         """What has changed since the last call, with `load` as the load of now; None if nothing has."""
-        return self._tracker.take(load, self._machine.core.pool.drain_events(), self.paths)
+        core = self._machine.core
+        events = core.pool.drain_events()
+        if core.tier is not None:
+            events += core.tier.drain_events()
+        return self._tracker.take(load, events, self.paths)

@@ -91,6 +91,7 @@ class WorkerLoad:
     num_disk_reads: int = 0  # blocks that prompts have read from the disk since the start
     num_disk_writes: int = 0  # blocks written to the disk since the start
     num_disk_failures: int = 0  # reads and writes since the start that failed, were late, or found another block
+    disk_bytes_per_s: float = 0.0  # bandwidth of the disk; 0 = it has none, or its last read has failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,11 @@ class OpenDispatches:
         self, dispatch_id: str, request: Request, candidate: Candidate, now: float
     ) -> tuple[PrefixSource | None, list[RouterAction]]:
         """What the computing worker reads from a peer, and the action that tells the peer of it."""
-        read = candidate.read
-        if read.source is None:
+        read, computing = candidate.read, candidate.prefill_worker or candidate.decode_worker
+        if read.source is None or read.source == computing:  # the worker finds by itself what is on its disk
             return None, []
         source = self._workers.chosen(read.source)
-        reader = self._workers.chosen(candidate.prefill_worker or candidate.decode_worker)
+        reader = self._workers.chosen(computing)
         behind_s = max(0.0, max(source.link_until, reader.link_until) - now)
         # Other routers choose alike, so the read counts once for each, as prompt work does.
         until = now + behind_s + reader.num_routers * (read.seconds - behind_s)

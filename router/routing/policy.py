@@ -43,6 +43,7 @@ NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
 LEAST_GAIN_SHARE, LEAST_GAIN_S = 0.02, 0.0005  # of reading a prefix over computing it
 MESSAGE_S = 0.002  # from the router to a worker and back
+DISK_READ_S = 0.002  # of a read from disk, beside the time of its bytes
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
 MAX_SOURCES = 16  # workers with the longest cached parts of a prompt, from which others may read
 MAX_READS = 4  # of these that are priced for a reader, those that it avoids left out
@@ -77,11 +78,13 @@ class WorkerView:
     num_cached_blocks: int = 0  # of these, those in the prefix cache
     blocks_released_per_s: float = 0.0
     block_bytes: int = 0
+    block_size: int = 16  # tokens
     agent_name: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
     num_blocks: int = 0  # of the whole pool
     reads_prefixes: bool = False  # of peers
     link_until: float = 0.0  # when the prefixes that it reads or gives, as far as this router knows, will have moved
+    disk_bytes_per_s: float = 0.0  # of its disk; 0 = nothing is there
     avoided_sources: Mapping[str, float] = field(default_factory=dict)  # agent of a peer -> not to be read until then
     streams_s: float = field(init=False)  # of a step without prompts
     reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
@@ -113,6 +116,7 @@ class RoutingQuestion:
     block_size: int
     now: float = 0.0
     sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
+    on_disk: Mapping[str, int] = field(default_factory=dict)  # worker id -> tokens of the prompt on its disk
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -128,9 +132,9 @@ class RoutingQuestion:
 
 
 class PrefixRead(NamedTuple):
-    """A cached part of the prompt that the computing worker reads from a peer before it computes the rest."""
+    """A cached part of the prompt that the computing worker reads before it computes the rest."""
 
-    source: str | None  # None: it reads nothing
+    source: str | None  # a peer, or the worker itself: from its disk. None: it reads nothing
     num_tokens: int  # that it lacks
     seconds: float  # from the dispatch to the last block
     gain_s: float = 0.0  # that the first token comes sooner
@@ -272,12 +276,16 @@ _COMPUTED = PromptTimes(0.0, 0.0, 0.0)
 
 
 def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Start:
-    """With the prefix of a peer, if the prompt is then computed sooner."""
+    """With the prefix of a peer, or of the worker's disk, if the prompt is then computed sooner."""
     start = Start(prompt_times(question, worker, cached_tokens), cached_tokens)
-    if not (question.sources and worker.reads_prefixes):
+    on_disk = question.on_disk.get(worker.worker_id, 0)
+    if not (question.sources and worker.reads_prefixes) and on_disk <= cached_tokens:
         return start
-    priced = (prefix_read(question, worker, cached_tokens, *source) for source in question.sources)
+    sources = question.sources if worker.reads_prefixes else ()
+    priced = (prefix_read(question, worker, cached_tokens, *source) for source in sources)
     reads = list(islice(filter(None, priced), MAX_READS))
+    if (read_here := disk_read(question, worker, cached_tokens, on_disk)) is not None:
+        reads.append(read_here)
     if not reads:
         return start
     # A token costs about the same everywhere, so few reads are worth a closer look.
@@ -312,6 +320,20 @@ def prefix_read(
     moved_s = num_tokens // block_size * reader.block_bytes / bytes_per_s
     latency_s = MESSAGE_S + (0.0 if path is None else path.latency_s)
     return PrefixRead(owner.worker_id, num_tokens, latency_s + behind_s + moved_s)
+
+
+def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:
+    """What the worker would read from its own disk; None if it has as much, or no room."""
+    block_size = worker.block_size
+    num_tokens = min(on_disk, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
+    num_blocks = num_tokens // block_size
+    if num_tokens <= 0 or not worker.disk_bytes_per_s:
+        return None
+    if num_blocks + _num_held_hits(question, worker, cached_tokens) > worker.num_free_blocks:
+        return None
+    return PrefixRead(
+        worker.worker_id, num_tokens, DISK_READ_S + num_blocks * worker.block_bytes / worker.disk_bytes_per_s
+    )
 
 
 def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:

@@ -1,8 +1,9 @@
 """The prefixes that each worker has cached, learned from the block events of the workers.
 
 A worker *holds* a set of sequence hashes. A prefix of a request is *reachable* on a worker if the worker holds every
-block of it, from the root on. The score of a worker is the length of the longest reachable prefix. Memory is bounded by
-the pools of the workers: a worker holds at most one hash for each block.
+block of it, from the root on. The score of a worker is the length of the longest reachable prefix. A worker with a disk
+holds the hashes of the blocks there, too, as `hash_on_disk` makes them. Memory is bounded by the pools and the disks of
+the workers: a worker holds at most one hash for each block.
 
 Each worker has a bit. The holders of a hash are one int with their bits: one AND finds the workers that reach a block.
 """

@@ -178,11 +178,13 @@ class WorkerRecord:
             num_cached_blocks=load.ledger.get(Column.CACHED, 0),
             blocks_released_per_s=self.release.blocks_per_s,
             block_bytes=self.agent.layout.block_bytes,
+            block_size=self.agent.layout.block_size,
             agent_name=self.agent.name,
             paths=self.paths,
             num_blocks=self.agent.num_blocks,
             reads_prefixes=load.gives_prefixes,
             link_until=self.link_until,
+            disk_bytes_per_s=load.disk_bytes_per_s if load.num_disk_blocks else 0.0,
             avoided_sources={name: trial.avoided_until for name, trial in self.sources.items() if trial.avoided_until},
         )
         self.has_room = self.serves and not self.suspect and num_sequences < self.max_in_flight

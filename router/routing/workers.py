@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import nlargest
 
-from core.block_hash import PromptHashes, root_hash
+from core.block_hash import PromptHashes, hash_on_disk, root_hash
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch
@@ -362,9 +362,11 @@ class WorkerTable:
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
         sources = self._sources(matched, avoid, version, now)
+        on_disk = self._on_disk(prompt, decode)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
+        on_disk |= self._on_disk(prompt, prefill)
         holder, num_held = preferred
         if holder:
             matched[holder] = max(matched.get(holder, 0), num_held // block_size)
@@ -376,7 +378,17 @@ class WorkerTable:
             self._block_sizes[ServiceRole.DECODE],
             now,
             sources,
+            on_disk,
         )
+
+    def _on_disk(self, prompt: PromptHashes, records: list[WorkerRecord]) -> dict[str, int]:
+        """The tokens of the prompt that each of these workers of one role has on its disk."""
+        with_disk = [record for record in records if record.view.disk_bytes_per_s]
+        if not with_disk:
+            return {}
+        block_size = with_disk[0].view.block_size
+        matched = self.index.match(map(hash_on_disk, prompt.chain(block_size)))
+        return {record.worker_id: matched.get(record.worker_id, 0) * block_size for record in with_disk}
 
     def _sources(self, matched: dict[str, int], avoid: frozenset[str], version: int, now: float) -> list[Option]:
         """The workers with the longest cached parts of a prompt that may give them to others, even while they drain.

@@ -373,8 +373,8 @@ class WorkerShell:
 
     @property
     def cached_blocks(self) -> set[int]:
-        """Sequence hashes in the prefix cache."""
-        return set(self.pool.registered_hashes())
+        """Sequence hashes in the prefix cache, and on disk."""
+        return set(self.view.cached_blocks)
 
     @property
     def kept_blocks(self) -> dict[str, int]:

@@ -90,6 +90,17 @@ async def test_a_worker_that_starts_again_finds_its_blocks(
         assert tier_of(deployment.prefill[0]).counts.num_read == NUM_FULL, "the pool has the prefix again"
 
 
+async def test_a_prompt_goes_to_the_worker_that_has_its_prefix_on_disk(tmp_path: Path) -> None:
+    config = on_disk(tmp_path)
+    async with serving(config) as deployment:
+        await ask(deployment)
+    (tmp_path / DIRECTORY / "prefill-0.kv").rename(tmp_path / DIRECTORY / "prefill-1.kv")
+    async with deploy(config, num_prefill=2) as deployment:
+        assert await ask(deployment) == (expected(config), NUM_FULL * BLOCK_SIZE)
+        assert [tier_of(worker).counts.num_read for worker in deployment.prefill] == [0, NUM_FULL]
+        await settle(deployment)
+
+
 async def test_an_evicted_prefix_comes_back(tmp_path: Path) -> None:
     config = on_disk(tmp_path)
     async with serving(config) as deployment:

@@ -67,7 +67,7 @@ def test_a_block_that_the_file_gives_back_is_one_that_was_written(
         disk.room = cut if is_last else None
         content = content_of(block, number)
         try:
-            header = StoredBlock(name_of(block), ROOT, 0, 1, number)
+            header = StoredBlock(name_of(block), ROOT, number, 0, 1, number)
             SlotFile(disk, NUM_SLOTS, BLOCK_BYTES, identity).write(slot, header, memoryview(content))
             put.setdefault(slot, []).append((identity, block, content))
         except OSError:
@@ -93,7 +93,7 @@ def test_a_block_that_the_file_gives_back_is_one_that_was_written(
 def test_of_two_slots_with_one_name_the_newer_is_found() -> None:
     file = SlotFile(MemoryDisk(), NUM_SLOTS, BLOCK_BYTES, OURS)
     for slot, number in ((2, 8), (0, 9), (3, 7)):
-        file.write(slot, StoredBlock(name_of(1), ROOT, 0, 1, number), memoryview(content_of(1, number)))
+        file.write(slot, StoredBlock(name_of(1), ROOT, number, 0, 1, number), memoryview(content_of(1, number)))
     assert {slot: block.number for slot, block in file.scan().items()} == {0: 9}
     file.erase(0)
     assert {slot: block.number for slot, block in file.scan().items()} == {2: 8}
@@ -102,7 +102,7 @@ def test_of_two_slots_with_one_name_the_newer_is_found() -> None:
 def test_a_full_disk_raises_whether_it_says_so_or_writes_less() -> None:
     disk = MemoryDisk()
     disk.room = PAGE_BYTES + BLOCK_BYTES - 1
-    header = StoredBlock(name_of(1), ROOT, 0, 1, 1)
+    header = StoredBlock(name_of(1), ROOT, 7, 0, 1, 1)
     file = SlotFile(disk, NUM_SLOTS, BLOCK_BYTES, OURS)
     with pytest.raises(OSError, match="only") as raised:
         file.write(0, header, memoryview(content_of(1, 1)))

@@ -45,7 +45,7 @@ def test_what_is_here_begins_at_the_first_block_of_its_prompt_also_after_a_resta
         begun = []
         for position, name in enumerate(names[:num_written]):
             parent = names[position - 1] if position else ROOT
-            if (found := table.begin(name, parent, position)) is not None:
+            if (found := table.begin(name, parent, hash(name), position)) is not None:
                 begun.append((name, *found))
             table.check()
         for place, (name, slot, header) in enumerate(begun):
@@ -77,7 +77,7 @@ def test_blocks_that_are_asked_for_stay() -> None:
         names = chain(*tokens)
         table.use(names[: kept(table, names)])
         for parent, position, name in zip([ROOT, *names], range(len(names)), names, strict=False):
-            if table.begin(name, parent, position) is not None:
+            if table.begin(name, parent, hash(name), position) is not None:
                 table.end(name, is_written=True)
         return kept(table, names)
 
@@ -96,13 +96,13 @@ def test_blocks_that_are_asked_for_stay() -> None:
 def test_of_one_long_prompt_the_first_blocks_stay() -> None:
     table = SlotTable(3, {})
     names = chain(*range(6))
-    begun = [table.begin(name, ([ROOT, *names])[position], position) for position, name in enumerate(names)]
+    begun = [table.begin(name, ([ROOT, *names])[position], 0, position) for position, name in enumerate(names)]
     assert [found is not None for found in begun] == [True] * 3 + [False] * 3
 
 
 def test_a_block_behind_a_lost_one_is_not_found_after_a_restart() -> None:
     first, second, third = chain(1, 2, 3)
-    stored = {5: StoredBlock(first, ROOT, 0, 3, 1), 2: StoredBlock(third, second, 2, 3, 3)}
+    stored = {5: StoredBlock(first, ROOT, 11, 0, 3, 1), 2: StoredBlock(third, second, 13, 2, 3, 3)}
     table = SlotTable(6, stored)
     table.check()
     assert len(table) == 1

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from core.block_hash import FullBlock
+from core.block_hash import FullBlock, hash_on_disk
 from core.handoff import AbortReason, PullerState, TransferId
-from core.scheduling.block_pool import BlockPool, Column, PrefixBlock
+from core.scheduling.block_pool import BlockEvent, BlockPool, Column, PrefixBlock
 from core.scheduling.ledger import Claim, SequenceState
 from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats
 from worker.tier.events import (
@@ -122,7 +123,7 @@ class DiskTier:
         if named is None:
             return []
         name, position, parent = named
-        begun = self.table.begin(name, parent, position)
+        begun = self.table.begin(name, parent, entry.sequence_hash, position)
         return [] if begun is None else [BlockWrite(entry.block, *begun)]
 
     def _name(self, entry: PrefixBlock) -> tuple[bytes, int, bytes] | None:
@@ -238,7 +239,7 @@ class DiskTier:
         """When writes may begin again after a failure."""
         return self._resume_at
 
-    def load(self) -> dict[str, int]:
+    def load(self) -> dict[str, Any]:
         """Fields of `WorkerLoad`."""
         counts = self.counts
         return {
@@ -246,7 +247,16 @@ class DiskTier:
             "num_disk_reads": counts.num_read,
             "num_disk_writes": counts.num_written,
             "num_disk_failures": counts.num_failures,
+            "disk_bytes_per_s": 0.0 if self._read_pause.num_in_row else self._bytes_per_s,
         }
+
+    def hashes(self) -> list[int]:
+        """As routers know the blocks here."""
+        return [hash_on_disk(sequence_hash) for sequence_hash in self.table.sequence_hashes()]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """Changes since the last call, in order, with such hashes."""
+        return [replace(event, sequence_hash=hash_on_disk(event.sequence_hash)) for event in self.table.drain_events()]
 
     @property
     def reads(self) -> set[TransferId]:

@@ -29,8 +29,9 @@ from core.errors import ConfigError
 PAGE_BYTES = 4096
 DIRECTORY = "tandem-kv"  # in `[cache] disk_dir`
 MAGIC = b"TandemKV"
-# magic, identity, name, name of the parent, position in the chain, value, number of the write, digest of the KV
-_FIELDS = struct.Struct("<8s32s32s32sIQQQ")
+# magic, identity, name, name of the parent, sequence hash, position in the chain, value, number of the write, digest of
+# the KV
+_FIELDS = struct.Struct("<8s32s32s32sQIQQQ")
 _DIGEST = struct.Struct("<Q")  # of the fields above
 
 Buffer = bytes | bytearray | memoryview
@@ -56,6 +57,7 @@ class StoredBlock:
 
     name: bytes
     parent: bytes  # the name of the preceding block, or that of the root
+    sequence_hash: int  # for routers
     position: int  # in the sequence
     value: int  # to the table of slots when it was written
     number: int  # of the write; a later write has a higher number
@@ -135,8 +137,8 @@ class SlotFile:
         """Raises `OSError`; the slot is then free."""
         assert content.nbytes == self._block_bytes
         fields = _FIELDS.pack(
-            MAGIC, self._identity, block.name, block.parent, block.position, block.value, block.number,
-            xxhash.xxh3_64_intdigest(content),
+            MAGIC, self._identity, block.name, block.parent, block.sequence_hash, block.position, block.value,
+            block.number, xxhash.xxh3_64_intdigest(content),
         )  # fmt: skip
         header = (fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_BYTES, b"\0")
         num_bytes = self._disk.write([header, content], slot * self._slot_bytes)
@@ -163,12 +165,12 @@ class SlotFile:
     def _decode(self, header: bytearray) -> tuple[StoredBlock, int] | None:
         """The block of a header and the digest of its KV; None for any other bytes."""
         fields = memoryview(header)[: _FIELDS.size]
-        magic, identity, name, parent, position, value, number, digest = _FIELDS.unpack(fields)
+        magic, identity, name, parent, sequence_hash, position, value, number, digest = _FIELDS.unpack(fields)
         if magic != MAGIC or identity != self._identity:
             return None
         if _DIGEST.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
             return None
-        return StoredBlock(name, parent, position, value, number), digest
+        return StoredBlock(name, parent, sequence_hash, position, value, number), digest
 
 
 def slot_bytes_for(block_bytes: int) -> int:

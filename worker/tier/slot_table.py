@@ -17,12 +17,14 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored
 from worker.tier.slot_file import StoredBlock
 
 
 @dataclass(slots=True)
 class _Row:
     name: bytes
+    sequence_hash: int
     position: int
     value: int
     num_uses: int = 0
@@ -42,18 +44,28 @@ class SlotTable:
         self._slots: dict[bytes, int] = {}  # by name
         self._begun: dict[bytes, tuple[int, _Row]] = {}  # slots that are being written, by name
         self._heap: list[tuple[tuple[int, int], int]] = []  # worth, slot; some entries are out of date
+        self._events: list[BlockEvent] = []
         self._age = max((block.value for block in stored.values()), default=0)
         self._next_number = 1 + max((block.number for block in stored.values()), default=0)
         for slot, block in sorted(stored.items(), key=lambda item: item[1].position):
             parent = self._row_of(block.parent)
             if parent is not None or not block.position:
                 value = block.value if parent is None else min(block.value, parent.value)
-                self._enter(slot, _Row(block.name, block.position, value))
+                self._enter(slot, _Row(block.name, block.sequence_hash, block.position, value))
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in self._rows]
 
     def __len__(self) -> int:
         """The number of blocks."""
         return len(self._rows)
+
+    def sequence_hashes(self) -> list[int]:
+        """Of all blocks."""
+        return [row.sequence_hash for row in self._rows.values()]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """Changes since the last call, in order."""
+        events, self._events = self._events, []
+        return events
 
     def slot_of(self, name: bytes) -> int | None:
         return self._slots.get(name)
@@ -67,7 +79,7 @@ class SlotTable:
             row.value = self._age + 1 + row.num_uses
             self._push(slot, row)
 
-    def begin(self, name: bytes, parent: bytes, position: int) -> tuple[int, StoredBlock] | None:
+    def begin(self, name: bytes, parent: bytes, sequence_hash: int, position: int) -> tuple[int, StoredBlock] | None:
         """The slot to write a block to, and its header. Call `end` after the write.
 
         None if the block is here, if its parent is not, or if every block here is worth more.
@@ -75,14 +87,14 @@ class SlotTable:
         behind = self._row_of(parent)
         if name in self._slots or name in self._begun or (behind is None and position):
             return None
-        row = _Row(name, position, self._value_behind(behind))
+        row = _Row(name, sequence_hash, position, self._value_behind(behind))
         slot = self._free.pop() if self._free else self._evict_below(row)
         if slot is None:
             return None
         row.value = self._value_behind(behind)  # the age may have changed
         self._begun[name] = slot, row
         number, self._next_number = self._next_number, self._next_number + 1
-        return slot, StoredBlock(name, parent, position, row.value, number)
+        return slot, StoredBlock(name, parent, sequence_hash, position, row.value, number)
 
     def end(self, name: bytes, *, is_written: bool) -> None:
         slot, row = self._begun.pop(name)
@@ -126,6 +138,7 @@ class SlotTable:
 
     def _enter(self, slot: int, row: _Row) -> None:
         self._rows[slot], self._slots[row.name] = row, slot
+        self._events.append(BlockStored(row.sequence_hash))
         self._push(slot, row)
 
     def _push(self, slot: int, row: _Row) -> None:
@@ -135,7 +148,9 @@ class SlotTable:
             heapq.heapify(self._heap)
 
     def _drop(self, slot: int) -> None:
-        del self._slots[self._rows.pop(slot).name]
+        row = self._rows.pop(slot)
+        del self._slots[row.name]
+        self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
         """Each slot is free, being written, or has one block; the heap knows every block."""

@@ -11,7 +11,7 @@ from core.errors import ConfigError
 from worker.tier.slot_file import DIRECTORY, OpenFile, SlotFile, StoredBlock, slot_bytes_for
 
 CONTENT = bytes(range(100))
-HEADER = StoredBlock(b"n" * 32, b"p" * 32, 0, 1, 1)
+HEADER = StoredBlock(b"n" * 32, b"p" * 32, 7, 0, 1, 1)
 SIZE = 3 * slot_bytes_for(100)
 
 
