@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     kind.add_argument(
         "--vllm", dest="kind", action="store_const", const="vllm", help="run them with vLLM inside the workers"
     )
+    kind.add_argument(
+        "--disk", dest="kind", action="store_const", const="disk", help="run them with a disk below each pool"
+    )
     options = parser.parse_args(arguments)
     seeds = options.seeds if options.seed is None else [options.seed]
     totals: Counter[str] = Counter()

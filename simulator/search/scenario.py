@@ -20,7 +20,15 @@ from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from simulator.search.orders import FleetFaults, draw_fleet_faults
 from simulator.shells.worker_spec import WorkerSpec
-from simulator.virtual.faults import PROBED_BYTES_PER_S, EngineFaults, Fault, NetworkFaults, ReadFaults, RouterDeath
+from simulator.virtual.faults import (
+    PROBED_BYTES_PER_S,
+    DiskFaults,
+    EngineFaults,
+    Fault,
+    NetworkFaults,
+    ReadFaults,
+    RouterDeath,
+)
 from simulator.virtual.memory import VOCAB_SIZE
 
 NUM_REQUESTS = 50
@@ -151,10 +159,32 @@ def make_vllm_scenario(seed: int) -> Scenario:
     return replace(scenario, router=router, workers=tuple(map(with_vllm, scenario.workers)))
 
 
+def make_disk_scenario(seed: int) -> Scenario:
+    """The same with a tier below the pool of each worker, and prompts slow enough for a read to pay."""
+    return with_disks(chance_of(f"disks of {seed}"), make_fleet_scenario(seed))
+
+
+def with_disks(chance: random.Random, scenario: Scenario) -> Scenario:
+    faulty = (0.0,) if scenario.calm else (0.0, 0.1)
+    faults = DiskFaults(
+        seconds_per_block=chance.choice((0.0001, 0.001)),
+        failed=chance.choice(faulty),
+        damaged=chance.choice(faulty),
+        hung=chance.choice(faulty),
+    )
+    num_slots = chance.choice((16, 200))
+    workers = tuple(
+        replace(spec, disk_slots=num_slots, disk=faults, step_cost=replace(spec.step_cost, token_s=0.001))
+        for spec in scenario.workers
+    )
+    return replace(scenario, workers=workers)
+
+
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
     "plain": make_fleet_scenario,
     "harsh": make_harsh_scenario,
     "vllm": make_vllm_scenario,
+    "disk": make_disk_scenario,
 }
 
 

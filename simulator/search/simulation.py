@@ -18,6 +18,7 @@ from simulator.search.scenario import SCENARIOS, Scenario
 from simulator.search.world_fleet import NOTICE_S, PUBLISH_S, WorldFleet
 from simulator.shells.agent import SimulatedAgent
 from simulator.shells.authorship import Authorship
+from simulator.shells.disk import Slots
 from simulator.shells.links import RECONNECT_S, BreakableLinks
 from simulator.shells.router_shell import RouterShell
 from simulator.shells.vllm_shell import VllmShell
@@ -54,6 +55,7 @@ class Simulation:
         self.oracle = Oracle(self.world, scenario, self.fleet)
         self.authorship = Authorship(self.world)
         self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
+        self._disks: dict[str, Slots] = {}  # of each worker id
         self._kept = FakeCluster()  # KV that the vLLM workers keep for each other
         self._ended: list[WorkerShell] = []
         self.clients = ResumingClients(self.world, self.oracle)
@@ -131,7 +133,8 @@ class Simulation:
         if spec.has_vllm:
             node: WorkerShell = VllmShell(self.world, spec, self._kept, self._restart_failed, *start)
         else:
-            node = WorkerShell(self.world, spec, *start, self.authorship)
+            slots = self._disks.setdefault(spec.worker_id, {})
+            node = WorkerShell(self.world, spec, *start, self.authorship, slots)
         node.join(self.network, self._agents, self.scenario.reads)
         self.fleet[spec.worker_id] = node
         self.world.note(f"{node.name} starts")

@@ -45,6 +45,7 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router.requests import events
 from simulator.shells.agent import SimulatedAgent
 from simulator.shells.authorship import Authorship
+from simulator.shells.disk import SimulatedDisk, Slots
 from simulator.shells.fairness import HandOffsAsk, TenantShares
 from simulator.shells.steps import SimulatedExecutor
 from simulator.shells.worker_spec import WorkerSpec
@@ -56,6 +57,10 @@ from simulator.virtual.network import Network
 from simulator.virtual.world import SimulationError, World
 from worker.core import DrainRequested, RunStep, StepFinished, WorkerCore
 from worker.prefixes import PrefixRequested, PulledPrefix
+from worker.tier.disk_tier import DiskTier
+from worker.tier.events import EraseSlot, ReadBlocks, WriteBlocks
+from worker.tier.names import identity_of
+from worker.tier.slot_table import SlotTable
 from worker.view import WorkerMachineView
 
 TOLERANCE_S = 0.001  # of a timer
@@ -73,8 +78,11 @@ class WorkerShell:
         incarnation: int = 1,
         clock_offset_s: float = 0.0,
         authorship: Authorship | None = None,
+        slots: Slots | None = None,
     ) -> None:
+        """`slots`: of the disk, as earlier incarnations have left them."""
         self.spec, self._authorship = spec, authorship
+        self._slots: Slots = {} if slots is None else slots
         self.alive = True
         self.silent = False  # died, and its connections did not break
         self.killed = False  # died, and its last answers may be lost
@@ -82,6 +90,7 @@ class WorkerShell:
         self.token_streams: dict[str, Call] = {}  # open at this end, by call id
         self._world, self._clock_offset_s = world, clock_offset_s
         self._inbox: list[Any] | None = None  # while stopped
+        self.disk: SimulatedDisk | None = None
         self._subscribers: dict[str, SendReport] = {}  # by router
         self._changed = False  # since the last report
         self._next_report_at = 0.0
@@ -114,6 +123,11 @@ class WorkerShell:
         )  # fmt: skip
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
         core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.known_cost))
+        if spec.disk_slots:
+            stored = {slot: header for slot, (header, _) in self._slots.items()}
+            table = SlotTable(spec.disk_slots, stored)
+            core.tier = DiskTier(self.pool, spec.layout.block_bytes, identity_of(spec.layout), table)
+            self.disk = SimulatedDisk(self._world, self._slots, memory, spec, self.post)
         self._drive(core, TransferMachine(spec.transfer, self.pool, self.address))
 
     def join(self, network: Network, agents: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
@@ -220,6 +234,9 @@ class WorkerShell:
                 if str(error) == LOST_ITS_BLOCKS:
                     self._world.marks.add(f"preemption of {call_id}")
                 self._end_call(call_id, error)
+            case WriteBlocks() | EraseSlot() | ReadBlocks():
+                assert self.disk is not None, "a machine without a tier uses the disk"
+                self.disk.perform(action)
             case _:
                 if not isinstance(action, AgentAction):
                     raise SimulationError(f"no code performs {action}")
@@ -455,6 +472,8 @@ class WorkerShell:
 
     def _end_parts(self) -> None:
         self.executor.alive = self.agent.alive = False
+        if self.disk is not None:
+            self.disk.alive = False
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:

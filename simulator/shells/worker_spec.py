@@ -10,7 +10,7 @@ from core.handoff import Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from simulator.shells.cost_model import LinkCost
-from simulator.virtual.faults import EngineFaults
+from simulator.virtual.faults import DiskFaults, EngineFaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class WorkerSpec:
     known_cost: StepCost = PRIOR  # the worker's own estimate at its start
     step_noise: float = 0.0  # standard deviation of the logarithm of a step's time
     link: LinkCost | None = None  # of reads; None: `ReadFaults.seconds_per_block`
+    disk_slots: int = 0  # of the tier below the pool; 0: none
     location: Location = field(default_factory=Location)
     probe_bytes: int = 0  # 0: no path is measured
     # Faults
@@ -36,4 +37,5 @@ class WorkerSpec:
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
+    disk: DiskFaults = field(default_factory=DiskFaults)
     engine: EngineFaults = field(default_factory=EngineFaults)

@@ -24,6 +24,14 @@ class ReadFaults:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFaults:
+    seconds_per_block: float = 0.0002
+    failed: float = 0.0  # probability that a read or a write fails
+    damaged: float = 0.0  # ... that a written block is not found later
+    hung: float = 0.0  # ... that a read ends long after its limit
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFaults:
     """Of the engine of a vLLM worker."""
 

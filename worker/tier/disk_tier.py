@@ -113,8 +113,7 @@ class DiskTier:
             self._news.popleft()
         if writes:
             self._writes, self._written_since = tuple(writes), now
-            self._pinned = [write.block for write in writes]
-            self._pool.share(self._pinned)
+            self._pin([write.block for write in writes])
             actions.append(WriteBlocks(self._writes))
         return actions
 
@@ -144,6 +143,10 @@ class DiskTier:
             parent, name, position = name, chain_name(name, each.token_bytes), position + 1
             each.stored_as = name, position
         return name, position, parent
+
+    def _pin(self, blocks: list[int]) -> None:
+        self._pinned = blocks
+        self._pool.share(blocks)
 
     def on_copied(self) -> None:
         self._pool.release(self._pinned)
