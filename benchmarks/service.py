@@ -27,7 +27,15 @@ import uvloop
 from benchmarks.processes import ChildProcess, obey, take_stdout
 from benchmarks.sleeping_runner import SleepingRunner, token_id_at
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
-from core.config import EngineConfig, GatewayConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
+from core.config import (
+    CacheConfig,
+    EngineConfig,
+    GatewayConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TandemConfig,
+    TransferConfig,
+)
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
@@ -59,6 +67,7 @@ class Role:
     moves_for_room: bool = True  # False: a decode worker whose pool is full preempts alone
     tokens_per_message: int = 1  # of a bare server
     http_port: int = 0  # of a router; 0 = no HTTP
+    disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
 
 
 # ---- the benchmark's side
@@ -167,7 +176,8 @@ async def start_service(host: ServiceHost, role: Role) -> Endpoint:
     if not role.moves_for_room:
         decode_machine.num_short = lambda *_: 0  # type: ignore[attr-defined]
     transfer = TransferConfig() if role.moves_kv else TransferConfig(transport="memory")
-    config = replace(CONFIG, transfer=transfer, gateway=GatewayConfig(port=role.http_port))
+    cache = CacheConfig(disk_gb=2.0 if role.disk_dir else 0.0, disk_dir=role.disk_dir)
+    config = replace(CONFIG, transfer=transfer, gateway=GatewayConfig(port=role.http_port), cache=cache)
     placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, control=None)
     endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], config)), placement)
     if isinstance(endpoint, StartFault):
@@ -201,7 +211,11 @@ class Service:
     def counters(self) -> dict[str, float]:
         worker: Any = self._host._service
         load = worker._parts.machine.load()
-        return {"preemptions": load.num_preemptions, "read_bytes": load.transferred_bytes}
+        return {
+            "preemptions": load.num_preemptions,
+            "read_bytes": load.transferred_bytes,
+            "disk_writes": load.num_disk_writes,
+        }
 
     def _wait(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()

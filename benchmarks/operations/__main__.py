@@ -2,6 +2,7 @@
 
     roll, switch, change, zero       an operator changes the fleet (benchmarks/operations/changes.py; 3 minutes)
     gap, stay, drain, room, router   requests move, workers and routers die (benchmarks/operations/moves.py; 15 minutes)
+    disk                             a killed worker finds its KV on disk (benchmarks/operations/disk.py; 2 minutes)
 
 Within a part the load, the fleet and the cores are the same, and only the named event differs.
 """
@@ -12,15 +13,17 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.operations import changes, moves
+from benchmarks.operations import changes, disk, moves
 from benchmarks.report import Report, parser_of, run_parts
+
+PARTS = moves.PARTS | {"disk": disk.run}
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, (*changes.PARTS, *moves.PARTS), repeats=3).parse_args()
+    arguments = parser_of(__doc__, (*changes.PARTS, *PARTS), repeats=3).parse_args()
     report, repeats = Report("operations"), arguments.repeats
     parts: dict[str, Callable[[], None]] = {part: partial(changes.run, part, report, repeats) for part in changes.PARTS}
-    parts |= {name: partial(run_moves, part, report, repeats) for name, part in moves.PARTS.items()}
+    parts |= {name: partial(run_moves, part, report, repeats) for name, part in PARTS.items()}
     run_parts(report, parts, arguments.parts)
 
 
