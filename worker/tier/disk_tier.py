@@ -43,7 +43,7 @@ MAX_WRITES = 8  # blocks of one write, which are held while they are copied; bey
 NEWS_PER_BLOCK = 4  # changes of the prefix cache that wait for a write, for each block; beyond: the oldest are lost
 PRIOR_BYTES_PER_S = 500e6  # of a disk that nothing has been read from
 READ_S = 0.002  # of a read, beside the time of its bytes
-LATE_S = 0.05  # after its limit, a read without an answer is given up
+LATE_S = 0.05  # least time that a limit adds to twice the price; after so long without an answer, a read is given up
 FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # after a failure, doubled for each further one in a row
 
 
@@ -178,13 +178,18 @@ class DiskTier:
         self.table.use(names)
         return names
 
+    def price_s(self, num_blocks: int) -> float:
+        """Of a read, behind those in flight."""
+        num_bytes = self._block_bytes * (num_blocks + sum(len(read.reads) for read in self._reads.values()))
+        return READ_S + num_bytes / self._bytes_per_s
+
     def limit_s(self, num_blocks: int, compute_s: float, now: float) -> float | None:
         """The limit of time of a read, where computing its blocks takes `compute_s`. None: do not read."""
-        num_bytes = self._block_bytes * (num_blocks + sum(len(read.reads) for read in self._reads.values()))
-        price_s = READ_S + num_bytes / self._bytes_per_s
+        price_s = self.price_s(num_blocks)
         if price_s >= compute_s or now < self._read_pause.until:
             return None
-        return min(compute_s, 2 * price_s + LATE_S)
+        # As for a peer. A file that is no longer in the page cache is read several times slower than measured.
+        return min(compute_s, price_s + max(price_s + LATE_S, (compute_s - price_s) / 2))
 
     def new_read_id(self) -> TransferId:
         self._next_read -= 1  # tickets of hand-offs are positive

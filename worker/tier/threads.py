@@ -7,7 +7,9 @@ hung disk holds up its thread alone; the machine gives the read up, and the proc
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,8 @@ from worker.tier.events import (
     WriteBlocks,
 )
 from worker.tier.slot_file import SlotFile
+
+NICENESS = 5  # of writes, for which no prompt waits
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,8 @@ class TierThreads:
         return True
 
     def _write_all(self) -> None:
+        if sys.platform == "linux":  # where niceness belongs to a thread
+            os.nice(NICENESS)
         while (action := self._to_write.get()) is not None and not self._closing:
             if isinstance(action, WriteBlocks):
                 self._write(action)

@@ -268,18 +268,18 @@ def test_a_read_begins_only_where_it_is_quicker_than_computing() -> None:
     price_s = READ_S + 10 * layout.block_bytes / PRIOR_BYTES_PER_S
     assert tier.limit_s(10, price_s * 0.99, 50.0) is None
     assert tier.limit_s(10, price_s * 1.01, 50.0) == pytest.approx(price_s * 1.01)
-    assert tier.limit_s(10, 60.0, 50.0) == pytest.approx(2 * price_s + LATE_S)
+    assert tier.limit_s(10, 3 * price_s + LATE_S, 50.0) == pytest.approx(2 * price_s + LATE_S)
+    assert tier.limit_s(10, 60.0, 50.0) == pytest.approx(price_s + (60.0 - price_s) / 2)
 
 
 def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
     replay = TierReplay("decode", "keep 9")
-    before = replay.tier.limit_s(1000, 60.0, 50.0)
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
     replay.line("seek a 10")
-    assert replay.tier.limit_s(1000, 60.0, 50.0) > before  # type: ignore[operator]
+    assert replay.tier.price_s(10) == READ_S + 12 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
     replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
-    slow_s = replay.tier.limit_s(1000, 600.0, 50.0)
     bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
-    assert slow_s == pytest.approx(2 * (READ_S + 1000 * LAYOUT.block_bytes / bytes_per_s) + LATE_S)
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / bytes_per_s
 
 
 def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
