@@ -89,11 +89,10 @@ def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
     yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
     yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
     yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
-    if load.num_disk_blocks or load.num_disk_writes or load.num_disk_failures:  # else it has no disk, or an empty one
-        yield Metric.WORKER_DISK_BLOCKS, load.num_disk_blocks, labels
-        yield Metric.WORKER_DISK_READS, load.num_disk_reads, labels
-        yield Metric.WORKER_DISK_WRITES, load.num_disk_writes, labels
-        yield Metric.WORKER_DISK_FAILURES, load.num_disk_failures, labels
+    yield Metric.WORKER_DISK_BLOCKS, load.num_disk_blocks, labels
+    yield Metric.WORKER_DISK_READS, load.num_disk_reads, labels
+    yield Metric.WORKER_DISK_WRITES, load.num_disk_writes, labels
+    yield Metric.WORKER_DISK_FAILURES, load.num_disk_failures, labels
 
 
 def _paths(record: WorkerRecord, router: RouterView) -> Iterator[Reading]:

@@ -290,7 +290,7 @@ METRICS: dict[Metric, Description] = {
         Kind.TOTAL, "Blocks with a wrong digest after a read", WORKER,
     ),
     Metric.WORKER_DISK_BLOCKS: Description(
-        Kind.GAUGE, "Cached blocks on the disk of a worker; none without a disk", WORKER
+        Kind.GAUGE, "Cached blocks on the disk of a worker; 0 without a disk", WORKER
     ),
     Metric.WORKER_DISK_READS: Description(Kind.TOTAL, "Blocks that prompts have read from the disk", WORKER),
     Metric.WORKER_DISK_WRITES: Description(Kind.TOTAL, "Blocks that a worker has written to its disk", WORKER),
