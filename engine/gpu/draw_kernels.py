@@ -256,8 +256,9 @@ def _reject_until_kept(
     undecided = has_top_k | has_top_p | (min_p > 0.0)
     while undecided:
         value = tl.load(logits + drawn)
+        order = order_of(value, drawn, ID_BITS)
         count, before, next_id = _before(
-            order_of(value, drawn, ID_BITS),
+            order,
             logits,
             values,
             token_ids,
@@ -275,6 +276,8 @@ def _reject_until_kept(
         is_kept = (count < num_kept) | (has_top_k == 0)
         is_kept = is_kept & ((before.to(tl.float64) < top_p * mass.to(tl.float64)) | (has_top_p == 0))
         is_kept = is_kept & (_masses(value, top, temperature, MASS_BITS) >= least_mass)
-        undecided = (is_kept == 0) & (count > 0)
+        # In a row with a NaN, no token before the last one may have the least mass.
+        is_before = order_of(tl.load(logits + next_id), next_id, ID_BITS) > order
+        undecided = (is_kept == 0) & (count > 0) & is_before
         drawn = tl.where(undecided, next_id, drawn)
     tl.store(ids + row, drawn)

@@ -38,6 +38,11 @@ def buckets_up_to(max_running: int) -> list[int]:
     return [*found, max_running]
 
 
+def largest_of(sizes: Sequence[GraphSize]) -> list[GraphSize]:
+    """The graph with the most logits, and the one with the most rows. The others find room in their memory."""
+    return list({max(size for size in sizes if not size.prompts), max(sizes)})
+
+
 def graph_sizes(limits: StepLimits, has_scales: bool = False) -> list[GraphSize]:
     """Of the graphs for steps of these limits. In a pool with scales, prompts have none: their blocks are expanded, as
     many as a step has."""
@@ -58,6 +63,13 @@ def graph_sizes(limits: StepLimits, has_scales: bool = False) -> list[GraphSize]
     ]
 
 
+def _fewest_alone(size: GraphSize) -> int:
+    """Where sizes lie far apart, few rows share the device by splits for few. Splits in vain end at once."""
+    if not size.prompts:
+        return size.alone
+    return 1 if size.alone <= _LEAST_ALONE else size.alone // _ALONE_FACTOR + 1
+
+
 class StepLogits(NamedTuple):
     """Of a step. The next run of any graph overwrites those of a graph."""
 
@@ -69,7 +81,8 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Compute = Callable[[StepTensors, int], StepLogits]  # (inputs, positions of the longest context)
+# (inputs, positions of the longest context, the fewest rows that attend alone in a step of this size)
+Compute = Callable[[StepTensors, int, int], StepLogits]
 
 
 class StepGraphs:
@@ -104,13 +117,15 @@ class StepGraphs:
             sorted((size for size in sizes if bool(size.prompts) is has_prompts), reverse=True)
             for has_prompts in (False, True)
         )
+        was_enabled = gc.isenabled()
         gc.collect()
         gc.disable()  # freeing a tensor during a capture may synchronise
         try:
             for size in (*decodes[:1], *mixed, *decodes[1:]):
                 self._capture(size, memory)
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
         self._queue.free_cached()
 
     def size_for(self, arrays: StepArrays) -> GraphSize | None:
@@ -140,8 +155,8 @@ class StepGraphs:
         inputs = tensors_in(self._fixed, self._sizes(size, len(self._fixed) - block_ids_begin))
 
         def compute() -> StepLogits:
-            found = self._compute(inputs, self._max_context)
-            return self._kept(found) if size.prompts else found
+            found = self._compute(inputs, self._max_context, _fewest_alone(size))
+            return found if self._found is None else self._kept(found)
 
         if self._queue.device.type != "cuda":
             cpu_graph = CpuGraph(compute)
@@ -170,7 +185,7 @@ class StepGraphs:
 
     def _kept(self, found: StepLogits) -> StepLogits:
         """Copied into the result of the graph with the most logits: a vocabulary takes half a megabyte for each row."""
-        assert self._found is not None, "a graph without prompts comes first"
+        assert self._found is not None
         assert self._found.highest is not None
         assert found.highest is not None
         count = len(found.logits)

@@ -10,7 +10,7 @@ from core.errors import OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.errors import sort_error
-from engine.gpu.graphs import graph_sizes
+from engine.gpu.graphs import graph_sizes, largest_of
 from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool, step_does_not_fit
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, num_blocks_within
@@ -46,7 +46,7 @@ class PoolSizer:
         return plan_pool(use, layout, config.kv_memory_mb, margin_mb, self.share, NUM_PADDING_BLOCKS)
 
     def _measured(self, allocator: Allocator) -> tuple[int, int]:
-        """The bytes of the largest step, and of all graphs, on a pool that just holds the step."""
+        """The bytes of the largest step, and of the largest graphs, on a pool that just holds the step."""
         num_tokens = min(self.limits.max_batched_tokens, self.setup.info.context_length - 1)
         num_prompt_blocks = self.setup.layout.num_blocks_for(num_tokens)
         computer = self.make_computer(self.make_pool(num_prompt_blocks + 1))
@@ -55,9 +55,8 @@ class PoolSizer:
         # The sum of both bounds every step of these limits.
         peak = measure(allocator, lambda: run_apart(computer, [prompt]))
         peak += measure(allocator, lambda: run_apart(computer, decodes))
-        graphs = measure(
-            allocator, lambda: computer.graphs.capture(graph_sizes(self.limits, self.setup.layout.has_scales))
-        )
+        sizes = largest_of(graph_sizes(self.limits, self.setup.layout.has_scales))
+        graphs = measure(allocator, lambda: computer.graphs.capture(sizes))
         computer.graphs.close()
         return peak, graphs
 

@@ -70,9 +70,10 @@ class GraphSize(NamedTuple):
     def holds(self, arrays: StepArrays) -> bool:
         """Padding that attends needs a row of its own."""
         num_rows, num_alone, num_prompts = map(len, (arrays.token_ids, arrays.decode_row, arrays.prefill_row))
-        if not self.prompts:
-            return num_prompts == 0 and num_rows <= self.rows
+        if not self.prompts or not num_prompts:
+            return self.prompts == num_prompts == 0 and num_rows <= self.rows
         fits = num_rows < self.rows or (num_rows == self.rows and num_alone == self.alone)
+        fits = fits and len(arrays.sampling_rows) <= self.sampled
         return fits and num_alone <= self.alone and num_prompts <= self.prompts
 
 
@@ -100,7 +101,6 @@ class StepArranger:
 
     def padded(self, arrays: StepArrays, size: GraphSize) -> StepArrays:
         """The step with padding up to `size`, in which it fits, for a graph."""
-        assert size.holds(arrays)
         num_tokens = len(arrays.token_ids)
         block_ids = np.concatenate((arrays.decode_block_ids, arrays.prefill_block_ids))
         padding_rows = np.arange(num_tokens, num_tokens + size.alone - len(arrays.decode_row), dtype=np.int32)

@@ -114,17 +114,20 @@ class StepComputer:
         token_ids = self._token_ids(step, staged.has_promised)
         return self._model.compute(ModelInputs(token_ids, step.sampling_rows, attention))
 
-    def _compute_for_graph(self, step: StepTensors, max_context: int) -> StepLogits:
-        attention = self._attention(step, max_context)
+    def _compute_for_graph(self, step: StepTensors, max_context: int, fewest_alone: int) -> StepLogits:
+        attention = self._attention(step, max_context, fewest_alone)
         sampling_rows = step.sampling_rows if len(step.sampling_rows) else None
         logits = self._model.compute(ModelInputs(self._token_ids(step, has_promised=True), sampling_rows, attention))
         highest = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         ops.argmax(logits, highest)
         return StepLogits(logits, highest)
 
-    def _attention(self, step: StepTensors, max_context: int) -> OperatorAttention:
-        pool = self._pool
-        return OperatorAttention(pool.tensor, self._rotary_table, step, max_context, self._splits, pool.scales)
+    def _attention(self, step: StepTensors, max_context: int, num_alone: int | None = None) -> OperatorAttention:
+        """`num_alone`: the rows that attend alone, for the choice of splits; None: those of the step."""
+        pool, splits = self._pool, self._splits
+        if num_alone is not None:
+            splits = fixed_splits(splits(num_alone, pool.tensor.shape[3], max_context))
+        return OperatorAttention(pool.tensor, self._rotary_table, step, max_context, splits, pool.scales)
 
     def _token_ids(self, step: StepTensors, has_promised: bool) -> torch.Tensor:
         """# int32 [T]"""

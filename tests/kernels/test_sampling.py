@@ -9,6 +9,7 @@ import torch
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu import sampling_kernels, sampling_reference
+from engine.gpu.draw_kernels import draw_tokens
 from tests.unit.engine.gpu.sampling_cases import Case, by_numpy, differing, on_device, some_case
 
 
@@ -58,3 +59,14 @@ def test_argmax_takes_the_lowest_id_of_ties() -> None:
     sampling_reference.argmax(logits, wanted)
     assert found.tolist() == wanted.tolist()
     assert found[:6].tolist() == [int(row.numpy().argmax()) for row in logits]
+
+
+def test_a_draw_from_a_row_with_a_nan_ends_with_a_valid_token() -> None:
+    """The NaN is the highest of its list, and no other token has the least mass beside it."""
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    logits[0, 700] = torch.nan
+    ids = torch.full((1,), -7, dtype=torch.int32)
+    rows, top_k = torch.tensor([0], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    settings, keys = torch.tensor([[1.0, 1.0, 0.1]], dtype=torch.float64), torch.tensor([12345678901234])
+    draw_tokens(logits, rows, 1, 32, top_k, settings, keys, ids)
+    assert 0 <= int(ids) < 1000

@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu.runner import GpuRunner
 from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_computer import StepComputer
 from engine.model import Model, ModelInputs
+from engine.runner import StepLimits, run_step
+from engine.torch_runner import TorchRunner
 from tests.support.drafts import compute_every_guess
 from tests.unit.engine.driving import Engine
-from tests.unit.engine.gpu.test_grammars import CONFIG, ENDING, ENDLESS, LIMITS, READER
+from tests.unit.engine.gpu.test_grammars import CONFIG, ENDING, ENDLESS, LIMITS, PROMPT, READER
 
 REQUESTS = [*ENDLESS, *ENDING]
 
@@ -67,3 +71,19 @@ def test_a_step_with_drafts_that_finds_no_memory_is_computed_in_parts(monkeypatc
     expected, found, _ = generate(monkeypatch, with_graphs=False)
     assert found == expected
     assert refused, "the memory was never scarce"
+
+
+def test_drafts_beside_a_prompt_sample_more_rows_than_a_graph_of_few_sequences() -> None:
+    """A graph has logits for max_running rows; a step may have drafts beyond it."""
+    found = []
+    for runner in (TorchRunner(CONFIG), GpuRunner(CONFIG, limits=StepLimits(max_running=4, max_batched_tokens=64))):
+        tokens, sampling = [*PROMPT[:20]], SamplingParams(max_tokens=30, temperature=0.0)
+        first = SequenceView("first", tokens, 20, [0, 1, 2], sampling)
+        second = SequenceView("second", PROMPT[20:50], 30, [3, 4], sampling)
+        done = run_step(runner, StepPlan(0, (ScheduledChunk(first, 0, 20, True, False),)))
+        tokens.append(done.sampled["first"][0].token_id)
+        drafted = ScheduledChunk(first, 20, 1, True, False, (1, 2, 3))
+        found.append(run_step(runner, StepPlan(1, (drafted, ScheduledChunk(second, 0, 30, True, False)))).sampled)
+        runner.close()
+    assert found[0].keys() == {"first", "second"}
+    assert found[0] == found[1]
