@@ -4,7 +4,7 @@
     prompts    TTFT of a prompt that is alone
     load       prompts of 2,048 tokens and outputs of 128 at random times, the same ones for every system
 
-vLLM has its defaults, but for `--max-model-len`, and once more with steps of at most 1,024 tokens. Tandem's systems are
+vLLM has its defaults, but for `--max-model-len`, and once more with steps of at most 1,536 tokens. Tandem's systems are
 one undivided worker whose steps are limited, two pools that share the GPU with the same limit, and one undivided worker
 without a limit.
 
@@ -45,7 +45,7 @@ GRPC_PORT, HTTP_PORT = 50_671, 50_672
 VLLM_START_S = 240.0
 VLLM_READY = "Application startup complete"
 MAX_CONTEXT = 16_384
-STEP_LIMIT_MS, STEP_TOKENS = 40.0, 1024  # about as long
+STEP_LIMIT_MS, STEP_TOKENS = 40.0, 1536  # about as long
 VLLM = "vLLM"
 
 
