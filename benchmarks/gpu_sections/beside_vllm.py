@@ -8,8 +8,8 @@ vLLM has its defaults, but for `--max-model-len`, and once more with steps of at
 one undivided worker whose steps are limited, two pools that share the GPU with the same limit, and one undivided worker
 without a limit.
 
-The limits of a request are those of MLPerf Inference for Llama 3.1 8B in interactive use: TTFT of 500 ms, and 30 ms for
-each token after it. A request is *smooth* if also no pause between two of its tokens is above 100 ms, which a mean
+The limits of a request are those of somebody who reads along: TTFT of 500 ms, and 30 ms for each token after it on
+average. A request is *smooth* if also no pause between two of its tokens is above 100 ms, which a mean
 hides. Goodput is the number of requests inside the limits, for each second from the first arrival to the last token.
 """
 
