@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from verified_kv.digests import BlockDigests, UnsupportedCache
 from verified_kv.exchange import DigestFetcher, DigestServer, LoopThread
-from verified_kv.ticket import KEY, Options, Ticket
+from verified_kv.ticket import KEY, SKIP, Options, Ticket, prompt_digest
 from verified_kv.verifier import Claim, Offer, Owner, Reader, Settled, Verdict
 
 HOOKS = frozenset({
@@ -198,12 +198,16 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         if num_external_tokens and self._verifies:
             (block_ids,) = blocks.get_block_ids()
             first, end = num_local // self._block_size, num_local + num_external_tokens
+            ticket = Ticket.decode(parameters.get(KEY))
+            if ticket is not None and ticket.prompt != prompt_digest(request, ticket.num_tokens, ticket.secret):
+                logger.error("The ticket of request %s is that of another prompt.", request.request_id)
+                ticket = None
             self._claims[request.request_id] = Claim(
                 blocks=tuple(block_ids[first : -(-end // self._block_size)]),
                 first_place=first,
                 num_tokens=end,
-                ticket=Ticket.decode(parameters.get(KEY)),
-                skip=self._options.every > 1 and KEY not in parameters,
+                ticket=ticket,
+                skip=self._options.every > 1 and parameters.get(KEY) == SKIP,
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> VerifiedMetadata:
@@ -218,15 +222,19 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         """Adds a ticket if the inner connector keeps the blocks for a reader."""
         kept, parameters = self.inner.request_finished_all_groups(request, block_ids)
         self._num_local_tokens.pop(request.request_id, None)
-        num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        num_computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        num_tokens = min(num_computed, len(request.prompt_token_ids or ()))
         num_blocks = -(-num_tokens // self._block_size)
         if not kept or not parameters or self._producer is None or not 0 < num_blocks <= len(block_ids[0]):
             return kept, parameters
         self._num_finished += 1
         if self._num_finished % self._options.every:
+            return kept, {**parameters, KEY: SKIP}
+        (addresses, layout), secret = self._producer, secrets.token_hex(16)
+        prompt = prompt_digest(request, num_tokens, secret)
+        if not prompt:
             return kept, parameters
-        addresses, layout = self._producer
-        ticket = Ticket(secrets.token_hex(16), layout, num_tokens, addresses)
+        ticket = Ticket(secret, layout, num_tokens, prompt, addresses)
         self._offers[request.request_id] = Offer(ticket.secret, tuple(block_ids[0][:num_blocks]))
         return kept, {**parameters, KEY: ticket.encode()}
 

@@ -64,9 +64,12 @@ def counts_of(side: Side) -> dict[str, int]:
 
 
 def a_request(number: int, num_tokens: int, **parameters: Any) -> SimpleNamespace:
+    """Each number has a prompt of its own."""
     return SimpleNamespace(
         request_id=f"request-{number}", num_tokens=num_tokens, num_computed_tokens=num_tokens, num_in_flight_tokens=0,
         in_background=True, kv_transfer_params=parameters,
+        prompt_token_ids=[1000 * number + place for place in range(num_tokens)],
+        lora_request=None, cache_salt=None, mm_features=[],
     )  # fmt: skip
 
 
@@ -179,13 +182,45 @@ def test_a_request_without_digests_is_recomputed_and_counted(module: ModuleType)
     producer.rank.shutdown()  # whoever asks it gets a refused connection
     two_ranks = {"addresses": ticket["addresses"] * 2}
     others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
-    for number, change in enumerate(others):
-        request = a_request(number, 9, **offered | {"verified_kv": ticket | change})
+    for change in others:
+        request = a_request(0, 9, **offered | {"verified_kv": ticket | change})
         assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
     del offered["verified_kv"]
     assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
     assert counts_of(reader)["unverified"] == len(others) + 1
     reader.rank.shutdown()
+
+
+def test_a_ticket_is_good_for_its_prompt_adapter_salt_and_images_alone(module: ModuleType) -> None:
+    """A proxy that exchanges the parameters of two requests hands over sound blocks of the wrong prompt."""
+    draws = random.Random(0)
+    producer = Side(module, "kv_producer", draws, verified=True)
+    reader = Side(module, "kv_consumer", draws, verified=True)
+    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
+    own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
+    others = [
+        {"lora_request": None},
+        {"cache_salt": "another"},
+        {"mm_features": []},
+        {"prompt_token_ids": [*range(8), 0]},
+        {"prompt_token_ids": list(range(8))},
+        {"prompt_embeds": object()},
+    ]
+
+    def used(change: dict[str, Any]) -> list[int]:
+        finished = a_request(0, 9)
+        vars(finished).update(own)
+        offered = producer.scheduler.request_finished_all_groups(finished, ([3, 4, 5],))[1]
+        producer.step()
+        asked = a_request(0, 9, **offered)
+        vars(asked).update(own | change)
+        return reader.read(asked, [7, 8, 9], 0)[0]
+
+    assert used({}) == [7, 8, 9]
+    assert [used(change) for change in others] == [[]] * len(others)
+    assert counts_of(reader) == {"verified": 1, "unverified": len(others), "failed_blocks": 3 * len(others)}
+    for side in (producer, reader):
+        side.rank.shutdown()
 
 
 def test_each_nth_request_is_in_the_sample(module: ModuleType) -> None:
@@ -195,9 +230,11 @@ def test_each_nth_request_is_in_the_sample(module: ModuleType) -> None:
     for number in range(6):
         offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
         producer.step()
-        assert ("verified_kv" in offered) is (number % 3 == 2)
+        assert ("secret" in offered["verified_kv"]) is (number % 3 == 2)
         assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
     assert counts_of(reader) == {"verified": 2, "skipped": 4, "failed_blocks": 0}
+    del offered["verified_kv"]  # by a proxy that copies only what it knows
+    assert reader.read(a_request(5, 9, **offered), [7, 8, 9], 0)[0] == []
     for side in (producer, reader):
         side.rank.shutdown()
 

@@ -134,7 +134,7 @@ async def test_a_producer_that_answers_wrongly_or_never_is_no_answer(answer: byt
 
 
 def test_of_what_a_client_calls_a_ticket_only_a_whole_one_is_one() -> None:
-    ticket = Ticket(SECRET, "xxh3-0", 70, (("127.0.0.1", 1), ("::1", 65535)))
+    ticket = Ticket(SECRET, "xxh3-0", 70, OTHER, (("127.0.0.1", 1), ("::1", 65535)))
     wire = ticket.encode()
     assert Ticket.decode(wire) == ticket
     odd: list[Any] = [
@@ -151,8 +151,9 @@ def test_of_what_a_client_calls_a_ticket_only_a_whole_one_is_one() -> None:
         [],
         [[]],
         {},
-        [["h", 0]],
-        [["h"]],
+        [["127.0.0.1", 0]],
+        [["127.0.0.1"]],
+        [["localhost", 1]],
     ]
     for name in wire:
         for value in odd:

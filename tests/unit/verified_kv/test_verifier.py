@@ -11,7 +11,7 @@ from verified_kv.ticket import Ticket
 from verified_kv.verifier import Claim, Offer, Owner, Reader, Verdict
 
 BLOCK_SIZE = 4
-TICKET = Ticket("a" * 32, "layout", 10, (("127.0.0.1", 1),))
+TICKET = Ticket("a" * 32, "layout", 10, "b" * 32, (("127.0.0.1", 1),))
 CLAIM = Claim(blocks=(7, 8), first_place=1, num_tokens=10, ticket=TICKET)
 COMPUTED = [b"0", b"1", b"2"]
 
