@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
+import socket
 from abc import ABCMeta
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -256,7 +257,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         rank, num_ranks = _rank(), self._vllm_config.parallel_config.tensor_parallel_size
         if transfer.is_kv_producer:
             server = DigestServer(options.timeout_s)
-            host = options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+            host = socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0]
             port = loop.submit(server.start(host, options.port and options.port + rank)).result()
             self._address = (host, port)
             self._owner = Owner(

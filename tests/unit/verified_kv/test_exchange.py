@@ -1,4 +1,4 @@
-"""Digests travel once for each ticket, and no client of the socket costs more than its bounds."""
+"""Digests travel to whoever shows their ticket, and no client of the socket costs more than its bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from verified_kv import exchange
 from verified_kv.digests import Pending
-from verified_kv.exchange import DigestFetcher, DigestServer
+from verified_kv.exchange import DigestFetcher, DigestServer, LoopThread
 from verified_kv.ticket import Ticket
 
 SECRET, OTHER = "a" * 32, "b" * 32
@@ -38,7 +38,7 @@ async def served(timeout_s: float = LONG_S) -> AsyncIterator[tuple[DigestServer,
     assert server._serving is not None
     server._serving.cancel()
     await asyncio.wait([server._serving])
-    while server._num_connections:
+    while server._open:
         await asyncio.sleep(0)
 
 
@@ -46,24 +46,40 @@ async def fetched(address: tuple[str, int], secret: str = SECRET, num: int = 3, 
     return await DigestFetcher(LONG_S).fetch(address, secret, num, needed)
 
 
-async def test_an_answer_is_given_once_and_as_much_of_it_as_is_needed() -> None:
-    async with served() as (server, address):
+async def test_each_reader_gets_as_much_of_the_answer_as_it_needs_until_the_lease_ends() -> None:
+    async with served(SHORT_S) as (server, address):
         await server.publish(SECRET, PENDING)
         assert await fetched(address, needed=2) == DIGESTS[:2]
-        assert (server._kept, server._num_kept_bytes) == ({}, 0)
-        assert await DigestFetcher(SHORT_S).fetch(address, SECRET, 3, 3) is None
-        await server.publish(SECRET, PENDING)  # ends the connection, if it is still open
-
-
-async def test_a_reader_that_comes_first_waits_and_a_second_one_gets_nothing() -> None:
+        assert await fetched(address) == DIGESTS
+        server.retire(SECRET)
+        while server._kept:
+            await asyncio.sleep(SHORT_S)
+        assert server._num_kept_bytes == 0
     async with served() as (server, address):
-        first = asyncio.create_task(fetched(address))
-        while SECRET not in server._waiting:
+        server._drop(SECRET)
+        assert await fetched(address) is None  # at once
+        await server.publish(SECRET, PENDING)  # late, by a device
+        assert not server._kept
+
+
+async def test_readers_that_come_first_wait() -> None:
+    async with served() as (server, address):
+        readers = [asyncio.create_task(fetched(address)) for _ in range(2)]
+        while [connection.secret for connection in server._open] != [SECRET, SECRET]:
             await asyncio.sleep(0)
-        assert await fetched(address) is None
         await server.publish(OTHER, PENDING)
         await server.publish(SECRET, OnADevice())
-        assert await first == DIGESTS
+        assert await asyncio.gather(*readers) == [DIGESTS, DIGESTS]
+
+
+async def test_digests_that_fail_are_no_answer_and_nobody_waits_for_them() -> None:
+    class Failing(OnADevice):
+        def wait(self) -> list[bytes]:
+            raise RuntimeError("CUDA error")
+
+    async with served() as (server, address):
+        await server.publish(SECRET, Failing())
+        assert await fetched(address) is None
 
 
 @pytest.mark.parametrize(("num", "needed"), [(2, 2), (4, 3)])
@@ -96,23 +112,80 @@ async def test_a_client_with_other_bytes_gets_none_and_leaves_nothing_behind(sen
             writer.write(sent)
             assert await reader.read() == b""
         writer.close()
-        while server._num_connections:
+        while server._open:
             await asyncio.sleep(SHORT_S)
-        assert (server._waiting, list(server._kept)) == ({}, [SECRET])
+        assert list(server._kept) == [SECRET]
 
 
-async def test_connections_and_fetches_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "MAX_CONNECTIONS", 1)
+async def test_strangers_keep_no_reader_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lose their places to whoever comes, when they go, and soon if they show no secret."""
+    monkeypatch.setattr(exchange, "MAX_CONNECTIONS", 4)
+    async with served() as (server, address):
+        strangers = [await asyncio.open_connection(*address) for _ in range(2)]
+        for _, writer in strangers:
+            writer.write(OTHER.encode())
+        while [connection.secret for connection in server._open] != [OTHER, OTHER]:
+            await asyncio.sleep(0)
+        await server.publish(SECRET, PENDING)
+        assert await fetched(address) == DIGESTS
+        with contextlib.suppress(ConnectionError):
+            assert await strangers[0][0].read() == b""
+        assert [connection.secret for connection in server._open] == [OTHER]
+        strangers[1][1].close()
+        while server._open:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(exchange, "SECRET_TIMEOUT_S", SHORT_S)
+        silent, writer = await asyncio.open_connection(*address)
+        with contextlib.suppress(ConnectionError):
+            assert await silent.read() == b""
+        for _, one in [*strangers, (silent, writer)]:
+            one.close()
+
+
+async def test_connections_take_at_most_half_of_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange.resource, "getrlimit", lambda _: (20, 1024))
+    assert DigestServer(LONG_S)._max_connections == 10
+
+
+async def test_fetches_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_FETCHES", 1)
     async with served() as (server, address):
         fetcher = DigestFetcher(LONG_S)
         waiting = asyncio.create_task(fetcher.fetch(address, SECRET, 3, 3))
-        while not server._waiting:
+        while not server._open:
             await asyncio.sleep(0)
-        assert await fetched(address, OTHER) is None  # of another reader: the connection is closed
         assert await fetcher.fetch(address, OTHER, 3, 3) is None
         await server.publish(SECRET, PENDING)
         assert await waiting == DIGESTS
+
+
+async def test_an_address_that_never_answers_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_SLOW_ADDRESSES", 1)
+    now = 0.0
+    async with served() as (server, address), served() as (_, another):
+        fetcher = DigestFetcher(SHORT_S, lambda: now)
+        for _ in range(exchange.MAX_TIMEOUTS):
+            assert await fetcher.fetch(address, SECRET, 3, 3) is None
+        await server.publish(SECRET, PENDING)
+        fetcher._timeout_s = LONG_S
+        assert await fetcher.fetch(address, SECRET, 3, 3) is None
+        now = exchange.PAUSE_S
+        assert await fetcher.fetch(address, SECRET, 3, 3) == DIGESTS
+        fetcher._timeout_s = SHORT_S
+        for one in (address, another):
+            assert await fetcher.fetch(one, OTHER, 3, 3) is None
+        assert list(fetcher._slow) == [another]
+
+
+def test_a_loop_stops_whether_or_not_its_thread_lives() -> None:
+    loop, dead = LoopThread(), LoopThread()
+    waiting = loop.submit(asyncio.sleep(LONG_S))
+    dead.post(dead._loop.stop)
+    dead._thread.join()
+    for one in (loop, loop, dead):
+        one.stop()
+        assert one._loop.is_closed()
+    assert waiting.cancelled()
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\x03" + b"x" * 47, None])
