@@ -271,7 +271,9 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             def fetch(ticket: Ticket, num_digests: int, num_needed: int) -> Any:
                 return loop.submit(fetcher.fetch(ticket.addresses[rank], ticket.secret, num_digests, num_needed))
 
-            self._reader = Reader(digests, fetch, num_ranks=num_ranks, block_size=self._block_size)
+            self._reader = Reader(
+                digests, fetch, num_ranks=num_ranks, block_size=self._block_size, timeout_s=2 * options.timeout_s
+            )
 
     def get_handshake_metadata(self) -> VerifiedHandshake:
         layout = "" if self._digests is None else self._digests.layout

@@ -37,15 +37,17 @@ class Pending:
 
     def poll(self) -> list[bytes] | None:
         """None until they are there. Never waits."""
-        if self._digests is None and (self._event is None or self._event.query()):
-            rows = self._sums.numpy()
-            self._digests = [hashlib.blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows]
+        sums, event = self._sums, self._event  # first: another thread may drop them below
+        if self._digests is None and (event is None or event.query()):
+            self._digests = [hashlib.blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in sums.numpy()]
+            self._sums = self._event = None
         return self._digests
 
     def wait(self) -> list[bytes]:
         """For another thread than that of the steps."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event
+        if event is not None:
+            event.synchronize()
         digests = self.poll()
         assert digests is not None
         return digests
@@ -90,7 +92,9 @@ class BlockDigests:
 
     def _device_digests(self, blocks: Sequence[int]) -> Pending:
         sums = torch.empty((len(blocks), len(self._pages), 2), dtype=torch.int64, device=self._device)
-        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        # From pinned memory, because a copy from pageable memory would wait for all work of the device.
+        index = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        index = index.to(self._device, non_blocking=True)
         for layer, pages in enumerate(self._pages):
             num_words = pages[0].numel()
             step = max(1, CHUNK_BYTES // (num_words * pages.element_size()))

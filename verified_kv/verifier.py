@@ -5,10 +5,16 @@
 
 The law of the reader: a request is received when the digests of its blocks agree. If they do not, or there are none in
 time, it is received with the blocks that vLLM must recompute. A request without a claim fails as a whole.
+
+An error of the digests, such as a device without memory, ends in the same way, and never leaves a machine: it would end
+the engine.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +22,10 @@ from enum import Enum
 from typing import Protocol
 
 from verified_kv.ticket import Ticket
+
+EARLY_STEPS = 4  # for which an owner remembers requests that were sent before they were offered
+
+logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
 
 
 class Verdict(Enum):
@@ -57,30 +67,65 @@ class Digests(Protocol):
     def begin(self, blocks: Sequence[int]) -> PendingDigests: ...
 
 
+class Failed:
+    """No digests, and never any."""
+
+    def poll(self) -> list[bytes]:
+        return []
+
+    def wait(self) -> list[bytes]:
+        return []
+
+
+def _begin(digests: Digests, blocks: Sequence[int]) -> PendingDigests:
+    try:
+        return digests.begin(blocks)
+    except Exception:
+        logger.exception("The digests of %d KV blocks failed.", len(blocks))
+        return Failed()
+
+
+def _poll(pending: PendingDigests) -> list[bytes] | None:
+    try:
+        return pending.poll()
+    except Exception:
+        logger.exception("The digests of KV blocks failed.")
+        return []
+
+
 class Owner:
+    """With steps in flight, a reader may have read the blocks before the step that brings their offer."""
+
     def __init__(
         self, digests: Digests, publish: Callable[[str, PendingDigests], object], retire: Callable[[str], None]
     ) -> None:
         self._digests, self._publish, self._retire = digests, publish, retire
         self._offered: dict[str, tuple[str, PendingDigests]] = {}  # by request, until its blocks are sent
         self._sent: set[str] = set()  # requests that wait for their digests
+        self._early: deque[set[str]] = deque(maxlen=EARLY_STEPS)  # requests sent without an offer, by step
 
     def begin(self, offers: Mapping[str, Offer]) -> None:
         """The blocks belong to the inner connector until it reports them as sent, so they do not change."""
         for request_id, offer in offers.items():
-            pending = self._digests.begin(offer.blocks)
-            self._offered[request_id] = (offer.secret, pending)
+            pending = _begin(self._digests, offer.blocks)
             self._publish(offer.secret, pending)
+            if any(request_id in sent for sent in self._early):
+                self._retire(offer.secret)
+            else:
+                self._offered[request_id] = (offer.secret, pending)
 
     def release(self, sent: Iterable[str]) -> set[str]:
         """The requests whose blocks may be freed. Others stay until they are digested."""
-        released = set()
+        released, early = set(), set()
         for request_id in self._sent | set(sent):
-            secret, pending = self._offered.get(request_id, ("", None))
-            if pending is None or pending.poll() is not None:
-                released.add(request_id)
-                if self._offered.pop(request_id, None):
-                    self._retire(secret)
+            if request_id not in self._offered:
+                early.add(request_id)
+            elif _poll(self._offered[request_id][1]) is None:
+                continue
+            else:
+                self._retire(self._offered.pop(request_id)[0])
+            released.add(request_id)
+        self._early.append(early)
         self._sent = (self._sent | set(sent)) - released
         return released
 
@@ -90,6 +135,7 @@ class _Open:
     claim: Claim
     expected: Future[list[bytes] | None] | None  # of the producer; None: there is nobody to ask
     found: PendingDigests | None = None  # once the blocks are read
+    deadline: float = 0.0  # from then on
 
 
 @dataclass(slots=True)
@@ -105,8 +151,20 @@ Fetch = Callable[[Ticket, int, int], "Future[list[bytes] | None]"]
 
 
 class Reader:
-    def __init__(self, digests: Digests, fetch: Fetch, *, num_ranks: int, block_size: int) -> None:
+    """`timeout_s` after its blocks are read, a request waits no longer, even if its fetch never ends."""
+
+    def __init__(
+        self,
+        digests: Digests,
+        fetch: Fetch,
+        *,
+        num_ranks: int,
+        block_size: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._digests, self._fetch, self._num_ranks, self._block_size = digests, fetch, num_ranks, block_size
+        self._timeout_s, self._clock = timeout_s, clock
         self._open: dict[str, _Open] = {}  # by request
         self._held: set[str] = set()  # requests whose blocks are read
 
@@ -151,12 +209,13 @@ class Reader:
             failed_blocks.update(claim.blocks)
             return Verdict.UNVERIFIED
         if request.found is None:
-            request.found = self._digests.begin(claim.blocks)
-        found = request.found.poll()
-        if found is None or not request.expected.done():
+            request.found = _begin(self._digests, claim.blocks)
+            request.deadline = self._clock() + self._timeout_s
+        found = _poll(request.found)
+        if (found is None or not request.expected.done()) and self._clock() < request.deadline:
             return None
-        expected = _result(request.expected)
-        if expected is None:
+        expected = _result(request.expected) if request.expected.done() else None
+        if not found or expected is None:
             failed_blocks.update(claim.blocks)
             return Verdict.UNVERIFIED
         pairs = zip(claim.blocks, found, expected[claim.first_place :], strict=True)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from verified_kv.ticket import Ticket
-from verified_kv.verifier import Claim, Offer, Owner, Reader, Verdict
+from verified_kv.verifier import EARLY_STEPS, Claim, Offer, Owner, PendingDigests, Reader, Verdict
 
 BLOCK_SIZE = 4
 TICKET = Ticket("a" * 32, "layout", 10, "b" * 32, (("127.0.0.1", 1),))
@@ -50,11 +50,54 @@ def test_blocks_are_not_freed_before_they_are_digested() -> None:
     assert owner.release(()) == set()
 
 
+def test_what_is_read_before_its_offer_comes_is_offered_and_retired_at_once() -> None:
+    published: list[str] = []
+    retired: list[str] = []
+    owner = Owner(SlowDigests(), lambda secret, _: published.append(secret), retired.append)
+    assert owner.release({"one"}) == {"one"}
+    owner.begin({"one": Offer("secret", (1, 2, 3))})
+    assert (published, retired) == (["secret"], ["secret"])
+    for _ in range(EARLY_STEPS):
+        owner.release(())
+    owner.begin({"one": Offer("another", (1, 2, 3))})  # of a later request with the same id
+    assert retired == ["secret"]
+
+
+@pytest.mark.parametrize("fails_late", [False, True])
+def test_an_error_of_the_digests_ends_neither_engine(opened: Opened, fails_late: bool) -> None:
+    reader, digests, fetched = opened
+    answers: list[PendingDigests] = []
+    owner = Owner(digests, lambda _, pending: answers.append(pending), lambda _: None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    setattr(digests, "poll" if fails_late else "begin", fail)
+    owner.begin({"one": Offer("secret", (1, 2, 3))})
+    assert owner.release({"one"}) == {"one"}
+    assert fails_late or answers[0].poll() == []  # the reader need not wait
+    fetched.set_result(COMPUTED)
+    settled = reader.settle({"one"}, (), ())
+    assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def opened() -> tuple[Reader, SlowDigests, Future[list[bytes] | None]]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(clock: Clock) -> tuple[Reader, SlowDigests, Future[list[bytes] | None]]:
     """A reader of the last two of three blocks: the first one is in its prefix cache."""
     digests, fetched = SlowDigests(), Future[list[bytes] | None]()
-    reader = Reader(digests, lambda *_: fetched, num_ranks=1, block_size=BLOCK_SIZE)
+    reader = Reader(digests, lambda *_: fetched, num_ranks=1, block_size=BLOCK_SIZE, timeout_s=10.0, clock=clock)
     reader.begin({"one": CLAIM})
     return reader, digests, fetched
 
@@ -89,6 +132,22 @@ def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened, error: Ex
         fetched.set_result(None)
     else:
         fetched.set_exception(error)
+    settled = reader.settle((), (), ())
+    assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
+
+
+@pytest.mark.parametrize("lacks", ["the producer's digests", "its own"])
+def test_a_request_whose_digests_never_come_is_recomputed_at_its_deadline(
+    opened: Opened, clock: Clock, lacks: str
+) -> None:
+    reader, digests, fetched = opened
+    if lacks == "its own":
+        fetched.set_result(COMPUTED)
+    else:
+        digests.found = COMPUTED[1:]
+    clock.now = 1000.0  # a long read counts for nothing
+    assert not reader.settle({"one"}, (), ()).received
+    clock.now += 10.0
     settled = reader.settle((), (), ())
     assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
 
