@@ -91,6 +91,7 @@ class VerifiedMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the ranks, in each step."""
 
     inner: Any
+    verifies: bool
     offers: dict[str, Offer]
     claims: dict[str, Claim]
 
@@ -101,7 +102,7 @@ class VerifiedHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc
 
     inner: Any
     address: tuple[str, int]  # of its `DigestServer`; port 0: it is no producer
-    layout: str
+    layout: str  # empty: it cannot digest its caches
 
 
 class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
@@ -116,6 +117,9 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             raise ValueError(f"verified_kv: {problem}")
         if problem:
             logger.warning("KV blocks are not verified: %s", problem)
+        if len(kv_cache_config.kv_cache_groups) != 1 and not issubclass(inner_class, base.SupportsHMA):
+            # vLLM asks only this class whether it takes several groups.
+            raise ValueError(f"verified_kv: {inner_class.__name__} needs --disable-hybrid-kv-cache-manager")
         self._verifies = not problem
         inner_config = copy.copy(vllm_config)
         inner_config.kv_transfer_config = copy.copy(transfer)
@@ -178,7 +182,10 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], VerifiedHandshake]) -> None:
         ranks = [metadata[key] for key in sorted(metadata)]
-        if ranks and all(rank.address[1] for rank in ranks):
+        if self._verifies and not all(rank.layout for rank in ranks):
+            logger.warning("KV blocks are not verified: a rank cannot digest its caches")
+            self._verifies = False
+        elif ranks and all(rank.address[1] for rank in ranks):
             self._producer = tuple(rank.address for rank in ranks), ranks[0].layout
         inner = {key: one.inner for key, one in metadata.items() if one.inner is not None}
         if inner:
@@ -213,7 +220,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> VerifiedMetadata:
         inner = self.inner.build_connector_meta(scheduler_output)
-        metadata = VerifiedMetadata(inner, self._offers, self._claims)
+        metadata = VerifiedMetadata(inner, self._verifies, self._offers, self._claims)
         self._offers, self._claims = {}, {}
         return metadata
 
@@ -221,7 +228,10 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Adds a ticket if the inner connector keeps the blocks for a reader."""
-        kept, parameters = self.inner.request_finished_all_groups(request, block_ids)
+        if isinstance(self.inner, base.SupportsHMA):
+            kept, parameters = self.inner.request_finished_all_groups(request, block_ids)
+        else:
+            kept, parameters = self.inner.request_finished(request, block_ids[0])
         self._num_local_tokens.pop(request.request_id, None)
         num_computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_tokens = min(num_computed, len(request.prompt_token_ids or ()))
@@ -254,11 +264,13 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             logger.warning("KV blocks are not verified: %s", problem)
             return
         self._loop = loop = LoopThread()
-        rank, num_ranks = _rank(), self._vllm_config.parallel_config.tensor_parallel_size
+        parallel = self._vllm_config.parallel_config
+        rank, num_ranks = _rank(), parallel.tensor_parallel_size
         if transfer.is_kv_producer:
             server = DigestServer(options.timeout_s)
             host = socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0]
-            port = loop.submit(server.start(host, options.port and options.port + rank)).result()
+            place = parallel.data_parallel_index * num_ranks + rank
+            port = loop.submit(server.start(host, options.port and options.port + place)).result()
             self._address = (host, port)
             self._owner = Owner(
                 digests,
@@ -275,9 +287,13 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
                 digests, fetch, num_ranks=num_ranks, block_size=self._block_size, timeout_s=2 * options.timeout_s
             )
 
-    def get_handshake_metadata(self) -> VerifiedHandshake:
+    def get_handshake_metadata(self) -> VerifiedHandshake | None:
+        """None if there is nothing to say: vLLM may keep one rank's word under the key of another one."""
+        inner = self.inner.get_handshake_metadata()
         layout = "" if self._digests is None else self._digests.layout
-        return VerifiedHandshake(self.inner.get_handshake_metadata(), self._address, layout)
+        if inner is None and not self._address[1] and (layout or not self._verifies):
+            return None
+        return VerifiedHandshake(inner, self._address, layout)
 
     def handle_preemptions(self, kv_connector_metadata: VerifiedMetadata) -> None:
         self.inner.handle_preemptions(kv_connector_metadata.inner)
@@ -285,6 +301,8 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: VerifiedMetadata) -> None:
         """Before the step computes: a producer's digests need not wait for it."""
         self.inner.bind_connector_metadata(connector_metadata.inner)
+        if not connector_metadata.verifies:
+            self._owner = self._reader = None
         if self._owner is not None and connector_metadata.offers:
             self._owner.begin(connector_metadata.offers)
             self._counts["offered"] += len(connector_metadata.offers)

@@ -184,7 +184,7 @@ def config(role: str = "kv_both", *, policy: str = "recompute", **changes: Any) 
         is_kv_producer=role != "kv_consumer",
         is_kv_consumer=role != "kv_producer",
     )
-    parallel = SimpleNamespace(**{"tensor_parallel_size": 1} | changes)
+    parallel = SimpleNamespace(**{"tensor_parallel_size": 1, "data_parallel_index": 0} | changes)
     return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ class Side:
         self.rank = connector(config(role, extra=extra), "rank", cache_config())
         self.caches = fake.random_caches(draws)
         self.rank.register_kv_caches(self.caches)
-        if verified:
-            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank.get_handshake_metadata()})
+        if verified and (word := self.rank.get_handshake_metadata()) is not None:
+            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): word})
 
     def step(self, finished: frozenset[str] = frozenset()) -> Any:
         self.rank.bind_connector_metadata(self.scheduler.build_connector_meta(None))
@@ -282,13 +283,67 @@ def test_or_the_inner_connector_works_alone(module: ModuleType, caplog: pytest.L
     assert "not verified: this model has several groups" in caplog.text
     rank = module.VerifiedConnector(config(extra=extra), "rank", cache_config(num_groups=2))
     rank.register_kv_caches(fake.random_caches(random.Random(0)))
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): rank.get_handshake_metadata()})
+    assert rank.get_handshake_metadata() is None
     offered = scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5], [6, 7, 8]))
     assert offered == (True, {"do_remote_prefill": True, "blocks": [3, 4, 5]})
     held = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
     scheduler.update_state_after_alloc(a_request(0, 9, **offered[1]), held, 9)
     rank.bind_connector_metadata(scheduler.build_connector_meta(None))
     assert rank.get_transfer_results(set()).finished_recving == {"request-0"}
+
+
+class OneGroupConnector(fake.KVConnectorBase_V1):
+    """Without `SupportsHMA`, and without a word for the scheduler."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:  # noqa: ARG002
+        return True, {"blocks": block_ids}
+
+
+def test_or_one_that_takes_one_group_of_blocks_alone(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = SimpleNamespace(get_connector_class=lambda _: OneGroupConnector)
+    monkeypatch.setattr(module, "KVConnectorFactory", factory)
+    options = config(extra={"verified_kv": {"required": False}})
+    connector = module.VerifiedConnector(options, "scheduler", cache_config())
+    assert connector.request_finished_all_groups(a_request(0, 9), ([3, 4],)) == (True, {"blocks": [3, 4]})
+    connector.register_kv_caches(fake.random_caches(random.Random(0)))
+    assert connector.get_handshake_metadata() is None
+    with pytest.raises(ValueError, match="disable-hybrid-kv-cache-manager"):
+        module.VerifiedConnector(options, "scheduler", cache_config(num_groups=2))
+
+
+def test_or_if_one_rank_cannot_digest_its_caches(module: ModuleType) -> None:
+    """Then no rank does: a request is whole only if all its ranks are."""
+    draws = random.Random(0)
+    reader = Side(module, "kv_consumer", draws, verified=True, required=False)
+    other = module.VerifiedConnector(
+        config("kv_consumer", extra={"verified_kv": {"required": False}}), "rank", cache_config()
+    )
+    other.register_kv_caches({"a layer": torch.zeros(3)})
+    ranks = {(0, place): rank.get_handshake_metadata() for place, rank in enumerate((reader.rank, other))}
+    reader.scheduler.set_xfer_handshake_metadata_pp_aware({key: one for key, one in ranks.items() if one is not None})
+    CopyingConnector.producer = reader.caches
+    assert reader.read(a_request(0, 9, blocks=[3, 4, 5]), [7, 8, 9], 0)[0] == [7, 8, 9]
+    assert reader.rank.get_kv_connector_stats() is None
+    reader.rank.shutdown()
+
+
+def test_each_rank_of_each_data_parallel_engine_has_its_port(module: ModuleType) -> None:
+    asked: list[int] = []
+
+    async def start(_: Any, host: str, port: int) -> int:  # noqa: ARG001
+        asked.append(port)
+        return port
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.DigestServer, "start", start)
+        for index, rank in itertools.product(range(2), range(2)):
+            patch.setattr(module, "_rank", lambda rank=rank: rank)
+            parallel = {"tensor_parallel_size": 2, "data_parallel_index": index}
+            options = config("kv_producer", extra={"verified_kv": {"port": 7000}}, **parallel)
+            connector = module.VerifiedConnector(options, "rank", cache_config())
+            connector.register_kv_caches(fake.random_caches(random.Random(0)))
+            connector.shutdown()
+    assert asked == [7000, 7001, 7002, 7003]
 
 
 def test_a_vllm_with_another_interface_is_refused_by_the_name_of_the_hook(module: ModuleType) -> None:
