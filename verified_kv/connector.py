@@ -268,7 +268,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
         rank, num_ranks = _rank(), parallel.tensor_parallel_size
         if transfer.is_kv_producer:
             server = DigestServer(options.timeout_s)
-            host = socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0]
+            host = str(socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0])
             place = parallel.data_parallel_index * num_ranks + rank
             port = loop.submit(server.start(host, options.port and options.port + place)).result()
             self._address = (host, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import random
@@ -199,7 +200,7 @@ def test_a_ticket_is_good_for_its_prompt_adapter_salt_and_images_alone(module: M
     reader = Side(module, "kv_consumer", draws, verified=True)
     image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
     own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
-    others = [
+    others: list[dict[str, Any]] = [
         {"lora_request": None},
         {"cache_salt": "another"},
         {"mm_features": []},
@@ -327,10 +328,11 @@ def test_or_if_one_rank_cannot_digest_its_caches(module: ModuleType) -> None:
     reader.rank.shutdown()
 
 
-def test_each_rank_of_each_data_parallel_engine_has_its_port(module: ModuleType) -> None:
+def test_each_rank_of_each_data_parallel_engine_has_a_port_at_an_address(module: ModuleType) -> None:
     asked: list[int] = []
 
-    async def start(_: Any, host: str, port: int) -> int:  # noqa: ARG001
+    async def start(_: Any, host: str, port: int) -> int:
+        assert ipaddress.ip_address(host).is_loopback  # no name: a ticket holds none
         asked.append(port)
         return port
 
@@ -338,8 +340,8 @@ def test_each_rank_of_each_data_parallel_engine_has_its_port(module: ModuleType)
         patch.setattr(module.DigestServer, "start", start)
         for index, rank in itertools.product(range(2), range(2)):
             patch.setattr(module, "_rank", lambda rank=rank: rank)
-            parallel = {"tensor_parallel_size": 2, "data_parallel_index": index}
-            options = config("kv_producer", extra={"verified_kv": {"port": 7000}}, **parallel)
+            parallel: dict[str, Any] = {"tensor_parallel_size": 2, "data_parallel_index": index}
+            options = config("kv_producer", extra={"verified_kv": {"host": "localhost", "port": 7000}}, **parallel)
             connector = module.VerifiedConnector(options, "rank", cache_config())
             connector.register_kv_caches(fake.random_caches(random.Random(0)))
             connector.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -143,7 +144,7 @@ async def test_strangers_keep_no_reader_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_connections_take_at_most_half_of_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange.resource, "getrlimit", lambda _: (20, 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 1024))
     assert DigestServer(LONG_S)._max_connections == 10
 
 
