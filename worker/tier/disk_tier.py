@@ -97,9 +97,11 @@ class DiskTier:
 
     def write_down(self, num_spare_blocks: Callable[[], int], now: float) -> list[TierAction]:
         """Write the next registered blocks, if no write is in flight. Call it after every event."""
-        if self._writes or not self._news or now < self._write_pause.until:
+        if now < self._write_pause.until:
             return []
         self._resume_at = None
+        if self._writes:
+            return []
         actions: list[TierAction] = []
         writes: list[BlockWrite] = []
         num_spare = num_spare_blocks()  # a block with no other holder is not available while it is copied
@@ -244,8 +246,8 @@ class DiskTier:
     # ---- time and view
 
     def next_deadline(self) -> float | None:
-        """When writes may begin again after a failure."""
-        return self._resume_at
+        """When writes go on, if blocks wait for one."""
+        return self._resume_at if self._news and not self._writes else None
 
     def load(self) -> dict[str, Any]:
         """Fields of `WorkerLoad`."""

@@ -130,6 +130,27 @@ a write that fails keeps what it has written, and writes pause
   wait 9
   wait 2                        -> write 0
 
+a pause that ends with nothing to write leaves no deadline behind
+  seek a 9                      -> first step a 0+8
+  run                           -> tokens a 0: 9; write 0 1; done a length
+  copied
+  written 1
+  deadline
+  wait 11
+  deadline
+
+a pause that ends without blocks to spare leaves no deadline behind
+  seek a 9                      -> first step a 0+8
+  run                           -> tokens a 0: 9; write 0 1; done a length
+  seek b 9 first=40             -> first step b 0+8
+  run                           -> tokens b 0: 9; done b length
+  copied
+  written 0
+  deadline                      -> in 10
+  seek c 60 first=70            -> first step c 0+8
+  wait 11
+  deadline
+
 a block that turns out corrupt is erased
   seek a 9                      -> first step a 0+8
   run                           -> tokens a 0: 9; write 0 1; done a length
