@@ -125,7 +125,7 @@ async def test_damaged_bytes_are_a_miss_from_there_on(tmp_path: Path) -> None:
     async with serving(config) as deployment:
         await ask(deployment)
         tier = tier_of(deployment.prefill[0])
-        third = next(slot for slot, row in tier.table._rows.items() if row.position == 2)
+        third = next(row.slot for row in tier.table._rows.values() if row.position == 2)
         slot_bytes = deployment.prefill[0]._parts.disk._file._slot_bytes  # type: ignore[union-attr]
         await settle(deployment)
     with (tmp_path / DIRECTORY / "prefill-0.kv").open("r+b") as file:

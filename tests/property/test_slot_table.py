@@ -70,27 +70,75 @@ def test_what_is_here_begins_at_the_first_block_of_its_prompt_also_after_a_resta
         assert len(again) == len(table)
 
 
+def write(table: SlotTable, *tokens: int) -> int:
+    """Ask for a prompt, and write what is not here. Returns the number of leading blocks that are here then."""
+    names = chain(*tokens)
+    table.use(names[: kept(table, names)])
+    for parent, position, name in zip([ROOT, *names], range(len(names)), names, strict=False):
+        if table.begin(name, parent, hash(name), position) is not None:
+            table.end(name, is_written=True)
+        table.check()
+    return kept(table, names)
+
+
 def test_blocks_that_are_asked_for_stay() -> None:
     table = SlotTable(4, {})
-
-    def write(*tokens: int) -> int:
-        names = chain(*tokens)
-        table.use(names[: kept(table, names)])
-        for parent, position, name in zip([ROOT, *names], range(len(names)), names, strict=False):
-            if table.begin(name, parent, hash(name), position) is not None:
-                table.end(name, is_written=True)
-        return kept(table, names)
-
-    assert write(1, 1) == 2
-    for _ in range(3):
-        assert write(1, 1) == 2  # asked for
+    for _ in range(4):
+        assert write(table, 1, 1) == 2  # asked for three times
     for new in range(2, 5):
-        assert write(new, new) == 2, "a new prompt takes the place of one that was not asked for"
+        assert write(table, new, new) == 2, "a new prompt takes the place of one that was not asked for"
         assert kept(table, chain(1, 1)) == 2
-        table.check()
     for new in range(5, 30):
-        write(new, new)
+        write(table, new, new)
     assert kept(table, chain(1, 1)) == 0, "old uses count ever less"
+
+
+def test_a_full_table_of_used_blocks_takes_new_prompts() -> None:
+    table = SlotTable(4, {})
+    for _ in range(3):
+        assert write(table, 1, 1) == write(table, 2, 2) == 2
+    assert [write(table, new, new) for new in range(3, 9)] == [2] * 6
+    single = SlotTable(4, {})
+    assert [write(single, new) for new in range(1, 20)] == [1] * 19
+
+
+def test_a_block_that_is_written_again_is_worth_what_the_blocks_behind_it_are() -> None:
+    table = SlotTable(3, {})
+    for _ in range(5):
+        write(table, 1, 1)
+    first, second = chain(1, 1)
+    table.forget(first)
+    assert write(table, 1, 1) == 2
+    while table.slot_of(second) is not None:
+        assert table.slot_of(first) is not None, "a block stays without its parent"
+        write(table, table._next_number, table._next_number)
+
+
+def test_a_block_whose_parent_goes_while_it_is_written_is_dropped() -> None:
+    table = SlotTable(2, {})
+    first, second = chain(1, 1)
+    write(table, 1)
+    assert table.begin(second, first, 0, 1) is not None
+    assert write(table, 2) == 1, "it takes the slot of the parent"
+    table.end(second, is_written=True)
+    assert table.slot_of(second) is None
+    table.check()
+
+
+def test_a_corrupt_block_is_gone_at_once_and_its_slot_is_free_once_it_is_erased() -> None:
+    table = SlotTable(1, {})
+    write(table, 1)
+    assert table.forget(chain(1)[0], is_corrupt=True) == 0
+    assert write(table, 1) == write(table, 2) == 0
+    table.on_erased(0, is_erased=True)
+    assert write(table, 2) == 1
+
+
+def test_after_a_restart_stored_blocks_count_as_used_once() -> None:
+    names = [name for token in range(3) for name in chain(token)]
+    table = SlotTable(3, {slot: StoredBlock(name, ROOT, slot, 0, 7, slot) for slot, name in enumerate(names)})
+    assert not table.drain_events(), "a snapshot has them"
+    assert table._rows[names[0]].value == table._age + 2
 
 
 def test_of_one_long_prompt_the_first_blocks_stay() -> None:

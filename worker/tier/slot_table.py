@@ -1,14 +1,15 @@
 """Which block lies in which slot of a disk tier, and which block gives up its slot for a new one.
 
 A block is written only behind its parent, so the blocks on disk begin at the first block of their prompt. The least
-valuable block gives up its slot, if the new one is worth more:
+valuable block gives up its slot (GreedyDual):
 
     value = age of the table when the block was written or last asked for + 1 + number of times it was asked for
-    age   = the highest value that a block had when it gave up its slot
+    age   = the highest value that a block had when it gave up its slot, or kept it from a new block
 
 So uses count, and old uses count ever less. Every block of a worker has the same bytes, and about the same cost to
 compute again; a block also carries the cost of all blocks behind it, which nothing reaches without it. Therefore no
-block is worth more than its parent, and of equal blocks the last one of a chain goes first.
+block is worth more than its parent, and of equal blocks the last one of a chain goes first. A new block that is worth
+no more than any other raises the age, and is not written if its parent keeps it below the new age.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from dataclasses import dataclass
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored
 from worker.tier.slot_file import StoredBlock
 
+MAX_SLOTS = 1_000_000  # of a worker, of about 1 KB of memory each; beyond: the config is refused
+MAX_POPS = 64  # values that are brought up to date for one new block; beyond: it is not written
+MAX_FORGOTTEN = 1024  # blocks whose uses are kept until they are written again; beyond: those of the oldest are lost
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Row:
     name: bytes
+    parent: bytes
     sequence_hash: int
     position: int
     value: int
+    slot: int
     num_uses: int = 0
 
     @property
@@ -38,21 +45,31 @@ class SlotTable:
     """Pure; one owner. Slots are 0 .. num_slots - 1."""
 
     def __init__(self, num_slots: int, stored: Mapping[int, StoredBlock]) -> None:
-        """`stored`: from the scan of the file. A block without its parent is dropped."""
+        """`stored`: from the scan of the file. A block without its parent is dropped.
+
+        The file does not have the uses, so each stored block counts as used once, beside new ones.
+        """
+        assert num_slots <= MAX_SLOTS
         self.num_slots = num_slots
-        self._rows: dict[int, _Row] = {}  # by slot
-        self._slots: dict[bytes, int] = {}  # by name
-        self._begun: dict[bytes, tuple[int, _Row]] = {}  # slots that are being written, by name
-        self._heap: list[tuple[tuple[int, int], int]] = []  # worth, slot; some entries are out of date
+        self._rows: dict[bytes, _Row] = {}  # by name
+        self._begun: dict[bytes, _Row] = {}  # that are being written, by name
+        self._forgotten: dict[bytes, _Row] = {}  # by name
+        self._erasing: set[int] = set()  # slots with a corrupt block
+        self._lost: set[int] = set()  # slots with one that could not be erased
+        # One entry for each row: its worth when it was entered, which is at most that of now, a number, the row.
+        self._heap: list[tuple[tuple[int, int], int, _Row]] = []
+        self._num_entered = 0
         self._events: list[BlockEvent] = []
         self._age = max((block.value for block in stored.values()), default=0)
         self._next_number = 1 + max((block.number for block in stored.values()), default=0)
         for slot, block in sorted(stored.items(), key=lambda item: item[1].position):
-            parent = self._row_of(block.parent)
-            if parent is not None or not block.position:
-                value = block.value if parent is None else min(block.value, parent.value)
-                self._enter(slot, _Row(block.name, block.sequence_hash, block.position, value))
-        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in self._rows]
+            if block.parent in self._rows or not block.position:
+                row = _Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1)
+                self._rows[block.name] = row
+                self._push(row)
+        used = {row.slot for row in self._rows.values()}
+        self._num_touched = max(used, default=-1) + 1  # the slots from here on are free
+        self._free = [slot for slot in range(self._num_touched) if slot not in used]  # of those before
 
     def __len__(self) -> int:
         """The number of blocks."""
@@ -63,99 +80,145 @@ class SlotTable:
         return [row.sequence_hash for row in self._rows.values()]
 
     def drain_events(self) -> list[BlockEvent]:
-        """Changes since the last call, in order."""
+        """Changes since the last call, or since the scan, in order."""
         events, self._events = self._events, []
         return events
 
     def slot_of(self, name: bytes) -> int | None:
-        return self._slots.get(name)
+        row = self._rows.get(name)
+        return None if row is None else row.slot
 
     def use(self, names: Iterable[bytes]) -> None:
         """A prompt asks for these blocks, which are here: the first ones of a chain."""
+        parent: _Row | None = None
         for name in names:
-            slot = self._slots[name]
-            row = self._rows[slot]
+            row = self._rows[name]
             row.num_uses += 1
-            row.value = self._age + 1 + row.num_uses
-            self._push(slot, row)
+            row.value = self._value_behind(parent, row.num_uses)
+            parent = row
 
     def begin(self, name: bytes, parent: bytes, sequence_hash: int, position: int) -> tuple[int, StoredBlock] | None:
         """The slot to write a block to, and its header. Call `end` after the write.
 
-        None if the block is here, if its parent is not, or if every block here is worth more.
+        None if the block is here, if its parent is not, or if no block here is worth less.
         """
         behind = self._row_of(parent)
-        if name in self._slots or name in self._begun or (behind is None and position):
+        if name in self._rows or name in self._begun or (behind is None and position):
             return None
-        row = _Row(name, sequence_hash, position, self._value_behind(behind))
-        slot = self._free.pop() if self._free else self._evict_below(row)
+        known = self._forgotten.get(name)  # blocks behind it may still have the value of its uses
+        row = known or _Row(name, parent, sequence_hash, position, 0, 0)
+        row.value = self._value_behind(behind, row.num_uses)
+        slot = self._free_slot(row, behind)
         if slot is None:
             return None
-        row.value = self._value_behind(behind)  # the age may have changed
-        self._begun[name] = slot, row
+        self._forgotten.pop(name, None)
+        row.slot = slot
+        row.value = self._value_behind(behind, row.num_uses)  # the age may have changed
+        self._begun[name] = row
         number, self._next_number = self._next_number, self._next_number + 1
         return slot, StoredBlock(name, parent, sequence_hash, position, row.value, number)
 
     def end(self, name: bytes, *, is_written: bool) -> None:
-        slot, row = self._begun.pop(name)
-        if is_written:
-            self._enter(slot, row)
+        """A write has ended. A block whose parent has gone meanwhile is dropped."""
+        row = self._begun.pop(name)
+        if is_written and (not row.position or row.parent in self._rows):
+            self._rows[name] = row
+            self._events.append(BlockStored(row.sequence_hash))
+            self._push(row)
         else:
-            self._free.append(slot)
+            self._free.append(row.slot)
 
-    def forget(self, name: bytes) -> int | None:
-        """The block cannot be read, or is wrong: its slot is free. Blocks behind it are out of reach, and go later."""
-        slot = self._slots.get(name)
-        if slot is not None:
-            self._drop(slot)
-            self._free.append(slot)
-        return slot
+    def forget(self, name: bytes, *, is_corrupt: bool = False) -> int | None:
+        """The block cannot be read, or is corrupt. Blocks behind it are out of reach until it is written again.
 
-    def _value_behind(self, parent: _Row | None) -> int:
-        """Of a new block."""
-        return self._age + 1 if parent is None else min(self._age + 1, parent.value)
+        Returns its slot, which is free; if `is_corrupt`, after `on_erased`.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            return None
+        self._drop(row)
+        self._forgotten[name] = row
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
+        if is_corrupt:
+            self._erasing.add(row.slot)
+        else:
+            self._free.append(row.slot)
+        return row.slot
+
+    @property
+    def erases(self) -> bool:
+        return bool(self._erasing)
+
+    def on_erased(self, slot: int, *, is_erased: bool) -> None:
+        """A slot that could not be erased is used no more: a scan may find its block again."""
+        self._erasing.discard(slot)
+        if is_erased:
+            self._free.append(slot)
+        else:
+            self._lost.add(slot)
+
+    def _value_behind(self, parent: _Row | None, num_uses: int) -> int:
+        value = self._age + 1 + num_uses
+        return value if parent is None else min(value, parent.value)
 
     def _row_of(self, name: bytes) -> _Row | None:
-        if name in self._begun:
-            return self._begun[name][1]
-        slot = self._slots.get(name)
-        return None if slot is None else self._rows[slot]
+        return self._begun.get(name) or self._rows.get(name)
 
-    def _evict_below(self, new: _Row) -> int | None:
-        """Free the least valuable slot, unless it is worth as much as `new`. So no ancestor of `new` goes."""
-        while self._heap:
-            worth, slot = self._heap[0]
-            row = self._rows.get(slot)
-            if row is not None and row.worth == worth:
-                if worth >= new.worth:
-                    return None
+    def _free_slot(self, new: _Row, parent: _Row | None) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self._num_touched < self.num_slots:
+            self._num_touched += 1
+            return self._num_touched - 1
+        least = self._least()
+        if least is None:
+            return None
+        if least.worth >= new.worth:
+            self._age = max(self._age, least.value)
+            new.value = self._value_behind(parent, new.num_uses)
+        if least.worth >= new.worth:  # as every ancestor of `new` is
+            return None
+        heapq.heappop(self._heap)
+        self._age = max(self._age, least.value)
+        self._drop(least)
+        return least.slot
+
+    def _least(self) -> _Row | None:
+        """The least valuable block, on top of the heap. None if it is not known after MAX_POPS."""
+        for _ in range(MAX_POPS):
+            if not self._heap:
+                return None
+            worth, number, row = self._heap[0]
+            if self._rows.get(row.name) is not row:
                 heapq.heappop(self._heap)
-                self._age = max(self._age, row.value)
-                self._drop(slot)
-                return slot
-            heapq.heappop(self._heap)
+            elif worth == row.worth:
+                return row
+            else:
+                heapq.heapreplace(self._heap, (row.worth, number, row))
         return None
 
-    def _enter(self, slot: int, row: _Row) -> None:
-        self._rows[slot], self._slots[row.name] = row, slot
-        self._events.append(BlockStored(row.sequence_hash))
-        self._push(slot, row)
-
-    def _push(self, slot: int, row: _Row) -> None:
-        heapq.heappush(self._heap, (row.worth, slot))
-        if len(self._heap) > 4 * self.num_slots:  # mostly entries that are out of date
-            self._heap = [(row.worth, slot) for slot, row in self._rows.items()]
+    def _push(self, row: _Row) -> None:
+        self._num_entered += 1
+        heapq.heappush(self._heap, (row.worth, self._num_entered, row))
+        if len(self._heap) > 2 * self.num_slots:  # half of them are of forgotten blocks
+            rows = enumerate(self._rows.values(), start=-self.num_slots)  # numbers below those of later entries
+            self._heap = [(row.worth, number, row) for number, row in rows]
             heapq.heapify(self._heap)
 
-    def _drop(self, slot: int) -> None:
-        row = self._rows.pop(slot)
-        del self._slots[row.name]
+    def _drop(self, row: _Row) -> None:
+        del self._rows[row.name]
         self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
-        """Each slot is free, being written, or has one block; the heap knows every block."""
-        begun = [slot for slot, _ in self._begun.values()]
-        assert sorted([*self._rows, *self._free, *begun]) == list(range(self.num_slots))
-        assert self._slots == {row.name: slot for slot, row in self._rows.items()}
-        assert not self._begun.keys() & self._slots.keys()
-        assert {(row.worth, slot) for slot, row in self._rows.items()} <= set(self._heap)
+        """Each slot is free, lost, in a write or erasure, or has one block. No block is worth more than its parent."""
+        used = [row.slot for row in (*self._rows.values(), *self._begun.values())]
+        slots = sorted([*used, *self._free, *self._erasing, *self._lost])
+        assert slots == list(range(self._num_touched))
+        assert self._num_touched <= self.num_slots
+        assert not self._begun.keys() & self._rows.keys()
+        entered = {id(row): worth for worth, _, row in self._heap}
+        for row in self._rows.values():
+            assert entered[id(row)] <= row.worth
+            parent = self._rows.get(row.parent)
+            assert parent is None or parent.worth > row.worth

@@ -149,7 +149,7 @@ a pause that ends without blocks to spare leaves no deadline behind
   deadline                      -> in 10
   seek c 60 first=70            -> first step c 0+8
   wait 11
-  deadline
+  deadline                      -> in 49
 
 a block that turns out corrupt is erased
   seek a 9                      -> first step a 0+8
