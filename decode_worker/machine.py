@@ -62,7 +62,7 @@ from kv_transfer.protocol.events import (
 from kv_transfer.protocol.machine import TransferMachine
 from worker.core import ConfigChanged, DrainRequested, StepFailed, StepFinished, WorkerCore, claim_of
 from worker.prefixes import PrefixAction, Prefixes, PrefixRequested
-from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, SlotErased
 
 LOST_ITS_BLOCKS = "the KV hand-off lost its blocks to a sequence that ranks higher"
 
@@ -126,7 +126,7 @@ class DecodeMachine:
                 if self.core.draining and not self._calls:
                     raise WorkerDrains("this decode worker has drained")  # else it would never be idle
                 actions += self._apply_results(self.prefixes.offer(event, self._num_spare_blocks(), now), now)
-            case BlocksCopied() | BlocksWritten() | BlocksRead():
+            case BlocksCopied() | BlocksWritten() | BlocksRead() | SlotErased():
                 actions += self._apply_results(self.prefixes.on_disk(event, now), now)
             case Tick():
                 actions += self._apply_results([*self.transfers.handle(event, now), *self.moves.advance(now)], now)
@@ -151,7 +151,8 @@ class DecodeMachine:
             steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)
         asked = self.moves.ask_to_leave(now) if self.core.draining else []
         written = self.prefixes.write_down(self._num_spare_blocks, now)
-        return [*steps, *actions, *asked, *written]  # the step runs during the other actions
+        # The step runs during the other actions.
+        return [*self.prefixes.take_given_up(), *steps, *actions, *asked, *written]
 
     def next_deadline(self) -> float | None:
         parts = (self.core, self.transfers, self.pulls, self.moves, self.prefixes)

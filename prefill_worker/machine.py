@@ -36,7 +36,7 @@ from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.prefixes import PrefixAction, Prefixes, PrefixRequested, PulledPrefix, PullResult
-from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, TierAction, TierEvent
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, SlotErased, TierAction, TierEvent
 
 MAX_STALL_S = 1.0  # a prompt without blocks whose reader has room; beyond: another offer is withdrawn
 
@@ -136,7 +136,7 @@ class PrefillMachine:
                     raise WorkerDrains("this prefill worker has drained")  # else it would never be idle
                 offered = self.prefixes.offer(event, self.core.num_spare_blocks(), now)
                 actions += self._apply_results(offered, now)
-            case BlocksCopied() | BlocksWritten() | BlocksRead():
+            case BlocksCopied() | BlocksWritten() | BlocksRead() | SlotErased():
                 actions += self._apply_results(self.prefixes.on_disk(event, now), now)
             case Tick():
                 actions += self._apply_results(self.transfers.handle(event, now), now)
@@ -148,7 +148,8 @@ class PrefillMachine:
         while given_up := self.prefixes.give_way(partial(self.core.num_spare_blocks, 0), now):
             actions += self._apply_results(given_up, now)
         steps = [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
-        return [*steps, *self.prefixes.write_down(self.core.num_spare_blocks, now)]
+        written = self.prefixes.write_down(self.core.num_spare_blocks, now)
+        return [*self.prefixes.take_given_up(), *steps, *written]
 
     def next_deadline(self) -> float | None:
         stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S

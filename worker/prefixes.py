@@ -7,7 +7,7 @@
 While a prefix is on its way, its sequence waits here, and holds the part of the prefix that the worker has. At the end
 of the wait, the sequence joins the scheduler without any block: what has arrived is in the prefix cache. Another
 sequence that lacks the same blocks waits for the same pull. A pull that failed or was late has cost its time only. Its
-targets stay reserved until no read can write into them.
+targets stay reserved until no read can write into them: for a disk, which reads into a buffer, that is at once.
 
 Neither side takes a block that others need (`WorkerCore.num_spare_blocks`). When higher ranks begin to need blocks, the
 reader gives up the pull of lowest rank.
@@ -29,7 +29,7 @@ from kv_transfer.protocol.machine import TransferMachine
 from runtime.tracing.span_names import Attribute
 from worker.core import WorkerCore, claim_of
 from worker.tier import disk_tier
-from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, TierAction, TierEvent
+from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, SlotErased, TierAction, TierEvent
 
 MAX_PREFIX_PULLS = 16  # prefixes on their way to a worker; beyond: computed
 MAX_FOLLOWERS = 16  # other prompts that wait for one pull; beyond: they pull too
@@ -335,7 +335,13 @@ class Prefixes:
                 tier.on_written(event, now)
             case BlocksRead():
                 return tier.on_read(event, now)
+            case SlotErased():
+                tier.on_erased(event)
         return []
+
+    def take_given_up(self) -> list[TierAction]:
+        """See `DiskTier`."""
+        return [] if self._core.tier is None else self._core.tier.take_given_up()
 
     def write_down(self, num_spare_blocks: Callable[[], int], now: float) -> list[TierAction]:
         """See `DiskTier`."""

@@ -75,7 +75,6 @@ class PrefixBlock:
     token_bytes: bytes
     parent: PrefixBlock | str | None  # the preceding block, or the cache salt of a first block; None once evicted
     stored_as: tuple[bytes, int] | None = None  # its name and position in a tier below the pool, once computed
-    is_corrupt: bool = False
 
 
 class BlockPool:
@@ -93,7 +92,9 @@ class BlockPool:
         self._by_hash: dict[int, PrefixBlock] = {}
         self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
         self._events: list[BlockEvent] = []
-        self.news: deque[PrefixBlock] | None = None  # registered and corrupt entries, for a tier below the pool
+        # For a tier below the pool, which takes both: registered entries; sequence hashes of corrupt blocks.
+        self.news: deque[PrefixBlock] | None = None
+        self.corrupt: list[int] | None = None
         self.num_changes = 0  # of claims and of the prefix cache: an equal number means an equal pool
 
     # ---- queries
@@ -197,9 +198,8 @@ class BlockPool:
         for block in blocks:
             if (entry := self._entries[block]) is not None:
                 self._remove(block)
-                entry.is_corrupt = True
-                if self.news is not None:
-                    self.news.append(entry)
+                if self.corrupt is not None:
+                    self.corrupt.append(entry.sequence_hash)
 
     # ---- leases: blocks that peers read
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from core.handoff import TransferId
 from simulator.shells.worker_spec import WorkerSpec
 from simulator.virtual.memory import Memory
 from simulator.virtual.world import SimulationError, World
@@ -18,8 +19,10 @@ from worker.tier.events import (
     BlocksRead,
     BlocksWritten,
     EraseSlot,
+    GiveUpRead,
     ReadBlocks,
     ReadEnd,
+    SlotErased,
     TierAction,
     TierEvent,
     WriteBlocks,
@@ -38,6 +41,7 @@ class SimulatedDisk:
         self.alive = True
         self._world, self._slots, self._memory, self._faults, self._post = world, slots, memory, spec.disk, post
         self._read_until = 0.0  # one read at a time
+        self._open_reads: set[TransferId] = set()  # which may write into their targets
 
     def perform(self, action: TierAction) -> None:
         match action:
@@ -45,8 +49,12 @@ class SimulatedDisk:
                 self._world.after(COPY_S, partial(self._copy, action))
             case EraseSlot(slot):
                 self._slots.pop(slot, None)
+                self._world.after(0.0, partial(self._post, SlotErased(slot, True)))
             case ReadBlocks():
+                self._open_reads.add(action.read_id)
                 self._read(action)
+            case GiveUpRead(read_id):
+                self._open_reads.discard(read_id)
             case _:
                 raise SimulationError(f"no code performs {action}")
 
@@ -100,7 +108,7 @@ class SimulatedDisk:
         return [None if kept is None or kept[0].name != read.name else kept[1] for kept, read in named]
 
     def _fill(self, action: ReadBlocks, num_read: int, slots: slice) -> None:
-        if self.alive:
+        if self.alive and action.read_id in self._open_reads:
             for read, content in zip(action.reads, self._found(action, num_read), strict=False):
                 if content is not None:
                     self._memory.write(read.target, content[slots], slots)
@@ -110,6 +118,7 @@ class SimulatedDisk:
             return
         found = self._found(action, num_read)
         self._fill(action, num_read, slice(1, None, 2))
+        self._open_reads.discard(action.read_id)
         if None in found:
             end, num_read = ReadEnd.LOST, found.index(None)
         self._world.counts[f"disk read {end.value}"] += 1

@@ -58,7 +58,7 @@ from simulator.virtual.world import SimulationError, World
 from worker.core import DrainRequested, RunStep, StepFinished, WorkerCore
 from worker.prefixes import PrefixRequested, PulledPrefix
 from worker.tier.disk_tier import DiskTier
-from worker.tier.events import EraseSlot, ReadBlocks, WriteBlocks
+from worker.tier.events import EraseSlot, GiveUpRead, ReadBlocks, WriteBlocks
 from worker.tier.names import identity_of
 from worker.tier.slot_table import SlotTable
 from worker.view import WorkerMachineView
@@ -234,7 +234,7 @@ class WorkerShell:
                 if str(error) == LOST_ITS_BLOCKS:
                     self._world.marks.add(f"preemption of {call_id}")
                 self._end_call(call_id, error)
-            case WriteBlocks() | EraseSlot() | ReadBlocks():
+            case WriteBlocks() | EraseSlot() | ReadBlocks() | GiveUpRead():
                 assert self.disk is not None, "a machine without a tier uses the disk"
                 self.disk.perform(action)
             case _:

@@ -128,10 +128,22 @@ def test_a_block_whose_parent_goes_while_it_is_written_is_dropped() -> None:
 def test_a_corrupt_block_is_gone_at_once_and_its_slot_is_free_once_it_is_erased() -> None:
     table = SlotTable(1, {})
     write(table, 1)
-    assert table.forget(chain(1)[0], is_corrupt=True) == 0
+    assert table.forget_corrupt({hash(chain(1)[0])}) == [0]
     assert write(table, 1) == write(table, 2) == 0
     table.on_erased(0, is_erased=True)
     assert write(table, 2) == 1
+    table.forget_corrupt({hash(chain(2)[0])})
+    table.on_erased(0, is_erased=False)
+    assert write(table, 3) == 0, "a scan may find the block again, so the slot is used no more"
+
+
+def test_a_block_that_turns_out_corrupt_while_it_is_written_is_erased() -> None:
+    table = SlotTable(1, {})
+    assert table.begin(b"name", ROOT, 7, 0) is not None
+    assert table.forget_corrupt({7}) == []
+    assert table.end(b"name", is_written=True) == [0]
+    assert table.slot_of(b"name") is None
+    table.check()
 
 
 def test_after_a_restart_stored_blocks_count_as_used_once() -> None:

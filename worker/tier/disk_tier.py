@@ -9,7 +9,8 @@ block that is evicted before its turn is lost.
 
 A read has a price: its bytes, and those before it, over the measured bandwidth. It begins only where the price is less
 than the time to compute its tokens, and ends with what it has when its limit of time passes. A disk that fails, is late
-or is full costs hits: reads and writes pause, each by itself, ever longer.
+or is full costs hits: reads and writes pause, each by itself, ever longer. No block waits for a disk that hangs: the
+targets of a read that is given up are free at once, and no other read begins before that one has ended.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from core.block_hash import FullBlock, hash_on_disk
 from core.handoff import AbortReason, PullerState, TransferId
 from core.scheduling.block_pool import BlockEvent, BlockPool, Column, PrefixBlock
 from core.scheduling.ledger import Claim, SequenceState
-from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullGivenUp, PullStats
+from kv_transfer.protocol.events import Actions, PullCompleted, PullFailed, PullStats
 from worker.tier.events import (
     BlockRead,
     BlocksRead,
     BlocksWritten,
     BlockWrite,
     EraseSlot,
+    GiveUpRead,
     ReadBlocks,
     ReadEnd,
+    SlotErased,
     TierAction,
     WriteBlocks,
 )
@@ -41,6 +44,8 @@ from worker.tier.slot_table import SlotTable
 OWNER = "disk"  # of pulled prefixes and claims, where a peer has the name of its agent
 MAX_WRITES = 8  # blocks of one write, which are held while they are copied; beyond: the next write
 NEWS_PER_BLOCK = 4  # changes of the prefix cache that wait for a write, for each block; beyond: the oldest are lost
+MAX_NEWS = 32  # new blocks that one event looks at; beyond: the next tick, at once
+MAX_UNNAMED = 256  # blocks whose names are computed for a write; beyond: the block is lost
 PRIOR_BYTES_PER_S = 500e6  # of a disk that nothing has been read from
 READ_S = 0.002  # of a read, beside the time of its bytes
 LATE_S = 0.05  # least time that a limit adds to twice the price; after so long without an answer, a read is given up
@@ -83,7 +88,9 @@ class DiskTier:
         self.table, self.counts = table, TierCounts()
         self._pool, self._block_bytes, self._identity = pool, block_bytes, identity
         self._news: deque[PrefixBlock] = deque(maxlen=NEWS_PER_BLOCK * pool.num_blocks)
-        pool.news = self._news
+        pool.news, pool.corrupt = self._news, []
+        self._to_erase: list[int] = []  # slots, since the last event
+        self._given_up: list[TierAction] = []  # since the last event
         self._writes: tuple[BlockWrite, ...] = ()  # in flight
         self._pinned: list[int] = []  # their blocks, until they are copied
         self._written_since = 0.0
@@ -97,27 +104,38 @@ class DiskTier:
 
     def write_down(self, num_spare_blocks: Callable[[], int], now: float) -> list[TierAction]:
         """Write the next registered blocks, if no write is in flight. Call it after every event."""
+        erased = self._erase_corrupt()
         if now < self._write_pause.until:
-            return []
+            return erased
         self._resume_at = None
-        if self._writes:
-            return []
-        actions: list[TierAction] = []
+        if self._writes or self.table.erases:  # a write behind a hung erasure would hold its blocks
+            return erased
         writes: list[BlockWrite] = []
         num_spare = num_spare_blocks()  # a block with no other holder is not available while it is copied
-        while self._news and len(writes) < min(MAX_WRITES, num_spare):
-            entry = self._news[0]
-            if entry.is_corrupt:
-                slot = None if entry.stored_as is None else self.table.forget(entry.stored_as[0])
-                actions += [] if slot is None else [EraseSlot(slot)]
-            elif entry.parent is not None:
+        num_left = MAX_NEWS
+        while self._news and num_left and len(writes) < min(MAX_WRITES, num_spare):
+            num_left -= 1
+            entry = self._news.popleft()
+            if entry.parent is not None:
                 writes += self._begin_write(entry)
-            self._news.popleft()
-        if writes:
-            self._writes, self._written_since = tuple(writes), now
-            self._pin([write.block for write in writes])
-            actions.append(WriteBlocks(self._writes))
-        return actions
+        if not writes:
+            self._resume_at = None if num_left else now
+            return erased
+        self._writes, self._written_since = tuple(writes), now
+        self._pin([write.block for write in writes])
+        return [*erased, WriteBlocks(self._writes)]
+
+    def _erase_corrupt(self) -> list[TierAction]:
+        """No pause, and no write in flight, keeps a corrupt block in the table."""
+        corrupt = self._pool.corrupt
+        if corrupt:
+            self._to_erase += self.table.forget_corrupt(set(corrupt))
+            corrupt.clear()
+        slots, self._to_erase = self._to_erase, []
+        return [EraseSlot(slot) for slot in slots]
+
+    def on_erased(self, event: SlotErased) -> None:
+        self.table.on_erased(event.slot, is_erased=event.is_erased)
 
     def _begin_write(self, entry: PrefixBlock) -> list[BlockWrite]:
         named = self._name(entry)
@@ -132,6 +150,8 @@ class DiskTier:
         unnamed = [entry]
         while isinstance(unnamed[-1].parent, PrefixBlock) and unnamed[-1].parent.stored_as is None:
             unnamed.append(unnamed[-1].parent)
+            if len(unnamed) > MAX_UNNAMED:
+                return None
         behind = unnamed[-1].parent
         if behind is None:
             return None
@@ -156,7 +176,7 @@ class DiskTier:
 
     def on_written(self, event: BlocksWritten, now: float) -> None:
         for place, write in enumerate(self._writes):
-            self.table.end(write.header.name, is_written=place < event.num_written)
+            self._to_erase += self.table.end(write.header.name, is_written=place < event.num_written)
         self.counts.num_written += event.num_written
         if event.num_written < len(self._writes):
             self.counts.num_failures += 1
@@ -188,7 +208,8 @@ class DiskTier:
     def limit_s(self, num_blocks: int, compute_s: float, now: float) -> float | None:
         """The limit of time of a read, where computing its blocks takes `compute_s`. None: do not read."""
         price_s = self.price_s(num_blocks)
-        if price_s >= compute_s or now < self._read_pause.until:
+        is_hung = any(read.is_given_up for read in self._reads.values())
+        if is_hung or price_s >= compute_s or now < self._read_pause.until:
             return None
         # As for a peer. A file that is no longer in the page cache is read several times slower than measured.
         return min(compute_s, price_s + max(price_s + LATE_S, (compute_s - price_s) / 2))
@@ -222,20 +243,23 @@ class DiskTier:
         elif not (read.is_given_up and event.end is ReadEnd.LATE):  # then it has been counted, or nobody waited
             self._fail_read(event.end is not ReadEnd.LOST, now)
         if read.is_given_up:
-            return [PullFailed(event.read_id, PullerState.CANCELLED, AbortReason.CANCELLED)]
+            return []
         passed_s = now - read.begun_at
         stats = PullStats(event.num_read, num_bytes, 1, 0, passed_s, event.seconds, passed_s, OWNER)
         return [PullCompleted(event.read_id, (), stats)]
 
     def cancel(self, read_id: TransferId, reason: AbortReason, now: float) -> Actions:
-        """Nothing waits for the read any more. Its targets are free when it has ended."""
-        read = self._reads[read_id]
-        if read.is_given_up:
-            return []
-        read.is_given_up = True
+        """Nothing waits for the read any more, and its targets are free: see `take_given_up`."""
+        self._reads[read_id].is_given_up = True
+        self._given_up.append(GiveUpRead(read_id))
         if reason is AbortReason.DEADLINE:
             self._fail_read(True, now)
-        return [PullGivenUp(read_id, reason)]
+        return [PullFailed(read_id, PullerState.CANCELLED, reason)]
+
+    def take_given_up(self) -> list[TierAction]:
+        """What stops the reads that this event has given up: before any other action, which may use their targets."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def _fail_read(self, pauses: bool, now: float) -> None:
         self.counts.num_failures += 1
@@ -270,13 +294,14 @@ class DiskTier:
 
     @property
     def reads(self) -> set[TransferId]:
-        """In flight."""
-        return set(self._reads)
+        """In flight, with targets."""
+        return {read_id for read_id, read in self._reads.items() if not read.is_given_up}
 
     def claims(self) -> list[Claim]:
         found = [
             Claim(f"{OWNER}{read_id}", PullerState.READING, [each.target for each in read.reads], read.begun_at, OWNER)
             for read_id, read in self._reads.items()
+            if not read.is_given_up
         ]
         if self._pinned:
             found.append(Claim(OWNER, SequenceState.ENDING, list(self._pinned), self._written_since))

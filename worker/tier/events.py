@@ -2,8 +2,9 @@
 
 The threads of the tier, and the virtual disk of the simulator, guarantee:
   - `WriteBlocks`: exactly one `BlocksCopied`, then exactly one `BlocksWritten`; no byte of the pool is read in between;
-  - `ReadBlocks`: exactly one `BlocksRead`, after which nothing writes into the targets. A block counts as read if its
-    slot has its name and its digest is right. The read ends after `limit_s`, unless the disk hangs;
+  - `ReadBlocks`: exactly one `BlocksRead`. Nothing writes into the targets after this, or after a `GiveUpRead`, however
+    long the disk hangs. A block counts as read if its slot has its name and its digest is right;
+  - `EraseSlot`: exactly one `SlotErased`, also before a regular end of the worker;
   - writes and erasures happen in the order of their actions.
 """
 
@@ -59,7 +60,14 @@ class ReadBlocks:
     limit_s: float
 
 
-TierAction = WriteBlocks | EraseSlot | ReadBlocks
+@dataclass(frozen=True, slots=True)
+class GiveUpRead:
+    """The targets of this read belong to others from now on. The shell performs it before the steps of its event."""
+
+    read_id: TransferId
+
+
+TierAction = WriteBlocks | EraseSlot | ReadBlocks | GiveUpRead
 
 # ---- events
 
@@ -82,4 +90,10 @@ class BlocksRead:
     end: ReadEnd
 
 
-TierEvent = BlocksCopied | BlocksWritten | BlocksRead
+@dataclass(frozen=True, slots=True)
+class SlotErased:
+    slot: int
+    is_erased: bool  # False: the disk has failed
+
+
+TierEvent = BlocksCopied | BlocksWritten | BlocksRead | SlotErased

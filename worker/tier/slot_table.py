@@ -15,7 +15,7 @@ no more than any other raises the age, and is not written if its parent keeps it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored
@@ -35,6 +35,7 @@ class _Row:
     value: int
     slot: int
     num_uses: int = 0
+    is_corrupt: bool = False  # known while it is written
 
     @property
     def worth(self) -> tuple[int, int]:
@@ -118,33 +119,41 @@ class SlotTable:
         number, self._next_number = self._next_number, self._next_number + 1
         return slot, StoredBlock(name, parent, sequence_hash, position, row.value, number)
 
-    def end(self, name: bytes, *, is_written: bool) -> None:
-        """A write has ended. A block whose parent has gone meanwhile is dropped."""
+    def end(self, name: bytes, *, is_written: bool) -> list[int]:
+        """A write has ended. A block whose parent has gone meanwhile is dropped. Returns slots to erase."""
         row = self._begun.pop(name)
+        if row.is_corrupt:
+            self._erasing.add(row.slot)
+            return [row.slot]
         if is_written and (not row.position or row.parent in self._rows):
             self._rows[name] = row
             self._events.append(BlockStored(row.sequence_hash))
             self._push(row)
         else:
             self._free.append(row.slot)
+        return []
 
-    def forget(self, name: bytes, *, is_corrupt: bool = False) -> int | None:
-        """The block cannot be read, or is corrupt. Blocks behind it are out of reach until it is written again.
+    def forget(self, name: bytes) -> None:
+        """The block cannot be read. Blocks behind it are out of reach until it is written again."""
+        if (row := self._rows.get(name)) is not None:
+            self._forget(row)
+            self._free.append(row.slot)
 
-        Returns its slot, which is free; if `is_corrupt`, after `on_erased`.
-        """
-        row = self._rows.get(name)
-        if row is None:
-            return None
+    def forget_corrupt(self, sequence_hashes: Collection[int]) -> list[int]:
+        """Forget these blocks. Returns their slots, to be erased: a slot is free after `on_erased`."""
+        for row in self._begun.values():
+            row.is_corrupt |= row.sequence_hash in sequence_hashes
+        found = [row for row in self._rows.values() if row.sequence_hash in sequence_hashes]
+        for row in found:
+            self._forget(row)
+            self._erasing.add(row.slot)
+        return [row.slot for row in found]
+
+    def _forget(self, row: _Row) -> None:
         self._drop(row)
-        self._forgotten[name] = row
+        self._forgotten[row.name] = row
         if len(self._forgotten) > MAX_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
-        if is_corrupt:
-            self._erasing.add(row.slot)
-        else:
-            self._free.append(row.slot)
-        return row.slot
 
     @property
     def erases(self) -> bool:

@@ -1,7 +1,9 @@
 """The shell of a `DiskTier`: one thread that writes, and one that reads.
 
-Writes first copy their blocks into buffers of the writing thread, so that no block is held for the time of a disk. A
-hung disk holds up its thread alone; the machine gives the read up, and the process ends without waiting for the thread.
+Writes first copy their blocks into buffers of the writing thread, and reads arrive in a buffer of the reading thread.
+So no block is held for the time of a disk. A hung disk holds up its thread alone; the machine gives the read up, and
+the process ends without waiting for the thread. The bytes of a block are copied into its target under a lock, and only
+while the read is open, so `perform(GiveUpRead)` waits for the copy of one block at most.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import assert_never
 
 import numpy as np
 
+from core.handoff import TransferId
 from kv_transfer.transports.transport import PoolMemory
 from worker.tier.disk_tier import MAX_WRITES
 from worker.tier.events import (
@@ -24,8 +27,10 @@ from worker.tier.events import (
     BlocksRead,
     BlocksWritten,
     EraseSlot,
+    GiveUpRead,
     ReadBlocks,
     ReadEnd,
+    SlotErased,
     TierAction,
     TierEvent,
     WriteBlocks,
@@ -48,6 +53,9 @@ class TierThreads:
         """`post` is called on the threads, and must not block."""
         self._file, self._pool, self._post, self._clock = file, pool, post, clock
         self._buffers = np.zeros((MAX_WRITES, pool.layout.block_bytes), np.uint8)
+        self._arrived = np.zeros(pool.layout.block_bytes, np.uint8)  # of the block that is read
+        self._open_reads: set[TransferId] = set()  # which may write into their targets
+        self._copying = threading.Lock()  # guards these, and the targets
         self._closing = False
         self._to_write: queue.SimpleQueue[WriteBlocks | EraseSlot | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[tuple[ReadBlocks, float] | None] = queue.SimpleQueue()  # with its time limit
@@ -60,18 +68,21 @@ class TierThreads:
 
     def perform(self, action: TierAction) -> None:
         """Queue an action. The machine bounds both queues: one write in flight, and MAX_PREFIX_PULLS reads."""
-        if self._closing:
-            return
         match action:
             case WriteBlocks() | EraseSlot():
                 self._to_write.put(action)
-            case ReadBlocks(limit_s=limit_s):
+            case ReadBlocks(read_id=read_id, limit_s=limit_s):
+                with self._copying:
+                    self._open_reads.add(read_id)
                 self._to_read.put((action, self._clock() + limit_s))
+            case GiveUpRead(read_id):
+                with self._copying:
+                    self._open_reads.discard(read_id)
             case _:
                 assert_never(action)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what is queued, and wait for the threads. False if one has not ended after `timeout_s`."""
+        """Drop what is queued, except erasures, and wait for the threads. False if one has not ended in `timeout_s`."""
         self._closing = True
         self._to_write.put(None)
         self._to_read.put(None)
@@ -85,14 +96,20 @@ class TierThreads:
     def _write_all(self) -> None:
         if sys.platform == "linux":  # where niceness belongs to a thread
             os.nice(NICENESS)
-        while (action := self._to_write.get()) is not None and not self._closing:
-            if isinstance(action, WriteBlocks):
+        while (action := self._to_write.get()) is not None:
+            if isinstance(action, EraseSlot):
+                self._erase(action.slot)
+            elif not self._closing:
                 self._write(action)
-                continue
-            try:
-                self._file.erase(action.slot)
-            except OSError as error:
-                logger.warning("a corrupt block stays in slot %d of the disk tier: %s", action.slot, error)
+
+    def _erase(self, slot: int) -> None:
+        is_erased = False
+        try:
+            self._file.erase(slot)
+            is_erased = True
+        except Exception as error:  # noqa: BLE001  the worker lives on without the slot
+            logger.warning("a corrupt block stays in slot %d of the disk tier: %s", slot, error)
+        self._post(SlotErased(slot, is_erased))
 
     def _write(self, action: WriteBlocks) -> None:
         for buffer, write in zip(self._buffers, action.writes, strict=False):
@@ -103,8 +120,8 @@ class TierThreads:
             for buffer, write in zip(self._buffers, action.writes, strict=False):
                 self._file.write(write.slot, write.header, buffer.data)
                 num_written += 1
-        except OSError as error:
-            logger.warning("the disk tier pauses its writes: %s", error)
+        except Exception as error:  # noqa: BLE001  the thread lives on, and the machine counts a failure
+            logger.warning("the disk tier pauses its writes: %r", error)
         self._post(BlocksWritten(num_written))
 
     def _read_all(self) -> None:
@@ -122,11 +139,24 @@ class TierThreads:
                         "the disk tier pauses its reads: %d of %d blocks in time", num_read, len(action.reads)
                     )
                     break
-                if not self._file.read(read.slot, read.name, self._pool.block(read.target)):
+                if not self._file.read(read.slot, read.name, self._arrived.data):
                     end = ReadEnd.LOST
                     break
+                if not self._copy(action.read_id, read.target):
+                    end = ReadEnd.LATE
+                    break
                 num_read += 1
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  the thread lives on, and the machine counts a failure
             end = ReadEnd.FAILED
-            logger.warning("the disk tier pauses its reads: %s", error)
+            logger.warning("the disk tier pauses its reads: %r", error)
+        with self._copying:
+            self._open_reads.discard(action.read_id)
         self._post(BlocksRead(action.read_id, num_read, self._clock() - began_at, end))
+
+    def _copy(self, read_id: TransferId, target: int) -> bool:
+        """Copy what has arrived into its target. False: the read has been given up, and the target is another's."""
+        with self._copying:
+            if read_id not in self._open_reads:
+                return False
+            np.copyto(np.frombuffer(self._pool.block(target), np.uint8), self._arrived)
+            return True

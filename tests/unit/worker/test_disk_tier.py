@@ -18,7 +18,17 @@ from tests.support.driven_worker import LAYOUT, request
 from tests.support.transcripts import transcripts_of
 from tests.support.worker_words import WorkerReplay
 from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, PRIOR_BYTES_PER_S, READ_S, DiskTier
-from worker.tier.events import BlocksCopied, BlocksRead, BlocksWritten, EraseSlot, ReadBlocks, ReadEnd, WriteBlocks
+from worker.tier.events import (
+    BlocksCopied,
+    BlocksRead,
+    BlocksWritten,
+    EraseSlot,
+    GiveUpRead,
+    ReadBlocks,
+    ReadEnd,
+    SlotErased,
+    WriteBlocks,
+)
 from worker.tier.names import identity_of
 from worker.tier.slot_table import SlotTable
 
@@ -77,6 +87,9 @@ class TierReplay(WorkerReplay):
         found = next(action for action in self.of(ReadBlocks) if action.read_id == read)
         return self.post(BlocksRead(read, len(found.reads) if num < 0 else num, 0.001, ReadEnd(end)))
 
+    def erased(self) -> list[Any]:
+        return self.post(SlotErased(self.of(EraseSlot)[-1].slot, True))
+
     def corrupt(self, *blocks: int) -> list[Any]:
         self.pool.invalidate(blocks)
         return self.tick()
@@ -95,6 +108,8 @@ class TierReplay(WorkerReplay):
                 return f"read {read_id}: {len(reads)} within {limit_s:.3g}"
             case EraseSlot():
                 return "erase"
+            case GiveUpRead(read_id):
+                return f"give up {read_id}"
         return super().seen(action)
 
 
@@ -160,6 +175,33 @@ a block that turns out corrupt is erased
   stored                        -> 1
   evict
   seek b 10                     -> read -1: 1 within 0.004
+
+a corrupt block is forgotten during a pause, and no write waits behind a hung erasure
+  seek a 9                      -> first step a 0+8
+  run                           -> tokens a 0: 9; write 0 1; done a length
+  copied
+  written
+  seek b 5 first=40             -> first step b 0+5
+  run                           -> tokens b 0: 5; done b length; write 0
+  copied
+  written 0
+  corrupt 0                     -> erase
+  stored                        -> 1
+  seek a2 10                    -> first step a2 0+8
+  run                           -> tokens a2 0: 10; done a2 length
+  wait 11
+  erased                        -> write 0
+  copied
+  written
+  stored                        -> 2
+
+a block that turns out corrupt while it is written is not found
+  seek a 9                      -> first step a 0+8
+  run                           -> tokens a 0: 9; write 0 1; done a length
+  corrupt 1
+  copied
+  written                       -> erase
+  stored                        -> 1
 """,
     setup="  decode\n",
 )
@@ -215,28 +257,30 @@ a slot that has another block is a miss, and the block is written again
   written
   stored                        -> 3
 
-a disk that hangs is given up and its targets stay
+a disk that hangs is given up, keeps no block, and gets no other read
   keep 9                        -> stored 2
   seek a 10                     -> read -1: 2 within 0.00801
   wait 0.05
-  wait 0.05                     -> first step a 0+8
-  blocks                        -> held 2; incoming 2
-  idle                          -> no
+  wait 0.05                     -> give up -1; first step a 0+8
+  blocks                        -> held 2
   run                           -> tokens a 0: 10
                                 -> done a length, block seconds 0.0839872, queue 0.0580064, prefill 0.0419936
-  idle                          -> no
-  disk 0 end=late
-  blocks
   idle                          -> yes
+  evict
+  wait 1000
+  seek b 10                     -> first step b 0+8
+  run                           -> tokens b 0: 10; done b length
+  evict
+  disk 0 end=late
   failures                      -> 1
+  seek c 10                     -> read -2: 2 within 0.00801
 
-a cancelled call leaves its targets to the disk
+a cancelled call frees its targets at once
   keep 9                        -> stored 2
   seek a 10                     -> read -1: 2 within 0.00801
-  cancel a                      -> fail a RequestCancelled: the router cancelled the call
-  blocks                        -> incoming 2
-  disk
+  cancel a                      -> give up -1; fail a RequestCancelled: the router cancelled the call
   blocks
+  disk
   failures                      -> 0
 
 another prompt with the same blocks waits for the same read
