@@ -28,6 +28,7 @@ from kv_transfer.protocol.events import AgentEvent, AgentFailed
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
+from model_files.model_source import content_digest, resolve_model
 from router.routing.policy import Policy, SecondsPolicy
 from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
@@ -230,7 +231,12 @@ def _worker_parts(
             runner.device_memory(),
         )  # fmt: skip
         pool = BlockPool(num_blocks)
-        tier, disk = open_tier(config.cache, name, pool, memory, post) or (None, None)
+        weight_bytes = None if runner.sizes is None else runner.sizes.weight_bytes  # of the dtype that auto has chosen
+
+        def model() -> str:
+            return f"{content_digest(resolve_model(engine.model, cache_dir))} {engine.dtype} {weight_bytes}"
+
+        tier, disk = open_tier(config.cache, name, pool, memory, post, model) or (None, None)
         # Both halves of a hand-off read this: without digests, READYs and reads need not be small.
         transfer = replace(config.transfer, verify_digests=config.transfer.verify_digests and memory.has_digests)
 

@@ -25,6 +25,7 @@ from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_PART_BYTES = 1 << 22  # of a file that is read whole
 
 
 class SourceKind(Enum):
@@ -160,6 +161,20 @@ def fingerprint(source: ModelSource) -> str:
     for weights in sorted(source.path.glob("*.safetensors")):
         hasher.update(weights.name.encode())
         _hash_samples(hasher, weights)
+    return hasher.hexdigest()
+
+
+def content_digest(source: ModelSource) -> str:
+    """A hash of every byte of the weights and of config.json: 32 hex digits. Takes as long as reading the files."""
+    hasher = xxhash.xxh3_128(source.name.encode() if source.path is None else b"")
+    paths = [] if source.path is None else [source.path]
+    if source.kind is SourceKind.HUGGING_FACE and source.path is not None:
+        paths = [source.path / "config.json", *sorted(source.path.glob("*.safetensors"))]
+    for path in paths:
+        hasher.update(path.stat().st_size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            while part := file.read(_PART_BYTES):
+                hasher.update(part)
     return hasher.hexdigest()
 
 

@@ -174,6 +174,7 @@ def test_names_differ_if_salt_tokens_model_or_layout_differ() -> None:
     others = [
         identity_of(replace(LAYOUT, **other)) for other in ({"model": "n"}, {"dtype": "bfloat16"}, {"head_dim": 2})
     ]
+    others.append(identity_of(LAYOUT, "other weights"))
     roots = [root_name(identity, salt) for identity in (ours, *others) for salt in ("", "tenant", "tenant2")]
     names = [chain_name(root, tokens) for root in roots for tokens in (b"1234", b"1235")]
     assert len({*roots, *names}) == len(roots) + len(names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,34 +15,56 @@ from kv_transfer.transports.transport import PoolMemory
 from worker.tier.disk_tier import MAX_WRITES, DiskTier
 from worker.tier.events import TierEvent
 from worker.tier.names import identity_of
-from worker.tier.slot_file import OpenFile, SlotFile, slot_bytes_for
-from worker.tier.slot_table import SlotTable
+from worker.tier.slot_file import OpenFile, SlotFile, StoredBlock, slot_bytes_for
+from worker.tier.slot_table import MAX_SLOTS, SlotTable
 from worker.tier.threads import TierThreads
+
+MAX_SCAN_S = 30.0  # of the file at the start; beyond: the blocks of the slots behind are lost
+MAX_OPEN_S = 60.0  # until a disk has answered at the start; beyond: the worker serves without it
+
+Opened = tuple[SlotFile, dict[int, StoredBlock]]
 
 logger = logging.getLogger(__name__)
 
 
 def open_tier(
-    config: CacheConfig, worker: str, pool: BlockPool, memory: PoolMemory, post: Callable[[TierEvent], None]
+    config: CacheConfig,
+    worker: str,
+    pool: BlockPool,
+    memory: PoolMemory,
+    post: Callable[[TierEvent], None],
+    model: Callable[[], str] = lambda: "",
 ) -> tuple[DiskTier, TierThreads] | None:
     """The tier of `worker`, with the blocks that an earlier process of this name has left. Blocks: call it in a thread.
 
-    None if the config has none, or if the disk cannot be used. Raises `ConfigError` if the config cannot be right.
+    `model`: see `identity_of`; it may take as long as reading the weights. None if the config has no tier, or if the
+    disk cannot be used. Raises `ConfigError` if the config cannot be right.
     """
     if not config.disk_gb:
         return None
     if memory.view is None:
         raise ConfigError("[cache] disk_gb needs KV pools in host memory ([engine] device = cpu)")
-    block_bytes, identity = memory.layout.block_bytes, identity_of(memory.layout)
+    block_bytes = memory.layout.block_bytes
     slot_bytes = slot_bytes_for(block_bytes)
-    num_slots = int(config.disk_gb * 1e9) // slot_bytes
+    num_slots = int(min(config.disk_gb * 1e9, 1e18)) // slot_bytes
     if num_slots < MAX_WRITES:
         raise ConfigError(f"[cache] disk_gb = {config.disk_gb:g} holds {num_slots} KV blocks, fewer than {MAX_WRITES}")
+    if num_slots > MAX_SLOTS:
+        raise ConfigError(
+            f"[cache] disk_gb = {config.disk_gb:g} holds more than {MAX_SLOTS:,} KV blocks of {block_bytes:,} bytes: "
+            f"set it to at most {MAX_SLOTS * slot_bytes / 1e9:g}, or [engine] block_size higher"
+        )
     began_at = time.monotonic()
     try:
-        disk = OpenFile.locked(config.disk_dir, f"{worker}.kv", num_slots * slot_bytes)
-        file = SlotFile(disk, num_slots, block_bytes, identity)
-        stored = file.scan()
+        identity = identity_of(memory.layout, model())
+
+        def open_file() -> Opened:
+            disk = OpenFile.locked(config.disk_dir, f"{worker}.kv", num_slots * slot_bytes)
+            file = SlotFile(disk, num_slots, block_bytes, identity)
+            late_at = time.monotonic() + MAX_SCAN_S
+            return file, file.scan(lambda: time.monotonic() >= late_at)
+
+        file, stored = _within(MAX_OPEN_S, open_file)
     except BlockingIOError:
         logger.warning("%s serves without its disk tier: another process has its file in %s", worker, config.disk_dir)
         return None
@@ -56,3 +80,23 @@ def open_tier(
         time.monotonic() - began_at,
     )
     return tier, TierThreads(file, memory, post)
+
+
+def _within(limit_s: float, open_file: Callable[[], Opened]) -> Opened:
+    """The result or the exception of `open_file`. Raises `TimeoutError` if the disk has not answered in time."""
+    results: queue.SimpleQueue[Opened | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(open_file())
+        except Exception as error:  # noqa: BLE001  raised below
+            results.put(error)
+
+    threading.Thread(target=run, name="tandem-disk-open", daemon=True).start()
+    try:
+        result = results.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"the disk has not answered within {limit_s:g} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -18,6 +18,7 @@ import fcntl
 import os
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -33,6 +34,7 @@ MAGIC = b"TandemKV"
 # the KV
 _FIELDS = struct.Struct("<8s32s32s32sQIQQQ")
 _DIGEST = struct.Struct("<Q")  # of the fields above
+MAX_NUMBER = 1 << 63  # above every value and number that a table counts up to; beyond: the slot is free
 
 Buffer = bytes | bytearray | memoryview
 
@@ -73,11 +75,14 @@ class OpenFile:
     def locked(cls, disk_dir: str, file_name: str, max_bytes: int) -> Self:
         """Open or create a file that no other process has open, cut to `max_bytes`.
 
-        Raises `ConfigError` if others may read the directory, `BlockingIOError` if another process has the file, and
-        `OSError` where the directory or the file cannot be made.
+        Raises `ConfigError` if the directory has a wrong name or others may read it, `BlockingIOError` if another
+        process has the file, and `OSError` where the directory or the file cannot be made.
         """
-        directory = Path(disk_dir).expanduser() / DIRECTORY
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory = Path(disk_dir).expanduser() / DIRECTORY
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (ValueError, RuntimeError) as error:  # a zero byte; a home of nobody
+            raise ConfigError(f"[cache] disk_dir: {error}") from error
         status = os.lstat(directory)
         is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
         if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
@@ -112,15 +117,18 @@ class SlotFile:
         self._disk, self._block_bytes, self._identity = disk, block_bytes, identity
         self._slot_bytes = slot_bytes_for(block_bytes)
 
-    def scan(self) -> dict[int, StoredBlock]:
-        """The blocks of this identity by slot; of two with one name, the newer. Raises `OSError`."""
+    def scan(self, is_late: Callable[[], bool] = lambda: False) -> dict[int, StoredBlock]:
+        """The blocks of this identity by slot; of two with one name, the newer. Raises `OSError`.
+
+        Ends where `is_late`: the slots from there on count as free, which is safe, because a name has one content.
+        """
         header = bytearray(PAGE_BYTES)
         newest: dict[bytes, int] = {}
         found: dict[int, StoredBlock] = {}
         for slot in range(self.num_slots):
             num_bytes = self._disk.read([memoryview(header)], slot * self._slot_bytes)
-            if not num_bytes:
-                break  # nothing has been written from here on
+            if not num_bytes or is_late():
+                break  # nothing has been written from here on, or it is not needed
             read = self._decode(header) if num_bytes == PAGE_BYTES else None
             if read is None:
                 continue
@@ -169,6 +177,8 @@ class SlotFile:
         if magic != MAGIC or identity != self._identity:
             return None
         if _DIGEST.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+            return None
+        if max(value, number) >= MAX_NUMBER:
             return None
         return StoredBlock(name, parent, sequence_hash, position, value, number), digest
 

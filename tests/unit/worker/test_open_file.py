@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import stat
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from core.config import CacheConfig
 from core.errors import ConfigError
-from worker.tier.slot_file import DIRECTORY, OpenFile, SlotFile, StoredBlock, slot_bytes_for
+from core.kv_layout import KVLayout
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.transports.transport import PoolMemory
+from model_files.model_source import ModelSource, SourceKind, content_digest, fingerprint
+from worker.tier import opening
+from worker.tier.opening import open_tier
+from worker.tier.slot_file import DIRECTORY, MAX_NUMBER, OpenFile, SlotFile, StoredBlock, slot_bytes_for
 
 CONTENT = bytes(range(100))
 HEADER = StoredBlock(b"n" * 32, b"p" * 32, 7, 0, 1, 1)
@@ -51,3 +60,58 @@ def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / DIRECTORY / "w.kv").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+
+
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/kv", "kv\0"])
+def test_a_directory_that_cannot_exist_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir"):
+        OpenFile.locked(name, "w.kv", SIZE)
+
+
+def test_a_header_with_an_impossible_number_is_a_free_slot(tmp_path: Path) -> None:
+    file = SlotFile(OpenFile.locked(str(tmp_path), "w.kv", SIZE), 3, 100, b"i" * 32)
+    file.write(0, HEADER, memoryview(CONTENT))
+    for slot, change in enumerate(({"value": MAX_NUMBER}, {"number": MAX_NUMBER}), start=1):
+        other = replace(HEADER, name=bytes([slot]) * 32, **change)
+        file.write(slot, other, memoryview(CONTENT))
+    assert file.scan() == {0: HEADER}
+    assert file.scan(lambda: True) == {}, "late"
+    file.close()
+
+
+def open_at(path: Path, disk_gb: float) -> object:
+    layout = KVLayout("m", "float32", 1, 1, 4, 4)
+    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
+    return open_tier(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)), "w", BlockPool(2), memory, lambda _: None)
+
+
+@pytest.mark.parametrize("disk_gb", [1e4, 1e300])
+def test_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float) -> None:
+    with pytest.raises(
+        ConfigError, match=r"disk_gb = .* more than 1,000,000 KV blocks of 128 bytes: set it to at most"
+    ):
+        open_at(tmp_path, disk_gb)
+
+
+def test_a_worker_whose_disk_does_not_answer_serves_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(opening, "MAX_OPEN_S", 0.0)
+    monkeypatch.setattr(SlotFile, "scan", lambda *_: answers.wait() and {})
+    assert open_at(tmp_path, 0.001) is None
+    assert "serves without its disk tier: the disk has not answered within 0 s" in caplog.text
+    answers.set()
+
+
+def test_every_byte_of_the_weights_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(10_000_000))
+    source = ModelSource("m", SourceKind.HUGGING_FACE, tmp_path)
+    sampled, whole = fingerprint(source), content_digest(source)
+    with weights.open("r+b") as file:
+        file.seek(10_000_000 // 64 * 2 - 1)
+        file.write(b"1")
+    assert fingerprint(source) == sampled, "the samples miss the change"
+    assert content_digest(source) != whole
