@@ -11,13 +11,13 @@ import pytest
 from core.cost.step_cost import work_of
 from core.handoff import PrefixSource
 from core.kv_layout import KVLayout
-from core.scheduling.block_pool import BlockPool
+from core.scheduling.block_pool import BlockPool, PrefixBlock
 from decode_worker.events import DecodeArrived
 from prefill_worker.machine import PrefillArrived
 from tests.support.driven_worker import LAYOUT, request
 from tests.support.transcripts import transcripts_of
 from tests.support.worker_words import WorkerReplay
-from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, PRIOR_BYTES_PER_S, READ_S, DiskTier
+from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, MAX_NEWS, PRIOR_BYTES_PER_S, READ_S, DiskTier
 from worker.tier.events import (
     BlocksCopied,
     BlocksRead,
@@ -31,6 +31,8 @@ from worker.tier.events import (
 )
 from worker.tier.names import identity_of
 from worker.tier.slot_table import SlotTable
+
+GONE = PrefixBlock(0, 0, b"", None)  # evicted
 
 
 class TierReplay(WorkerReplay):
@@ -345,6 +347,16 @@ def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
     replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
     bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
     assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / bytes_per_s
+
+
+def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_on() -> None:
+    replay = TierReplay("decode")
+    replay.tier._news.extend([GONE] * (2 * MAX_NEWS))
+    replay.tick()
+    assert len(replay.tier._news) == MAX_NEWS
+    assert replay.machine.next_deadline() == replay.now
+    replay.tick()
+    assert replay.machine.next_deadline() is None
 
 
 def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
