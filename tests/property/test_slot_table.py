@@ -108,6 +108,8 @@ def test_a_block_that_is_written_again_is_worth_what_the_blocks_behind_it_are() 
         write(table, 1, 1)
     first, second = chain(1, 1)
     table.forget(first)
+    assert table.begin(first, ROOT, 0, 0) is not None
+    table.end(first, is_written=False)
     assert write(table, 1, 1) == 2
     while table.slot_of(second) is not None:
         assert table.slot_of(first) is not None, "a block stays without its parent"

@@ -112,7 +112,6 @@ class SlotTable:
         slot = self._free_slot(row, behind)
         if slot is None:
             return None
-        self._forgotten.pop(name, None)
         row.slot = slot
         row.value = self._value_behind(behind, row.num_uses)  # the age may have changed
         self._begun[name] = row
@@ -123,9 +122,11 @@ class SlotTable:
         """A write has ended. A block whose parent has gone meanwhile is dropped. Returns slots to erase."""
         row = self._begun.pop(name)
         if row.is_corrupt:
+            row.is_corrupt = False  # of the next write
             self._erasing.add(row.slot)
             return [row.slot]
         if is_written and (not row.position or row.parent in self._rows):
+            self._forgotten.pop(name, None)
             self._rows[name] = row
             self._events.append(BlockStored(row.sequence_hash))
             self._push(row)
