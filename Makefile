@@ -36,8 +36,8 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 	$(BIN)/tandem pull
 	$(MAKE) --no-print-directory test-main test-kernels
 
-# In CI, after `make vllm`: of tests/vllm, the contract of the engine, and verified hand-offs without Tandem.
-WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' --ignore tests/vllm/test_two_pools.py
+# In CI, after `make vllm`: of tests/vllm, the contract of the engine. The others start two or three engines for minutes.
+WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_verified_kv.py)
 
 test-main: setup  ## The tests of `make test` but those of test-kernels
 	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
