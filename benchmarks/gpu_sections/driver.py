@@ -25,6 +25,7 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from core.scheduling.sequence import Sequence as LiveSequence
 from core.step import StepOutput, StepPlan
+from engine.gpu import graphs
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
 
@@ -45,6 +46,7 @@ def build(section: Section, limits: StepLimits, **options: Any) -> GpuRunner:
     if section.rehearse:
         defaults = {"model": TINY_MODEL, "dtype": "float32", "device": "cpu", "num_threads": 1}
         options["kv_memory_mb"] = 8
+        graphs.MAX_ROWS = 0  # the kernels of each graph with prompts would be interpreted for half a minute
     else:
         gc.collect()  # an earlier runner is a cycle of objects
         torch.cuda.empty_cache()  # the pool takes what is free
