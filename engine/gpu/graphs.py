@@ -39,8 +39,8 @@ def buckets_up_to(max_running: int) -> list[int]:
 
 
 def largest_of(sizes: Sequence[GraphSize]) -> list[GraphSize]:
-    """The graph with the most logits, and the one with the most rows. The others find room in their memory."""
-    return list({max(size for size in sizes if not size.prompts), max(sizes)})
+    """The graph with the most logits, then the one with the most rows. The others find room in their memory."""
+    return [max(size for size in sizes if not size.prompts), max(sizes)]
 
 
 def graph_sizes(limits: StepLimits, has_scales: bool = False) -> list[GraphSize]:
@@ -99,13 +99,12 @@ class StepGraphs:
         self._arranger = arranger
         self._compute = compute
         self._max_context = max_context
-        self._graphs: dict[GraphSize, tuple[Graph, StepLogits, StepTensors]] = {}
+        self._graphs: dict[GraphSize, tuple[Graph, StepLogits, StepTensors]] = {}  # the smallest first
         self._fixed = torch.zeros(0, dtype=torch.int32)
         self._found: StepLogits | None = None  # of the graph with the most logits
 
     def capture(self, sizes: Sequence[GraphSize]) -> None:
-        """The graph with the most logits comes first, then the one with the most rows: the others find memory that
-        these have left."""
+        """The largest graphs come first: the others find memory that these have left."""
         if not sizes:
             return
         max_blocks = -(-self._max_context // self._arranger.block_size)
@@ -113,26 +112,24 @@ class StepGraphs:
         num_places = max(places(self._sizes(size, num_block_ids))[1] for size in sizes)
         self._fixed = torch.zeros(num_places, dtype=torch.int32, device=self._queue.device)
         memory = torch.cuda.graph_pool_handle() if self._queue.device.type == "cuda" else None
-        decodes, mixed = (
-            sorted((size for size in sizes if bool(size.prompts) is has_prompts), reverse=True)
-            for has_prompts in (False, True)
-        )
+        ordered = dict.fromkeys((*largest_of(sizes), *sorted(sizes, reverse=True)))
         was_enabled = gc.isenabled()
         gc.collect()
         gc.disable()  # freeing a tensor during a capture may synchronise
         try:
-            for size in (*decodes[:1], *mixed, *decodes[1:]):
+            for size in ordered:
                 self._capture(size, memory)
         finally:
             if was_enabled:
                 gc.enable()
+        self._graphs = dict(sorted(self._graphs.items()))
         self._queue.free_cached()
 
     def size_for(self, arrays: StepArrays) -> GraphSize | None:
         """Of the graph for a step; None if no graph holds it."""
         if not len(arrays.prefill_row) and len(arrays.sampling_rows) < len(arrays.token_ids):
             return None
-        return min((size for size in self._graphs if size.holds(arrays)), default=None)
+        return next((size for size in self._graphs if size.holds(arrays)), None)
 
     def run(self, size: GraphSize, staged: StagedStep) -> StepLogits:
         """Launch a graph on the current stream. The next run overwrites the result."""
