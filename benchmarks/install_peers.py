@@ -27,11 +27,11 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
+from benchmarks.hf_config import hf_config
 from cli.diagnosis.vllm_environment import TRANSFER_PACKAGES, VLLM_VERSION, WIRE_PACKAGES, default_model_dir, vllm_dir
 from engine.weights import load_weights
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
-from model_files.model_config import ModelConfig
 from model_files.model_source import load_config, resolve_model
 from text.tokenizer_files import from_gguf
 
@@ -196,38 +196,20 @@ def write_weights(directory: Path) -> None:
     tokenizer = from_gguf(source)
     tokenizer.tokenizer.save(str(directory / "tokenizer.json"))
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
-    content = hf_config(config, file)
-    special = {key: value for key, value in content.items() if key.endswith("_id")}
+    special = special_tokens(file)
     for name, values in (
         ("tokenizer_config.json", options | dict(tokenizer.template_tokens)),
         ("generation_config.json", special),
-        ("config.json", content),
+        ("config.json", special | hf_config(config)),
     ):
         (directory / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def hf_config(config: ModelConfig, file: GGUFFile) -> dict[str, Any]:
-    """config.json of a Llama, as transformers reads it."""
+def special_tokens(file: GGUFFile) -> dict[str, Any]:
+    """Their ids, as config.json of transformers names them."""
     keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     found = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in keys.items()}
-    special = {name: token_id for name, token_id in found.items() if token_id is not None}
-    return special | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "vocab_size": config.vocab_size,
-        "torch_dtype": "bfloat16",
-    }
+    return {name: token_id for name, token_id in found.items() if token_id is not None}
 
 
 # ---- the others

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import pre_tokenizers
 
+from benchmarks.hf_config import hf_config
 from model_files.model_config import ModelConfig
 
 FIRST_NAMED_ID = 258
@@ -22,7 +23,8 @@ def write_model(directory: Path, config: ModelConfig) -> None:
     """`config`: of the Llama family."""
     directory.mkdir(parents=True, exist_ok=True)
     contents = {
-        "config.json": _config(config),
+        "config.json": hf_config(config)
+        | {"bos_token_id": SPECIAL_IDS["<|begin|>"], "eos_token_id": SPECIAL_IDS["<|end|>"]},
         "tokenizer.json": _tokenizer(config.vocab_size),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>",
@@ -30,38 +32,6 @@ def write_model(directory: Path, config: ModelConfig) -> None:
     }  # fmt: skip
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content), encoding="utf-8")
-
-
-def _config(config: ModelConfig) -> dict[str, object]:
-    found: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": SPECIAL_IDS["<|begin|>"],
-        "eos_token_id": SPECIAL_IDS["<|end|>"],
-    }
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        found["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    return found
 
 
 def _tokenizer(vocab_size: int) -> dict[str, object]:
