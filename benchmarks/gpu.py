@@ -1,9 +1,9 @@
 """Checks and measures everything that needs a GPU, in one call: `python benchmarks/gpu.py --out DIR`.
 
-Each section is a process of its own with a deadline. What decides most comes first (`--plan`). DIR/gpu.json is written
-anew when a section ends, so a run that is cut short keeps the sections before. The same call goes on from there: it
-measures only what DIR/gpu.json does not have of this code on this device. DIR/gpu.md has the tables for docs/gpu.md,
-DIR/gpu.log the messages of the libraries.
+Each section is a process of its own with a deadline. The sections with the most important decisions come first
+(`--plan`). DIR/gpu.json is written anew when a section ends, so a run that is cut short keeps the sections before. The
+same call goes on from there: it measures only what DIR/gpu.json does not have of this code on this device. DIR/gpu.md
+has the tables for docs/gpu.md, DIR/gpu.log the messages of the libraries.
 
 The run needs Python 3.11, torch, triton and numpy. The sections of fleets need Tandem's other packages, too
 (benchmarks/gpu_archive.py); nixl is used if it is installed. `--rehearse` runs the same sections on a CPU with tiny

@@ -35,8 +35,8 @@ SECTIONS = {
         "whether launches, products of few rows and the draw of tokens need work: sampling at most 3 % of a step of 32",
     ),
     "hand_off": About(
-        90, "blocks of an 8B model between two processes: runs and shuffled blocks; the lane",
-        "which path the bytes take between pools of one machine, by its rate for shuffled blocks",
+        90, "blocks of an 8B model between two processes: runs and shuffled blocks",
+        "what a hand-off of blocks that lie apart costs, beside one of runs",
     ),
     "kernels": About(
         60, "products with fp8 weights and attention over fp8 KV, beside the same in bfloat16",

@@ -56,7 +56,7 @@ class StepArrays(NamedTuple):
 
 
 class GraphSize(NamedTuple):
-    """What a graph computes. A step that it holds is padded to it."""
+    """The shape of a graph. A step that fits is padded to this shape."""
 
     rows: int
     alone: int  # rows that attend alone

@@ -323,7 +323,7 @@ def prefix_read(
 
 
 def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:
-    """What the worker would read from its own disk; None if it has as much, or no room."""
+    """The read of a prefix from the worker's own disk. None if the pool has as much of the prompt, or no room."""
     block_size = worker.block_size
     num_tokens = min(on_disk, (question.num_tokens - 1) // block_size * block_size) - cached_tokens
     num_blocks = num_tokens // block_size
