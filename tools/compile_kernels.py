@@ -1,7 +1,8 @@
 """Compile the Triton kernels for sm_90 without a GPU: `python -m tools.compile_kernels [--all] [NAME ...]`.
 
-Prints a JSON array: for each kernel that a variant of `engine/gpu/variants.py` launches, what the code uses. NAME picks
-the variants whose name contains it. A launch compiles and stops there. Triton's cache is where TRITON_CACHE_DIR says.
+Prints a JSON array: for each kernel that a variant of `tools/kernel_variants.py` launches, what the code uses. NAME
+picks the variants whose name contains it. A launch compiles and stops there. Triton's cache is where
+TRITON_CACHE_DIR says.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def compile_variant(name: str) -> list[CompiledKernel]:
     import triton
     from triton.runtime.jit import JITFunction
 
-    from engine.gpu.variants import variants
+    from tools.kernel_variants import variants
 
     triton.runtime.driver.set_active(_Hopper())
     compiled: list[Any] = []
@@ -109,7 +110,7 @@ def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter compiles nothing"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-    from engine.gpu.variants import variants
+    from tools.kernel_variants import variants
 
     chosen = [each.name for each in variants() if options.all or options.names or each.in_ci]
     if options.names:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from engine.gpu.kernels import KERNELS
-from engine.gpu.variants import variants
 from model_files.catalogue import default_cache_dir
+from tools.kernel_variants import variants
 
 pytestmark = pytest.mark.timeout(600)  # the first test may compile: 40 s of CPU, on two cores
 
