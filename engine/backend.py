@@ -25,7 +25,7 @@ from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.cpu.sampling import NativeDraw
 from engine.fp8 import FP8
-from engine.gpu.errors import sort_error
+from engine.gpu.errors import sorted_error as sorted_error
 from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
 from engine.ops import Ops, TorchOps
@@ -35,11 +35,6 @@ from engine.sampling import Draw
 from engine.weights import Dequantize
 from model_files.catalogue import default_cache_dir
 from model_files.model_config import ModelConfig
-
-
-def sorted_error(error: Exception) -> Exception:
-    """The `TandemError` behind an exception of a step on a device, else the exception itself."""
-    return sort_error(error) or error
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,14 @@
 
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
 
-A pool of 8 bits has a second tensor with a scale for each row of this shape. In block-major order, both tensors are
-strided views of the same memory, because the scales of a block lie behind its values (core/kv_layout.py).
+Transfers need this order in memory: one block is one run of bytes. A pool of 8 bits has a second tensor with a scale
+for each row of this shape. Both tensors are strided views of the same memory, because the scales of a block lie behind
+its values (core/kv_layout.py).
 
 Startup touches the first blocks, because the block pool hands these out first. A thread touches the other blocks after
 startup (`engine/first_touch.py`). On a CPU the pool is anonymous mapped memory, which torch, numpy and transports use
 without a copy. The mapping is private: Linux gives huge pages to shared mappings only under a system-wide setting, and
 process_vm_readv reads small pages at less than half the speed.
-
-Transfers need the block-major order of this shape in memory: one block is one run of bytes. The layer-major order
-exists to measure what attention would gain by it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import math
 import mmap
 import threading
-from enum import Enum
 
 import torch
 
@@ -49,11 +46,6 @@ def num_blocks_within(layout: KVLayout, kv_memory_mb: int) -> int:
     return num_blocks
 
 
-class PoolOrder(Enum):
-    BLOCK_MAJOR = "block-major"  # [num_blocks, num_layers, ...] in memory
-    LAYER_MAJOR = "layer-major"  # [num_layers, num_blocks, ...] in memory
-
-
 class KVPool:
     """The pool as tensors and as bytes. Raises `ConfigError` if the allocation fails.
 
@@ -63,17 +55,9 @@ class KVPool:
     tensor: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     scales: torch.Tensor | None  # float32 [num_blocks, num_layers, 2, num_kv_heads, block_size]; None: no scales
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        num_blocks: int,
-        device: torch.device,
-        num_padding_blocks: int = 0,
-        order: PoolOrder = PoolOrder.BLOCK_MAJOR,
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, num_padding_blocks: int = 0) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.order = order
         num_all = num_blocks + num_padding_blocks
         num_bytes = num_all * layout.block_bytes
         self._mapping: mmap.mmap | None = None
@@ -93,7 +77,7 @@ class KVPool:
             raise ConfigError(
                 f"no memory for a KV pool of {num_bytes >> 20} MB: lower kv_memory_mb ({error})"
             ) from error
-        self.tensor, self.scales = _views(self._bytes, layout, order)
+        self.tensor, self.scales = _views(self._bytes, layout)
 
     def touch_rest(self) -> threading.Thread | None:
         """Start a thread that touches the other blocks. Returns the thread, or None if no block is left.
@@ -104,12 +88,10 @@ class KVPool:
         return touch_in_background(untouched) if len(untouched) else None
 
     def address(self) -> int:
-        assert self.order is PoolOrder.BLOCK_MAJOR, "no block of a layer-major pool is one run of bytes"
         return self.tensor.data_ptr()
 
     def blocks(self) -> torch.Tensor:
         """The pool's bytes by block, scales included. # uint8 [num_blocks, block_bytes]"""
-        assert self.order is PoolOrder.BLOCK_MAJOR, "no block of a layer-major pool is one run of bytes"
         return self._bytes.view(-1, self.layout.block_bytes)[: self.num_blocks]
 
     def memory(self) -> memoryview | None:
@@ -119,17 +101,11 @@ class KVPool:
         return memoryview(self._mapping)[: self.num_blocks * self.layout.block_bytes]
 
 
-def _views(memory: torch.Tensor, layout: KVLayout, order: PoolOrder) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _views(memory: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The values and the scales of a pool. # memory: uint8 [bytes of all blocks]"""
-    dtype, shape = TORCH_DTYPES[layout.dtype], layout.block_shape
-    num_blocks, block_bytes, values_bytes = len(memory) // layout.block_bytes, layout.block_bytes, layout.values_bytes
-    if order is PoolOrder.LAYER_MAJOR:
-        values, scales = memory.split([num_blocks * values_bytes, num_blocks * (block_bytes - values_bytes)])
-        by_layer = (layout.num_layers, num_blocks)
-        tensor = values.view(dtype).view(*by_layer, *shape[1:]).transpose(0, 1)
-        return tensor, scales.view(torch.float32).view(*by_layer, *shape[1:-1]).transpose(0, 1) if len(scales) else None
-    values = memory.view(dtype).view(num_blocks, -1)[:, : math.prod(shape)]
+    num_blocks, shape = len(memory) // layout.block_bytes, layout.block_shape
+    values = memory.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, -1)[:, : math.prod(shape)]
     if not layout.has_scales:
         return values.view(num_blocks, *shape), None
-    scales = memory.view(torch.float32).view(num_blocks, -1)[:, values_bytes // SCALE_BYTES :]
+    scales = memory.view(torch.float32).view(num_blocks, -1)[:, layout.values_bytes // SCALE_BYTES :]
     return values.unflatten(1, shape), scales.unflatten(1, shape[:-1])

@@ -22,11 +22,10 @@ from engine.fp8 import FP8
 from engine.kv_pool import TORCH_DTYPES
 from engine.linear import LinearMethod
 from engine.model import Model
-from engine.model_weights import allocate_weights
 from engine.ops import Ops
 from engine.quantization import BITS, head_weight_bytes, weight_bytes
 from engine.rotary import RotaryTable
-from engine.weights import Dequantize, Progress, draws_on_device, fill_weights
+from engine.weights import Dequantize, draws_on_device, load_weights
 from model_files.model_config import ModelConfig
 from model_files.model_source import ModelSource, describe, load_config, resolve_model
 
@@ -92,14 +91,8 @@ def _drawn_by(source: ModelSource, model_config: ModelConfig, device: torch.devi
     return f" drawn by sm_{properties.major}{properties.minor} with {properties.multi_processor_count} processors"
 
 
-def load_model(
-    setup: ModelSetup,
-    linear_method: LinearMethod,
-    ops: Ops,
-    dequantize: Dequantize | None = None,
-    on_progress: Progress | None = None,
-) -> Model:
+def load_model(setup: ModelSetup, linear_method: LinearMethod, ops: Ops, dequantize: Dequantize | None = None) -> Model:
     """Load and prepare the weights. Raises `ConfigError` naming a tensor that does not fit."""
-    weights = allocate_weights(setup.model_config, setup.dtype, setup.device, setup.config.quantization)
-    fill_weights(weights, setup.source, on_progress, dequantize)
+    quantization = setup.config.quantization
+    weights = load_weights(setup.source, setup.model_config, setup.dtype, setup.device, quantization, dequantize)
     return Model(weights, linear_method, ops)

@@ -22,7 +22,6 @@ from engine.model import Model
 from engine.sampling import Sampler
 from engine.step_inputs import InputPreparer, PreparedStep
 from engine.step_queue import Computed, PromisedTokens, StepQueue
-from engine.weights import Progress
 
 _StepInputs = tuple[StepPlan, PreparedStep, Sampler]
 
@@ -34,7 +33,6 @@ class TorchRunner:
         self,
         config: EngineConfig,
         cache_dir: Path | None = None,
-        on_progress: Progress | None = None,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
     ) -> None:
@@ -54,9 +52,7 @@ class TorchRunner:
         self._histories = Histories()  # read and written in `_compute` alone
         self._steps = StepQueue(self._prepare, self._compute)
         self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
-        self._model: Model | None = load_model(
-            setup, backend.linear_method, backend.ops, backend.dequantize, on_progress
-        )
+        self._model: Model | None = load_model(setup, backend.linear_method, backend.ops, backend.dequantize)
         if setup.device.type == "cpu":
             keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 

@@ -28,7 +28,6 @@ from model_files.model_config import ModelConfig, fp8_block_size
 from model_files.model_source import ModelSource, SourceKind
 
 CPU = torch.device("cpu")
-Progress = Callable[[int, int], None]  # (tensors loaded, total tensors)
 # (slot, GGUF type name, uint8 [rows, bytes of a row]) -> whether the slot was filled
 Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 
@@ -54,35 +53,26 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    on_progress: Progress | None = None,
     quantization: str = "none",
-) -> ModelWeights:
-    """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming a tensor that does not fit."""
-    weights = allocate_weights(config, dtype, device, quantization)
-    fill_weights(weights, source, on_progress)
-    return weights
-
-
-def fill_weights(
-    weights: ModelWeights,
-    source: ModelSource,
-    on_progress: Progress | None = None,
     dequantize: Dequantize | None = None,
-) -> None:
-    """Like `load_weights`, into allocated weights. `dequantize` may fill slots faster than the gguf package."""
+) -> ModelWeights:
+    """The weights of `source` in `dtype` on `device`. `dequantize` may fill slots faster than the gguf package.
+
+    Raises `ConfigError` naming a tensor that does not fit.
+    """
+    weights = allocate_weights(config, dtype, device, quantization)
     slots = weights.slots()
-    origin = open_weights(source, weights.config, slots, dequantize)
+    origin = open_weights(source, config, slots, dequantize)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
     if missing:
         raise ConfigError(f"{source.name}: the checkpoint lacks {_listed(missing)}")
     if extra:
         raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model does not use")
-    for count, (name, slot) in enumerate(slots.items(), start=1):
+    for name, slot in slots.items():
         found = _fill(slot, origin, name)
         if found != slot.shape:
             raise ConfigError(f"{source.name}: {name} has shape {list(found)}, the config needs {list(slot.shape)}")
-        if on_progress is not None:
-            on_progress(count, len(slots))
+    return weights
 
 
 def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
@@ -275,7 +265,7 @@ class GGUFWeights:
 
 
 def _hf_name(gguf_name: str) -> str:
-    """The Hugging Face name. An unknown tensor keeps its GGUF name, so `fill_weights` reports it as extra."""
+    """The Hugging Face name. An unknown tensor keeps its GGUF name, so `load_weights` reports it as extra."""
     layer = _GGUF_LAYER.fullmatch(gguf_name)
     if layer is None:
         return _GGUF_OUTER.get(gguf_name, gguf_name)

@@ -50,10 +50,14 @@ def sort_error(error: BaseException) -> TandemError | None:
     for found in _with_causes(error):
         if isinstance(found, TandemError):
             return found
-        sorted_error = _sort_one(found)
-        if sorted_error is not None:
-            return sorted_error
+        of_device = _sort_one(found)
+        if of_device is not None:
+            return of_device
     return None
+
+
+def sorted_error(error: Exception) -> Exception:
+    return sort_error(error) or error
 
 
 def _sort_one(error: BaseException) -> TandemError | None:

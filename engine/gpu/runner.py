@@ -40,7 +40,7 @@ from engine.drafting import Drafter, Proposer
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.draft_rows import join, masks_of_rows, rows_of
-from engine.gpu.errors import sort_error
+from engine.gpu.errors import sorted_error
 from engine.gpu.graphs import StepLogits, graph_sizes
 from engine.gpu.linear import DeviceLinear
 from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_not_fit
@@ -51,14 +51,13 @@ from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_attention import NumSplits, OperatorOps, fixed_splits
 from engine.gpu.step_buffers import StagedStep
 from engine.gpu.step_computer import StepComputer
-from engine.kv_pool import KVPool, PoolOrder
+from engine.kv_pool import KVPool
 from engine.loading import ModelSetup, load_model
 from engine.model import Model
 from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
 from engine.sampling import NO_MASKS, begin_masks
 from engine.step_queue import Computed, PromisedTokens, StepQueue
-from engine.weights import Progress
 
 _FLOAT8_CAPABILITY = (8, 9)  # Ada and Hopper
 
@@ -96,11 +95,9 @@ class GpuRunner:
         self,
         config: EngineConfig,
         cache_dir: Path | None = None,
-        on_progress: Progress | None = None,
         *,
         limits: StepLimits | None = None,
         share: float = 1.0,  # of the device that this process may use
-        pool_order: PoolOrder = PoolOrder.BLOCK_MAJOR,  # layer-major pools cannot be transferred
         with_graphs: bool = True,
         queue: DeviceQueue | None = None,  # replaces that of the device
         grammars: Grammars | None = None,
@@ -127,11 +124,11 @@ class GpuRunner:
         splits = _choose_splits(device)
         # All of the start runs on the stream of the steps, so the steps see its results.
         with torch.inference_mode(), self._queue.computing():
-            model = _load(setup, on_progress, share)
+            model = _load(setup, share)
 
             def make_pool(num_blocks: int) -> KVPool:
                 with torch.inference_mode(False):  # others write to the pool, too
-                    return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
+                    return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS)
 
             def make_computer(pool: KVPool) -> StepComputer:
                 return StepComputer(setup, model, pool, limits, self._queue, splits)
@@ -219,7 +216,7 @@ class GpuRunner:
                 step.plan = computer.sampler.prepare(rows_of(step.chunks), step.rows_before)
                 step.staged, step.size = computer.stage(step.chunks, step.rows_before)
         except Exception as error:
-            found = _sorted(error)
+            found = sorted_error(error)
             if not isinstance(found, OutOfDeviceMemory):
                 raise found from error
             step.launched, step.error = True, found
@@ -286,12 +283,12 @@ class GpuRunner:
             sampled = {} if step.rows is None else self._open().sampler.collect(step.rows)
             self.device_seconds = step.ended.seconds_since(step.begun)
         except Exception as error:
-            raise _sorted(error) from error
+            raise sorted_error(error) from error
         return Computed(join(sampled, step.chunks, masks), masks.failed)
 
     def _compute_after(self, step: _Step, error: Exception, masks: Masks) -> Computed:
         """Compute a step whose launch has failed in parts, if memory was missing."""
-        found = _sorted(error)
+        found = sorted_error(error)
         if not isinstance(found, OutOfDeviceMemory):
             raise found from error
         # The exception holds the frames of the launch, and so its tensors.
@@ -338,11 +335,7 @@ class GpuRunner:
             ended.wait()
             return {} if rows is None else computer.sampler.collect(rows)
         except Exception as error:  # noqa: BLE001 - sorted and raised, without the tensors of the launch
-            raise _sorted(error) from None
-
-
-def _sorted(error: Exception) -> Exception:
-    return sort_error(error) or error
+            raise sorted_error(error) from None
 
 
 def _refuse_fp8(config: EngineConfig, device: torch.device) -> None:
@@ -358,24 +351,21 @@ def _refuse_fp8(config: EngineConfig, device: torch.device) -> None:
             )
 
 
-def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Model:
+def _load(setup: ModelSetup, share: float) -> Model:
     """Raises `ConfigError` if the weights do not fit."""
     ops = OperatorOps()
     if setup.device.type == "cpu":
-        return load_model(setup, DeviceLinear(ops), ops, None, on_progress)
+        return load_model(setup, DeviceLinear(ops), ops)
     config, sizes, allocator = setup.config, setup.sizes, CudaAllocator(setup.device)
     num_bytes = int((sizes.num_layer_weights + sizes.num_head_weights) * sizes.weight_bytes)
     if not setup.model_config.tie_embeddings:  # the embedding is another matrix of the head's size
         num_bytes += int(sizes.num_head_weights * head_weight_bytes(setup.dtype_name, config.quantization))
     refuse_large_weights(num_bytes, allocator, config.model, config.gpu_memory_margin_mb, share)
     try:
-        return load_model(setup, DeviceLinear(ops), ops, None, on_progress)
+        return load_model(setup, DeviceLinear(ops), ops)
     except torch.OutOfMemoryError:
-        raise _do_not_fit(setup, num_bytes, allocator) from None
-
-
-def _do_not_fit(setup: ModelSetup, num_bytes: int, allocator: CudaAllocator) -> ConfigError:
-    return weights_do_not_fit(setup.config.model, num_bytes, allocator.free() + allocator.own())
+        room = allocator.free() + allocator.own()
+        raise weights_do_not_fit(config.model, num_bytes, room) from None
 
 
 def _choose_splits(device: torch.device) -> NumSplits:

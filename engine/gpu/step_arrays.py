@@ -11,8 +11,8 @@ of a graph has any length, so there the runs of prompts follow those of the rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence, Sized
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,35 +24,35 @@ from engine.gpu.ops import PREFILL_TILE_TOKENS
 NOT_PROMISED = -1
 NO_TILE = -1
 
+Array = TypeVar("Array", bound=Sized)
 
-class StepArrays(NamedTuple):
+
+class StepFields(NamedTuple, Generic[Array]):
     """The operators' contracts in `engine/gpu/ops.py` explain the fields. All are int32."""
 
-    token_ids: np.ndarray  # [T] 0 for promised tokens
-    sources: np.ndarray  # [T] the row of a promised token among the rows of the step before, else NOT_PROMISED
-    positions: np.ndarray  # [T]
-    slots: np.ndarray  # [T]
-    sampling_rows: np.ndarray  # [S]; empty for a graph without prompts, which computes the logits of all rows
-    decode_row: np.ndarray  # [Cd]
-    decode_block: np.ndarray  # [Cd]
-    decode_positions: np.ndarray  # [Cd]
-    prefill_row: np.ndarray  # [Cp]
-    prefill_block: np.ndarray  # [Cp]
-    prefill_start: np.ndarray  # [Cp]
-    prefill_tokens: np.ndarray  # [Cp]
-    tile_chunk: np.ndarray  # [tiles]
-    tile_first: np.ndarray  # [tiles]
-    prefill_block_ids: np.ndarray  # [blocks of the chunks of several tokens]
-    decode_block_ids: np.ndarray  # [of the others]; the last field, because the others have fixed places in a graph
+    token_ids: Array  # [T] 0 for promised tokens
+    sources: Array  # [T] the row of a promised token among the rows of the step before, else NOT_PROMISED
+    positions: Array  # [T]
+    slots: Array  # [T]
+    sampling_rows: Array  # [S]; empty for a graph without prompts, which computes the logits of all rows
+    decode_row: Array  # [Cd]
+    decode_block: Array  # [Cd]
+    decode_positions: Array  # [Cd]
+    prefill_row: Array  # [Cp]
+    prefill_block: Array  # [Cp]
+    prefill_start: Array  # [Cp]
+    prefill_tokens: Array  # [Cp]
+    tile_chunk: Array  # [tiles]
+    tile_first: Array  # [tiles]
+    prefill_block_ids: Array  # [blocks of the chunks of several tokens]
+    decode_block_ids: Array  # [of the others]; the last field, because the others have fixed places in a graph
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(map(len, self))
 
-    @property
-    def max_context(self) -> int:
-        """The longest context of a row that attends alone, in positions."""
-        return int(self.decode_positions.max(initial=0))
+
+StepArrays = StepFields[np.ndarray]
 
 
 class GraphSize(NamedTuple):

@@ -11,37 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.gpu.device_queue import DeviceQueue, Mark
-from engine.gpu.step_arrays import StepArrays
+from engine.gpu.step_arrays import StepArrays, StepFields
 
 _ALIGNMENT = 4  # int32
 NUM_SETS = 2  # steps in flight
 
-
-class StepTensors(NamedTuple):
-    """The fields of `StepArrays` on the device."""
-
-    token_ids: torch.Tensor
-    sources: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    sampling_rows: torch.Tensor
-    decode_row: torch.Tensor
-    decode_block: torch.Tensor
-    decode_positions: torch.Tensor
-    prefill_row: torch.Tensor
-    prefill_block: torch.Tensor
-    prefill_start: torch.Tensor
-    prefill_tokens: torch.Tensor
-    tile_chunk: torch.Tensor
-    tile_first: torch.Tensor
-    prefill_block_ids: torch.Tensor
-    decode_block_ids: torch.Tensor
+StepTensors = StepFields[torch.Tensor]  # on the device
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -72,7 +52,7 @@ def pack(arrays: StepArrays, into: np.ndarray) -> int:
 class StagedStep:
     flat: torch.Tensor  # int32 on the device, with the inputs after `uploaded`
     sizes: tuple[int, ...]
-    max_context: int  # of the chunks of one token
+    max_context: int  # positions of the longest context of a row that attends alone
     has_promised: bool
     uploaded: Mark
 
@@ -101,7 +81,8 @@ class StagingSet:
             flat.copy_(self._on_host[:size], non_blocking=True)
             self._uploaded = self._queue.mark()
         has_promised = bool((arrays.sources >= 0).any())
-        return StagedStep(flat, arrays.sizes, arrays.max_context, has_promised, self._uploaded)
+        max_context = int(arrays.decode_positions.max(initial=0))
+        return StagedStep(flat, arrays.sizes, max_context, has_promised, self._uploaded)
 
     def _allocate(self, capacity: int) -> None:
         self._on_host = self._queue.host_buffer(capacity)

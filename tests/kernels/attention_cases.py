@@ -9,7 +9,7 @@ import torch
 
 from core.kv_layout import FLOAT8, KVLayout
 from engine.gpu.reference import quantized
-from engine.kv_pool import KVPool, PoolOrder
+from engine.kv_pool import KVPool
 
 NUM_LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -23,7 +23,7 @@ class Shape:
     head_dim: int
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    layer_major: bool = False
+    layer_major: bool = False  # a pool without scales that is [layers, blocks, ...] in memory
     has_scales: bool = False  # a pool of 8 bits
 
     @property
@@ -44,8 +44,7 @@ class Context:
 def poisoned_pool_with_scales(shape: Shape, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """# float8_e4m3fn [blocks, layers, 2, Hkv, block size, D], float32 [blocks, layers, 2, Hkv, block size]"""
     layout = KVLayout("m", FLOAT8, NUM_LAYERS, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    order = PoolOrder.LAYER_MAJOR if shape.layer_major else PoolOrder.BLOCK_MAJOR
-    pool = KVPool(layout, num_blocks, torch.device("cpu"), order=order)
+    pool = KVPool(layout, num_blocks, torch.device("cpu"))
     pool._bytes.fill_(0xFF)
     assert pool.scales is not None
     return pool.tensor, pool.scales

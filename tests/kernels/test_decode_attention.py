@@ -61,9 +61,9 @@ def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "num_splits", "layer_major"), [(64, 2, False), (80, 1, True), (128, 2, False)])
-def test_a_pool_with_scales(dtype: torch.dtype, head_dim: int, num_splits: int, layer_major: bool) -> None:
-    shape = Shape(6, 2, head_dim, dtype=dtype, layer_major=layer_major, has_scales=True)
+@pytest.mark.parametrize(("head_dim", "num_splits"), [(64, 2), (80, 1), (128, 2)])
+def test_a_pool_with_scales(dtype: torch.dtype, head_dim: int, num_splits: int) -> None:
+    shape = Shape(6, 2, head_dim, dtype=dtype, has_scales=True)
     compare(shape, [1, 270, 33], num_splits, seed=head_dim)
 
 

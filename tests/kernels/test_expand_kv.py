@@ -29,11 +29,9 @@ def compare(shape: Shape, num_positions: list[int], first_head: int, num_heads: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("head_dim", "block_size", "layer_major"), [(64, 16, False), (80, 32, True), (128, 128, False)]
-)
-def test_some_heads_of_blocks(dtype: torch.dtype, head_dim: int, block_size: int, layer_major: bool) -> None:
-    compare(Shape(6, 3, head_dim, block_size, dtype, layer_major, has_scales=True), [33, 5], 1, 2)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 32), (128, 128)])
+def test_some_heads_of_blocks(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    compare(Shape(6, 3, head_dim, block_size, dtype, has_scales=True), [33, 5], 1, 2)
 
 
 @pytest.mark.parametrize("heads_at_a_time", [1, 2, 4])

@@ -17,7 +17,6 @@ from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.runner import GpuRunner
-from engine.kv_pool import PoolOrder
 from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
 from tests.unit.engine.driving import Engine, request
@@ -27,13 +26,12 @@ CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=
 REQUESTS = [request("long", PROMPT, max_tokens=3), request("short", PROMPT[:17], max_tokens=3)]
 
 
-@pytest.mark.parametrize("order", PoolOrder)
-def test_a_poisoned_pool_and_chunked_prompts_give_the_tokens_of_the_torch_runner(order: PoolOrder) -> None:
+def test_a_poisoned_pool_and_chunked_prompts_give_the_tokens_of_the_torch_runner() -> None:
     plain = TorchRunner(CONFIG)
     expected = Engine(plain, budget=30).generate(*REQUESTS)
     plain.close()
     limits = StepLimits(max_running=2, max_batched_tokens=30)
-    runner = GpuRunner(CONFIG, limits=limits, pool_order=order, with_graphs=False)
+    runner = GpuRunner(CONFIG, limits=limits, with_graphs=False)
     runner._pool.tensor.fill_(torch.nan)
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected
     runner.close()

@@ -11,7 +11,7 @@ import torch
 
 from core.kv_layout import FLOAT8, KVLayout
 from engine.first_touch import touch_first
-from engine.kv_pool import KVPool, PoolOrder
+from engine.kv_pool import KVPool
 
 LAYOUT = KVLayout("m", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)  # 2 MiB per block
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -95,10 +95,9 @@ def test_the_scales_of_a_block_lie_behind_its_values() -> None:
     assert not pool.blocks()[[0, 1, 3, 4]].any()
 
 
-@pytest.mark.parametrize("order", PoolOrder)
 @pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8])
-def test_every_element_of_a_pool_has_a_place_of_its_own(order: PoolOrder, dtype: str) -> None:
-    pool = KVPool(replace(SMALL, dtype=dtype), 5, torch.device("cpu"), 1, order)
+def test_every_element_of_a_pool_has_a_place_of_its_own(dtype: str) -> None:
+    pool = KVPool(replace(SMALL, dtype=dtype), 5, torch.device("cpu"), 1)
     pool.tensor.view(torch.uint8).fill_(1)
     if pool.scales is not None:
         pool.scales.view(torch.uint8).fill_(1)

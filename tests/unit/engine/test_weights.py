@@ -20,10 +20,10 @@ from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.cpu.dequantize import dequantize_into
 from engine.cpu.kernels import load_kernels
 from engine.loading import ModelSetup
-from engine.model_weights import ModelWeights, allocate_weights
+from engine.model_weights import ModelWeights
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
-from engine.weights import draws_on_device, fill_weights, load_weights
+from engine.weights import draws_on_device, load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
@@ -169,8 +169,7 @@ def test_a_gguf_gives_the_weights_that_were_written(tmp_path: Path, name: str) -
         torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # the rounding of Q8_0
     kernels = load_kernels(64, default_cache_dir())
     dequantize = None if kernels is None else partial(dequantize_into, kernels)
-    filled = allocate_weights(config, torch.float32, CPU)
-    fill_weights(filled, resolve_model(str(path)), dequantize=dequantize)
+    filled = load_weights(resolve_model(str(path)), config, torch.float32, CPU, dequantize=dequantize)
     assert all(torch.equal(view, views(loaded)[slot]) for slot, view in views(filled).items())
 
 

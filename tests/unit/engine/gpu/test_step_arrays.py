@@ -167,7 +167,7 @@ def test_a_step_reads_no_value_on_the_host(name: str, step: str) -> None:
     arrays = StepArranger(NUM_BLOCKS, BLOCK_SIZE).arrange(STEPS[step], {"a": 0, "b": 1})
     flat = torch.empty(places(arrays.sizes)[1], dtype=torch.int32, device=META)
     tensors = tensors_in(flat, arrays.sizes)
-    attention = OperatorAttention(pool, table, tensors, arrays.max_context, lambda *_: 3)
+    attention = OperatorAttention(pool, table, tensors, int(arrays.decode_positions.max(initial=0)), lambda *_: 3)
     logits = model.compute(ModelInputs(tensors.token_ids, tensors.sampling_rows, attention))
     assert logits.is_meta
     assert logits.shape == (sum(chunk.samples for chunk in STEPS[step]), config.vocab_size)
