@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from core.config import GatewayConfig
 from gateway.dashboard import routes
+from gateway.dashboard.feed import Feeds
 from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
 from gateway.guardrails import load_guardrail
@@ -72,5 +73,5 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
     )
     app.state.config, app.state.fleets, app.state.metrics, app.state.threads = config, fleets, metrics, threads
     app.state.waiting_bodies = WaitingBodies()
-    app.state.guardrail = load_guardrail(config.guardrail)
+    app.state.guardrail, app.state.feeds = load_guardrail(config.guardrail), Feeds()
     return app

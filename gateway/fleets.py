@@ -68,17 +68,17 @@ class ModelUnknown(Exception):
 class RouterLink:
     """One router, and its newest answer."""
 
-    def __init__(self, router: RouterCalls) -> None:
+    def __init__(self, router: RouterCalls, answered: asyncio.Event) -> None:
         self.router = router
         self.info: GetModelResponse | None = None  # the last answer, also of a router that is away now
         self.fault = "not asked yet"  # empty while the router answers
-        self.answered = asyncio.Event()
+        self._answered = answered
 
     async def ask(self) -> None:
         try:
             self.info = await self.router.model()
             self.fault = ""
-            self.answered.set()
+            self._answered.set()
         except TandemError as error:
             self.fault = str(error)
 
@@ -92,21 +92,13 @@ class Fleet:
     """The routers of one fleet. They serve the same workers, so requests go to them in turn."""
 
     def __init__(self, routers: Sequence[RouterCalls]) -> None:
-        self.links = [RouterLink(router) for router in routers]
+        self.answered = asyncio.Event()  # one of the routers has
+        self.links = [RouterLink(router, self.answered) for router in routers]
         self._turn = 0
 
     @property
     def info(self) -> GetModelResponse | None:
         return next((link.info for link in self.links if link.info is not None), None)
-
-    async def answered(self) -> None:
-        """Wait until one of the routers has answered."""
-        waiting = [asyncio.create_task(link.answered.wait()) for link in self.links]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
 
     def pick(self) -> RouterLink:
         """The next router that answers; if all are away, one that has answered before. Raises `TandemError`."""
@@ -171,7 +163,7 @@ class Fleets:
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await asyncio.gather(*(fleet.answered() for fleet in self.fleets))
+                await asyncio.gather(*(fleet.answered.wait() for fleet in self.fleets))
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
-
 from core.errors import InvalidRequest
 from core.request import MAX_JSON_CHARS
 from gateway.errors import ApiError, refused
-from gateway.guardrails import Guardrail, Message, Refused, check_prompt, load_guardrail
+from gateway.guardrails import Guardrail, Message, Refused, check_prompt
 from gateway.schemas.json_size import check_texts
 from tandem_client.stubs.inference_pb2 import ChatPrompt
 
@@ -21,15 +19,6 @@ VIOLATION = "content_policy_violation"
 NAMES = ("name", "id", "tool_call_id")
 # The router refuses every role but its own, and the choice of a tool that is not among the tools.
 FIXED = ("tandem.v1.ChatMessage.role", "tandem.v1.ToolChoice.name")
-
-
-def guardrail_of(request: Request) -> Guardrail | None:
-    """The guardrail of the application; the first call loads it. Raises `core.errors.ConfigError`."""
-    state = request.app.state
-    if not hasattr(state, "guardrail"):
-        state.guardrail = load_guardrail(state.config.guardrail)
-    guardrail: Guardrail | None = state.guardrail
-    return guardrail
 
 
 @dataclass(frozen=True, slots=True)

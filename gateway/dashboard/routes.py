@@ -6,6 +6,7 @@ The page and its files are the same for everyone. The JSON passes the viewer's k
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from core.errors import ErrorCode, TandemError, quoted
 from gateway.dashboard.feed import Credentials, Feed, Feeds
+from gateway.dashboard.views import Json
 from gateway.fleets import ModelUnknown, fleets_of
 from gateway.routes.calls import passed_on
 
@@ -56,11 +58,8 @@ async def static_file(request: Request) -> Response:
 
 async def fleet(request: Request) -> JSONResponse:
     """The newest reports of all workers and routers."""
-    feed = await _refreshed(request)
-    if isinstance(feed, JSONResponse):
-        return feed
     models = [listed.name for listed in fleets_of(request).listed() if listed.name == listed.model]
-    return _json(feed.fleet() | {"models": models})
+    return await _answer(request, lambda feed: feed.fleet() | {"models": models})
 
 
 async def requests(request: Request) -> JSONResponse:
@@ -68,10 +67,7 @@ async def requests(request: Request) -> JSONResponse:
     after = request.query_params.get("after", "0")
     if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
         raise HTTPException(400, f"after: must be a number of at most {MAX_NUMBER_DIGITS} digits, is {quoted(after)}")
-    feed = await _refreshed(request)
-    if isinstance(feed, JSONResponse):
-        return feed
-    return _json(feed.requests(request.query_params.get("router", ""), int(after)))
+    return await _answer(request, lambda feed: feed.requests(request.query_params.get("router", ""), int(after)))
 
 
 async def trace(request: Request) -> JSONResponse:
@@ -84,8 +80,8 @@ async def trace(request: Request) -> JSONResponse:
         return _error(404, "invalid", str(error))
 
 
-async def _refreshed(request: Request) -> Feed | JSONResponse:
-    """The feed for this viewer with data less than a second old, or the answer that says why there is none."""
+async def _answer(request: Request, view: Callable[[Feed], Json]) -> JSONResponse:
+    """`view` of the feed for this viewer, with data less than a second old, or the reason why there is none."""
     feed = _feed(request)
     try:
         await feed.refresh()
@@ -93,15 +89,12 @@ async def _refreshed(request: Request) -> Feed | JSONResponse:
         return _failure(error, feed.failing_s)
     except ModelUnknown as error:
         return _error(404, "invalid", str(error))
-    return feed
+    return _json(view(feed))
 
 
 def _feed(request: Request) -> Feed:
-    model = request.query_params.get("model", "")
-    state, fleets = request.app.state, fleets_of(request)
-    if not hasattr(state, "dashboard"):
-        state.dashboard = Feeds()
-    feeds: Feeds = state.dashboard
+    model, fleets = request.query_params.get("model", ""), fleets_of(request)
+    feeds: Feeds = request.app.state.feeds
     return feeds.get(model, _credentials(request), lambda: fleets.resolve(model).router)
 
 

@@ -5,7 +5,10 @@ Names end in their unit. Every count "since the start" stays a count: the page t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from google.protobuf.message import Message
 
 from core.wire_names import short_name
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
@@ -13,9 +16,16 @@ from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 Json = dict[str, Any]
 
 COLUMNS = ("free", "cached", "held", "leased", "incoming")  # of the KV ledger, in the order of the page
-CANDIDATE_TERMS = (
-    "queue_ms", "read_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "first_token_ms", "cost_ms",
+LOADS = (
+    "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "num_decoding", "num_prefilled_tokens",
+    "num_sampled_tokens", "transferred_bytes", "transfer_seconds", "num_preemptions", "num_expired_leases",
+    "num_corrupt_blocks",
 )  # fmt: skip
+SUMMARIES = (
+    "number", "choice", "trace_id", "arrived_at_unix_ms", "total_ms", "first_token_ms", "tpot_ms", "end",
+    "prefill_worker", "decode_worker", "attempts", "tenant", "transferred_bytes",
+)  # fmt: skip
+SPANS = ("name", "process", "choice", "start_ms", "duration_ms", "error")
 PHASES = (
     "tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms",
     "decode_ms",
@@ -55,23 +65,10 @@ def _worker_view(worker: cluster_pb2.FleetWorker) -> Json:
         "id": worker.worker_id,
         "role": short_name(worker_pb2.WorkerRole, worker.role),
         "state": _state(worker.state),
-        "address": worker.address,
-        "report_age_ms": worker.report_age_ms,
-        "num_dispatched": worker.num_dispatched,
-        "num_running": load.num_running,
-        "num_waiting": load.num_waiting,
-        "num_pulls_waiting": load.num_pulls_waiting,
-        "num_queued_tokens": load.num_queued_tokens,
-        "num_decoding": load.num_decoding,
-        "blocks": {column: getattr(load.ledger, column) for column in COLUMNS},
+        **_fields(worker, ("address", "report_age_ms", "num_dispatched")),
+        **_fields(load, LOADS),
+        "blocks": _fields(load.ledger, COLUMNS),
         "step_ms": _step_ms(load),
-        "num_prefilled_tokens": load.num_prefilled_tokens,
-        "num_sampled_tokens": load.num_sampled_tokens,
-        "transferred_bytes": load.transferred_bytes,
-        "transfer_seconds": load.transfer_seconds,
-        "num_preemptions": load.num_preemptions,
-        "num_expired_leases": load.num_expired_leases,
-        "num_corrupt_blocks": load.num_corrupt_blocks,
         "paths": [_path_view(path) for path in load.paths],
     }
 
@@ -92,62 +89,25 @@ def _path_view(path: worker_pb2.PathReport) -> Json:
 
 
 def request_view(summary: cluster_pb2.RequestSummary) -> Json:
-    timings, usage = summary.timings, summary.usage
     return {
-        "number": summary.number,
         "id": summary.request_id,
-        "choice": summary.choice,
-        "trace_id": summary.trace_id,
-        "arrived_at_unix_ms": summary.arrived_at_unix_ms,
-        "total_ms": summary.total_ms,
-        "first_token_ms": summary.first_token_ms,
-        "tpot_ms": summary.tpot_ms,
-        "end": summary.end,
+        **_fields(summary, SUMMARIES),
+        **_fields(summary.usage, ("prompt_tokens", "cached_tokens", "completion_tokens")),
         "path": _path_name(summary.path),
-        "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "prefill_worker": summary.prefill_worker,
-        "decode_worker": summary.decode_worker,
-        "attempts": summary.attempts,
-        "tenant": summary.tenant,
-        "transferred_bytes": summary.transferred_bytes,
-        "phases": {phase: getattr(timings, phase) for phase in PHASES} if summary.HasField("timings") else None,
+        "phases": _fields(summary.timings, PHASES) if summary.HasField("timings") else None,
     }
 
 
 def trace_view(trace: cluster_pb2.Trace) -> Json:
     return {
         "requests": [request_view(summary) for summary in trace.requests],
-        "spans": [
-            {
-                "name": span.name,
-                "process": span.process,
-                "choice": span.choice,
-                "start_ms": span.start_ms,
-                "duration_ms": span.duration_ms,
-                "attributes": dict(sorted(span.attributes.items())),
-                "error": span.error,
-            }
-            for span in trace.spans
-        ],
-        "candidates": [_candidate_view(candidate) for candidate in trace.candidates],
+        "spans": [_fields(span, SPANS) | {"attributes": dict(sorted(span.attributes.items()))} for span in trace.spans],
+        "candidates": [_fields(candidate, candidate.DESCRIPTOR.fields_by_name) for candidate in trace.candidates],
     }
 
 
-def _candidate_view(candidate: cluster_pb2.Candidate) -> Json:
-    terms: Json = {term: getattr(candidate, term) for term in CANDIDATE_TERMS}
-    return terms | {
-        "prefill_worker": candidate.prefill_worker,
-        "decode_worker": candidate.decode_worker,
-        "cached_tokens": candidate.cached_tokens,
-        "uncached_tokens": candidate.uncached_tokens,
-        "transfer_blocks": candidate.transfer_blocks,
-        "num_streams": candidate.num_streams,
-        "source": candidate.source,
-        "read_tokens": candidate.read_tokens,
-        "chosen": candidate.chosen,
-    }
+def _fields(message: Message, names: Iterable[str]) -> Json:
+    return {name: getattr(message, name) for name in names}
 
 
 def _state(state: worker_pb2.WorkerState) -> str:

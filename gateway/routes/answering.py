@@ -18,12 +18,14 @@ from gateway.fleets import ServedModel
 from gateway.formats.encoded import json_pieces
 from gateway.formats.form import AnswerForm
 from gateway.formats.outputs import AnswerHead
+from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import EventStream, EventWriter, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
+from gateway.schemas.sampling import SamplingFields
 from runtime.rpc.api_keys import SIBLINGS
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
@@ -82,6 +84,13 @@ class Call:
 
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id} | warning_headers(self.warnings)
+
+
+def usage_of(body: SamplingFields, call: Call) -> tuple[UsageSum, bool]:
+    """What counts the tokens of the answer, and whether a stream ends with the counts."""
+    options = body.stream_options
+    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
+    return UsageSum(body.num_choices, wants_receipt), wants_receipt or bool(options and options.include_usage)
 
 
 class AnswerCollector:

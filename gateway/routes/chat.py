@@ -14,10 +14,9 @@ from gateway.errors import refused
 from gateway.field_names import named
 from gateway.fleets import fleets_of
 from gateway.formats.chat import ChatChunks
-from gateway.formats.usage import UsageSum
-from gateway.guardrails import Message
-from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs, texts_of
-from gateway.routes.answering import Call, answer_object, answer_stream
+from gateway.guardrails import Guardrail, Message
+from gateway.prompt_guardrail import check_chat, refuse_logprobs, texts_of
+from gateway.routes.answering import Call, answer_object, answer_stream, usage_of
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
@@ -32,11 +31,7 @@ async def chat_completions(request: Request) -> Response:
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     call = await prepare_chat(request, body, given, "chatcmpl-", names)
-    options = body.stream_options
-    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
-    usage = UsageSum(body.num_choices, wants_receipt)
-    with_usage = wants_receipt or bool(options and options.include_usage)
-    form = ChatChunks(call.head(), body.num_choices, usage, with_usage)
+    form = ChatChunks(call.head(), body.num_choices, *usage_of(body, call))
     return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
@@ -70,7 +65,8 @@ async def prepare_chat(
     request: Request, body: GenerationFields, given: GivenChat, kind: str, names: Mapping[str, str]
 ) -> Call:
     """`kind`: of the id; `names`: of fields, for `named`. Raises an error that names the field."""
-    context, guardrail, chat = call_context(request), guardrail_of(request), given.chat
+    context, chat = call_context(request), given.chat
+    guardrail: Guardrail | None = request.app.state.guardrail
     refuse_logprobs(guardrail, given.num_logprobs)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     if not body.stream:

@@ -12,11 +12,10 @@ from starlette.routing import Route
 from gateway.errors import refused
 from gateway.fleets import ServedModel, fleets_of
 from gateway.formats.completion import CompletionChunks
-from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
-from gateway.prompt_guardrail import check_text, guardrail_of, refuse_logprobs
-from gateway.routes.answering import Call, answer_object, answer_stream
+from gateway.prompt_guardrail import check_text, refuse_logprobs
+from gateway.routes.answering import Call, answer_object, answer_stream, usage_of
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
@@ -30,12 +29,8 @@ MAX_COMMON_BYTES = 64 * 1024  # of a request without its prompt
 async def completions(request: Request) -> Response:
     body, given = await read_body(request, CompletionBody, _given)
     call, echoes = await while_connected(request.receive, _prepare(request, body, given))
-    options = body.stream_options
-    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
-    usage = UsageSum(body.num_choices, wants_receipt)
     opening = [echo for echo in echoes for _ in range(body.num_choices)]
-    with_usage = wants_receipt or bool(options and options.include_usage)
-    form = CompletionChunks(call.head(), opening, usage, with_usage)
+    form = CompletionChunks(call.head(), opening, *usage_of(body, call))
     return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
@@ -60,7 +55,8 @@ def _given(body: CompletionBody) -> GivenPrompts:
 
 async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) -> tuple[Call, list[str]]:
     """The call, and the text that precedes the choices of each prompt. Raises an error that names the field."""
-    context, guardrail, prompts = call_context(request), guardrail_of(request), given.prompts
+    context, prompts = call_context(request), given.prompts
+    guardrail: Guardrail | None = request.app.state.guardrail
     refuse_logprobs(guardrail, body.logprobs)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -61,6 +61,13 @@ class GenerationFields(Schema):
     request_id: str | None = None
 
 
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_receipt: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI pads chunks against eavesdroppers; here it has no effect
+
+
 class SamplingFields(GenerationFields, FormatFields):
     """The further fields of completions and chat completions."""
 
@@ -76,16 +83,6 @@ class SamplingFields(GenerationFields, FormatFields):
     @property
     def num_choices(self) -> int:
         return self.n or 1
-
-
-class StreamOptions(Schema):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_receipt: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI pads chunks against eavesdroppers; here it has no effect
-
-
-SamplingFields.model_rebuild()
 
 
 def sampling_of(body: GenerationFields) -> SamplingParams:
