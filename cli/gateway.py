@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cli.http_port import claimed_port, gateway_line
 from cli.remote_router import RemoteRouter, remote_routers
+from cli.screens.terminal import print_line
 from core.config import TandemConfig
 from core.errors import TandemError
 from gateway.fleets import Fleets
@@ -45,9 +46,6 @@ def _channel_credentials(config: TandemConfig) -> ClientCredentials:
 def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `TandemError` if the gateway does not start."""
 
-    def print_line(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     log_to_stderr(logging.WARNING)
 
     async def main(config: TandemConfig) -> None:
@@ -62,9 +60,9 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
         try:
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
             for fault in dict.fromkeys(away):
-                print_line(f"the gateway answers 503 until its router answers: {fault}")
-            print_line(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
-            print_line(gateway_line(config.gateway))
+                print_line(console, f"the gateway answers 503 until its router answers: {fault}")
+            print_line(console, f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
+            print_line(console, gateway_line(config.gateway))
             waits = [asyncio.ensure_future(interrupted.wait()), asyncio.ensure_future(server.failed())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():

@@ -23,7 +23,7 @@ from cli.flags import (
     fill_request,
     with_flags,
 )  # fmt: skip
-from cli.screens.terminal import SHOWN
+from cli.screens.terminal import SHOWN, print_line
 from core.errors import TandemError
 from core.plain_text import escaped
 
@@ -96,7 +96,7 @@ def serve(
     loaded = load_config(config, flags)
     check_before_start(loaded, console)
     first_line = f"joining Ray at {loaded.cluster.address}" if loaded.cluster.address else "starting Ray"
-    console.print(first_line, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, first_line)
     cluster = begin(loaded.cluster)
     try:
         from cli.commands.serve import serve as serve_fleet  # a slow import, while Ray starts
@@ -140,13 +140,11 @@ def generate(
     **flags: Any,
 ) -> None:
     """Send one prompt, and print the answer while it streams."""
-    from cli.commands.generate import Prompt, read_prompt
     from cli.commands.generate import generate as generate_answer
+    from cli.commands.generate import request_of
     from cli.credentials import client_of, find_credentials
-    from tandem_client.stubs import inference_pb2
 
-    request = inference_pb2.GenerateRequest()
-    Prompt(read_prompt(prompt), system, chat=not raw).fill(request)
+    request = request_of(prompt, system, raw)
     fill_request(request, flags)
     found = find_credentials(config, router)
     asyncio.run(generate_answer(client_of(router, found), request, timeout, as_json))
@@ -185,12 +183,10 @@ def explain(
 ) -> None:
     """Show the workers that could serve a prompt now, their predicted times, and the router's choice. Runs nothing."""
     from cli.commands.explain import explain as show_candidates
-    from cli.commands.generate import Prompt, read_prompt
+    from cli.commands.generate import request_of
     from cli.credentials import client_of, find_credentials
-    from tandem_client.stubs import inference_pb2
 
-    request = inference_pb2.GenerateRequest()
-    Prompt(read_prompt(prompt), system, chat=not raw).fill(request)
+    request = request_of(prompt, system, raw)
     fill_request(request, flags)
     found = find_credentials(config, router)
     asyncio.run(show_candidates(client_of(router, found), request, console, as_json))
@@ -296,7 +292,7 @@ def pull(model: Annotated[str, typer.Argument(help="Name of a model in the catal
     """Download a model into the cache."""
     from cli.commands.pull import pull as fetch_model
 
-    console.print(str(fetch_model(model, console)), highlight=False, soft_wrap=True)
+    print_line(console, str(fetch_model(model, console)))
 
 
 @app.command()

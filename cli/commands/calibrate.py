@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.commands.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
+from cli.screens.terminal import print_line
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost, StepWork
 from core.errors import ConfigError
@@ -210,5 +211,4 @@ def check_output(output: Path) -> None:
 
 def _write(output: Path, costs: Costs, console: Console) -> None:
     write_costs(output, costs)
-    line = f"wrote {output}; use it with `tandem simulate --costs {output}`"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"wrote {output}; use it with `tandem simulate --costs {output}`")

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from cli.screens.terminal import print_answer
+from cli.screens.terminal import print_answer, print_line
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
 
@@ -91,4 +91,4 @@ def _converse(runner: asyncio.Runner, client: AsyncClient, conversation: Convers
             if not sys.stdin.isatty():  # a script needs the exit code
                 raise
             # Keep the conversation: a lost worker is restarted, and /new ends a conversation that is too long.
-            console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"error: {error}", "red")

@@ -7,11 +7,14 @@ both pools.
 
 from __future__ import annotations
 
+from functools import partial
+
 from rich.console import Console
 
 from cli.commands.pull import pull_if_listed
 from cli.commands.serve import fleet, fleet_spec, run_interruptible
 from cli.credentials import with_cluster_token
+from cli.screens.terminal import print_line
 from cli.screens.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
@@ -72,12 +75,13 @@ def report(finished: inference_pb2.Finished, console: Console) -> None:
         console.print(f"  {line}", style="cyan", highlight=False, markup=False)
     path = short_name(inference_pb2.RequestPath, finished.path)
     usage = finished.usage
-    console.print(
+    print_line(
+        console,
         f"  {path}: {finished.prefill_worker or finished.decode_worker} -> {finished.decode_worker}, "
         f"{finished.transferred_bytes / 1e6:.2f} MB of KV moved, {usage.prompt_tokens} prompt tokens "
         f"({usage.cached_tokens} cached), {usage.completion_tokens} new, attempts {finished.attempts}\n",
-        style="dim", highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        "dim",
+    )
 
 
 async def ask_all(address: str, console: Console) -> None:
@@ -87,7 +91,7 @@ async def ask_all(address: str, console: Console) -> None:
         for index, messages in enumerate(CHATS):
             question, *story = messages[-1][1].splitlines()
             more = f" (and {sum(len(line.split()) for line in story)} words)" if story else ""
-            console.print(f"> {question}{more}", style="bold", highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"> {question}{more}", "bold")
             text, finished = await ask(client, messages, console)
             report(finished, console)
             paths.append(finished.path)
@@ -100,16 +104,15 @@ async def ask_all(address: str, console: Console) -> None:
 def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
     """`cluster` is starting already. Raises `TandemError` on a failure, `KeyboardInterrupt` after a Ctrl-C."""
 
-    def print_line(line: str) -> None:
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    show = partial(print_line, console, style="dim")
 
     async def main() -> None:
-        async with fleet(cluster, spec, print_line) as (address, *_):
-            print_line(f"router at {address}\n")
+        async with fleet(cluster, spec, show) as (address, *_):
+            show(f"router at {address}\n")
             await ask_all(address, console)
 
     spec = fleet_spec(with_cluster_token(config))
     pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
-    if run_interruptible(main, print_line):
+    if run_interruptible(main, show):
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from datetime import datetime
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 
+from cli.screens.terminal import print_line
 from core.plain_text import escaped
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
@@ -26,4 +27,4 @@ async def show_events(connection: AsyncClient, limit: int, as_json: bool, consol
         if as_json:
             print(MessageToJson(note, preserving_proto_field_name=True, indent=None))
         else:
-            console.print(event_line(note), highlight=False, markup=False, soft_wrap=True)
+            print_line(console, event_line(note))

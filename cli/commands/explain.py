@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cli.screens.terminal import print_line
 from core.wire_names import short_name
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2
@@ -83,4 +84,4 @@ async def explain(
     console.print(candidates_table(explained))
     if len(explained.candidates) > MAX_ROWS:
         console.print(f"and {len(explained.candidates) - MAX_ROWS} more, which --json lists", style="dim")
-    console.print(explained.reason, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, explained.reason)

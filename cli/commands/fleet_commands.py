@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cli.commands.command_options import DEFAULT_ROUTER, Router, Security, console
-from cli.screens.terminal import SHOWN
+from cli.screens.terminal import SHOWN, print_line
 from core.plain_text import escaped
 
 # The range of the message field; the supervisor checks a narrower limit.
@@ -136,7 +136,7 @@ def apply(
         new = load_config(file, {})
         credentials = find_credentials(config or file, router)
         if note := check_token_stays(new.security, credentials):
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
+            print_line(console, note)
         revision = revision_of(file.read_text(encoding="utf-8"))
         order = Order(json.dumps(ConfigText.of(new).tables), restart=restart, expected_revision=revision)
     else:

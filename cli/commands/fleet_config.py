@@ -14,6 +14,7 @@ from rich.console import Console
 
 from cli.commands.events import event_line
 from cli.screens.fleet_health import services_without
+from cli.screens.terminal import print_line
 from core.config import Taken, from_mapping, taken
 from core.errors import InvalidRequest, TandemError
 from tandem_client import AsyncClient, CallFailed
@@ -94,22 +95,19 @@ async def apply(connection: AsyncClient, order: Order, console: Console) -> None
     Ctrl-C ends only the display.
     """
 
-    def show_line(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     async with connection as client:
         begun_at = asyncio.get_running_loop().time()
         last = max((note.number for note in (await client.events(1)).events), default=0)
         answer = await client.apply(order.config, order.options, order.restart, order.stop, order.expected_revision)
         for line in answer.changes:
-            show_line(line)
+            print_line(console, line)
         async for note in _events_until_taken(client, answer, last):
             if answer.restarts:
-                show_line(event_line(note))
+                print_line(console, event_line(note))
     took_s = asyncio.get_running_loop().time() - begun_at
     is_new = answer.restarts or answer.changes
     told = f"every service has it after {took_s:.2f} s" if is_new else "it has these values already"
-    show_line(f"config {answer.config_revision}: {told}")
+    print_line(console, f"config {answer.config_revision}: {told}")
 
 
 async def _events_until_taken(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from google.protobuf import json_format
 
@@ -13,23 +12,18 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt. With `chat`, the router renders the chat template of the model around the text."""
-
-    text: str
-    system: str = ""
-    chat: bool = True
-
-    def fill(self, request: inference_pb2.GenerateRequest) -> None:
-        if not self.chat:
-            if self.system:
-                raise InvalidRequest("system", "a raw prompt has no system message; omit --raw or --system")
-            request.text = self.text
-            return
-        if self.system:
-            request.chat.messages.add(role="system", content=self.system)
-        request.chat.messages.add(role="user", content=self.text)
+def request_of(prompt: str | None, system: str, raw: bool) -> inference_pb2.GenerateRequest:
+    """Unless `raw`, the router renders the chat template of the model around the prompt."""
+    text = read_prompt(prompt)
+    if raw and system:
+        raise InvalidRequest("system", "a raw prompt has no system message; omit --raw or --system")
+    if raw:
+        return inference_pb2.GenerateRequest(text=text)
+    request = inference_pb2.GenerateRequest()
+    if system:
+        request.chat.messages.add(role="system", content=system)
+    request.chat.messages.add(role="user", content=text)
+    return request
 
 
 def read_prompt(argument: str | None) -> str:

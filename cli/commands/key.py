@@ -6,6 +6,7 @@ import json
 
 from rich.console import Console
 
+from cli.screens.terminal import print_line
 from core.config import ApiKeyConfig
 from runtime.rpc.api_keys import hash_of, new_key
 
@@ -21,7 +22,7 @@ def print_new_key(name: str, tenant: str, console: Console) -> None:
         f'sha256 = "{config.sha256}"',
         *([f"tenant = {_quoted(tenant)}"] if tenant else []),
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    print_line(console, "\n".join(lines))
 
 
 def _quoted(text: str) -> str:

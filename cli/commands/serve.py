@@ -29,6 +29,7 @@ from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.exit_codes import INTERRUPTED
 from cli.http_port import claimed_port, gateway_line
 from cli.screens.pool_lines import num_serving, ready_line
+from cli.screens.terminal import print_line
 from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
@@ -273,23 +274,19 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
     credentials = load_credentials(secured.security)
     generated_token = "" if read_token(config.security) else credentials.token
 
-    def print_line(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show = functools.partial(print_line, console)
 
     async def main(spec: FleetSpec) -> None:
-        async with (
-            cancelled_when_ray_fails(cluster, print_line),
-            fleet(cluster, spec, print_line, credentials) as addresses,
-        ):
+        async with cancelled_when_ray_fails(cluster, show), fleet(cluster, spec, show, credentials) as addresses:
             with contextlib.ExitStack() as token_files:
                 for address in addresses:
                     token_files.enter_context(token_file(address, generated_token))
                 for address in addresses if config.gateway.port else ():
                     host = compose.http_host(config, address.rpartition(":")[0] if config.cluster.address else "")
-                    print_line(gateway_line(replace(config.gateway, host=host)))
+                    show(gateway_line(replace(config.gateway, host=host)))
                 wanted = (await cluster.control.status()).wanted  # after an adoption, perhaps more than the config says
-                print_line(ready_line(config.engine.model, addresses, wanted))
-                await print_notices(cluster, print_line)
+                show(ready_line(config.engine.model, addresses, wanted))
+                await print_notices(cluster, show)
 
     if not config.cluster.address:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
@@ -300,4 +297,4 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
     # In a joined cluster, a router of an earlier fleet may listen there.
     claims_port = config.gateway.port and not config.cluster.address
     with claimed_port(config.gateway) if claims_port else contextlib.nullcontext():
-        run_interruptible(functools.partial(main, spec), print_line, cluster.kill_services)
+        run_interruptible(functools.partial(main, spec), show, cluster.kill_services)

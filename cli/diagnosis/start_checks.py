@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cli.screens.terminal import print_line
 from core.config import (
     EngineConfig,
     GatewayConfig,
@@ -79,10 +80,8 @@ def warn_without_collector(config: TelemetryConfig, console: Console) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), COLLECTOR_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        console.print(
-            f"no trace collector answers at {config.otlp_endpoint} ({error}): traces are dropped until one does",
-            style="yellow", highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+        line = f"no trace collector answers at {config.otlp_endpoint} ({error}): traces are dropped until one does"
+        print_line(console, line, "yellow")
 
 
 def check_credentials(config: SecurityConfig) -> None:
@@ -125,15 +124,8 @@ def check_gateway(config: GatewayConfig, *, listens: bool = True) -> None:
 
 
 def _check_listen(host: str, port: int, purpose: str, port_flag: str, host_flag: str) -> None:
-    error = _listen_error(host, port)
-    if error is not None:
-        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
-        raise ConfigError(f"cannot {purpose} ({error.strerror}); choose another with {flag}") from error
-
-
-def _listen_error(host: str, port: int) -> OSError | None:
     try:
         PortClaim(host, port).close()
     except OSError as error:
-        return error
-    return None
+        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
+        raise ConfigError(f"cannot {purpose} ({error.strerror}); choose another with {flag}") from error

@@ -30,6 +30,11 @@ class Terminal(Console):
                 yield Segment(escaped(segment.text, SHOWN), segment.style)
 
 
+def print_line(console: Console, line: str, style: str | None = None) -> None:
+    """As it is: the terminal alone breaks it, and no part of it gets a colour of its own."""
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_answer(text: str) -> None:
     """A part of a model's answer: as it is into a file or a pipe, without control characters to a terminal."""
     print(escaped(text, SHOWN) if sys.stdout.isatty() else text, end="", flush=True)

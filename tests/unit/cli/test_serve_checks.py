@@ -62,10 +62,12 @@ def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
 
 
 def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen_error(_: str, port: int) -> OSError | None:
-        return OSError(98, "Address already in use") if port == 9003 else None
+    def claim(_: str, port: int) -> PortClaim:
+        if port == 9003:
+            raise OSError(98, "Address already in use")
+        return PortClaim("127.0.0.1", 0)
 
-    monkeypatch.setattr("cli.diagnosis.start_checks._listen_error", listen_error)
+    monkeypatch.setattr("cli.diagnosis.start_checks.PortClaim", claim)
     config = TelemetryConfig(metrics_port=9001)
     check_telemetry(config, 2)
     with pytest.raises(ConfigError, match=r"metrics on port 9003 .* --metrics-port"):
