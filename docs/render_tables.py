@@ -9,6 +9,7 @@ tests/unit/test_docs.py compares the documents with the code.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from typing import Any
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
 from runtime.prometheus.metrics import ALIASES, METRICS, TYPES
-from runtime.tracing.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
+from runtime.tracing.span_names import Attribute, SpanName
 
 DOCS = Path(__file__).resolve().parent
+CONSTANT = re.compile(r'    [A-Z_\d]+ = "(.+?)"(?:  # (.+))?')
 
 STAGE_CAUSES = {
     (Stage.TOKENIZE, Stage.QUEUE): "router: the request is valid and the prompt is token ids",
@@ -125,14 +127,17 @@ def draw_aliases() -> str:
     return "\n".join(["| name | labels | the same as |", "|---|---|---|", *rows])
 
 
-def draw_spans() -> str:
-    rows = [f"| `{name.value}` | {meaning} |" for name, meaning in SPAN_MEANINGS.items()]
-    return "\n".join(["| span | meaning |", "|---|---|", *rows])
-
-
-def draw_attributes() -> str:
-    rows = [f"| `{name}` | {meaning} |" for name, meaning in ATTRIBUTE_MEANINGS.items()]
-    return "\n".join(["| attribute | meaning |", "|---|---|", *rows])
+def draw_names(owner: type, head: str) -> str:
+    """The constants of a class with the comment behind or above each. Raises `ValueError` for one without a comment."""
+    rows, above = [], ""
+    for line in inspect.getsource(owner).splitlines():
+        if constant := CONSTANT.fullmatch(line):
+            meaning = constant[2] or above
+            if not meaning:
+                raise ValueError(f"{constant[1]} has no comment")
+            rows.append(f"| `{constant[1]}` | {meaning} |")
+        above = line.strip().removeprefix("# ") if line.startswith("    # ") else ""
+    return "\n".join([f"| {head} | meaning |", "|---|---|", *rows])
 
 
 def _listed(labels: tuple[str, ...]) -> str:
@@ -144,8 +149,8 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     **{name: (table.document, partial(draw, table)) for name, table in TABLES.items()},
     "metrics": ("metrics.md", draw_metrics),
     "aliases": ("metrics.md", draw_aliases),
-    "spans": ("traces.md", draw_spans),
-    "attributes": ("traces.md", draw_attributes),
+    "spans": ("traces.md", partial(draw_names, SpanName, "span")),
+    "attributes": ("traces.md", partial(draw_names, Attribute, "attribute")),
 }
 
 
