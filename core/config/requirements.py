@@ -20,6 +20,11 @@ def require_given(config: object, *names: str) -> None:
         require(bool(getattr(config, name).strip()), f"{name} must not be empty")
 
 
+def require_choice(config: object, name: str, *choices: str) -> None:
+    value = getattr(config, name)
+    require(value in choices, f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}: {value}")
+
+
 def require_function(config: object, name: str) -> None:
     value = getattr(config, name)
     require(

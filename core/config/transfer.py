@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.requirements import require, require_finite_floats, require_positive
+from core.config.requirements import require, require_choice, require_finite_floats, require_positive
 
 MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
 
@@ -35,8 +35,7 @@ class TransferConfig:
     active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 
     def __post_init__(self) -> None:
-        transports = ("nixl", "ucxx", "memory")
-        require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
+        require_choice(self, "transport", "nixl", "ucxx", "memory")
         require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
             "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",

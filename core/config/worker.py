@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from core.config.live import live
-from core.config.requirements import require, require_finite_floats, require_given, require_positive
+from core.config.requirements import require, require_choice, require_finite_floats, require_given, require_positive
 
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
@@ -49,7 +49,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
     kv_dtype: str = (
-        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales and needs the Triton kernels of a GPU
+        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales, and needs Triton kernels of a GPU
     )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
@@ -63,14 +63,12 @@ class EngineConfig:
     kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
     # auto | lookup | off: whether decode steps may compute guessed tokens; changes none; auto = lookup on a CPU alone
     speculation: str = "auto"
-    peak_tflops: float = (
-        0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
-    )
+    peak_tflops: float = 0.0  # of the cores or the GPU of a worker, in 10^12 FLOP per second, for metrics; 0 = unknown
     peak_gb_per_s: float = 0.0  # memory bandwidth of one worker, in 10^9 bytes per second, for metrics; 0 = unknown
 
     def __post_init__(self) -> None:
         require_given(self, "model")
-        require(self.name in ("tandem", "vllm"), f"name must be tandem or vllm: {self.name}")
+        require_choice(self, "name", "tandem", "vllm")
         require_positive(self, "block_size")
         require(self.kv_memory_mb >= 0, f"kv_memory_mb must be 0 (automatic) or more, is {self.kv_memory_mb}")
         require(
@@ -82,28 +80,20 @@ class EngineConfig:
             f"prefill_block_size must be 0 (as block_size) or a multiple or divisor of block_size ({self.block_size}), "
             f"is {self.prefill_block_size}",
         )
-        dtypes = ("auto", "float32", "bfloat16")
-        require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
-        formats = ("none", "int8", "int4", "fp8")
-        require(self.quantization in formats, f"quantization must be none, int8, int4 or fp8: {self.quantization}")
-        require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype must be auto or fp8: {self.kv_dtype}")
+        require_choice(self, "dtype", "auto", "float32", "bfloat16")
+        require_choice(self, "quantization", "none", "int8", "int4", "fp8")
+        require_choice(self, "kv_dtype", "auto", "fp8")
         require(
             re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
             f"device must be auto, cpu, cuda or cuda:N: {self.device}",
         )
-        require(
-            self.speculation in ("auto", "lookup", "off"),
-            f"speculation must be auto, lookup or off: {self.speculation}",
-        )
+        require_choice(self, "speculation", "auto", "lookup", "off")
         require(
             self.name == "tandem" or self.speculation != "lookup",
             "speculation = lookup is not for workers with vLLM inside; [vllm] args has options of vLLM",
         )
-        require(
-            self.generation_config in ("auto", "none"),
-            f"generation_config must be auto or none: {self.generation_config}",
-        )
-        require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
+        require_choice(self, "generation_config", "auto", "none")
+        require_choice(self, "kernels", "auto", "torch")
         require(
             0 <= self.num_threads <= MAX_THREADS,
             f"num_threads must be in [0, {MAX_THREADS}] (0 = share the cores), is {self.num_threads}",
