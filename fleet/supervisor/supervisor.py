@@ -28,35 +28,7 @@ from core.service import Endpoint, PoolSizes, join_address
 from fleet.host.cores import LocalRanks
 from fleet.host.host import Adoption, Host, HostDied, LocalRank
 from fleet.host.service_host import StartFault
-from fleet.law.events import (
-    ConfigureService,
-    Drained,
-    DrainService,
-    FleetAction,
-    FleetEvent,
-    FleetFailed,
-    FleetMessage,
-    FleetReady,
-    FleetStopped,
-    KillService,
-    MachineId,
-    Member,
-    NewConfig,
-    PublishFleet,
-    RoleSwitched,
-    ScaleTo,
-    ServiceConfigured,
-    ServiceDied,
-    ServicePlaced,
-    ServiceStarted,
-    Shutdown,
-    StartFailed,
-    StartService,
-    StopRoll,
-    SwitchFailed,
-    SwitchRole,
-    SwitchService,
-)
+from fleet.law import events
 from fleet.law.machine import FleetMachine
 from fleet.law.slots import OTHER_ROLE
 from fleet.planner.planner import Planner
@@ -80,8 +52,8 @@ class Supervisor:
     def __init__(
         self,
         spec: FleetSpec,
-        create_host: Callable[[Member, FleetSpec], Host],
-        here: MachineId,
+        create_host: Callable[[events.Member, FleetSpec], Host],
+        here: events.MachineId,
         leaving_machines: LeavingMachines | None = None,
         find_services: FoundServices | None = None,
         store: HandoverStore | None = None,
@@ -94,13 +66,13 @@ class Supervisor:
         self._claim: PortClaim | None = None
         self._machine = FleetMachine(spec.rules)
         self._specs = {1: spec}  # by revision
-        self._driver: Driver[FleetEvent, FleetAction] | None = None
+        self._driver: Driver[events.FleetEvent, events.FleetAction] | None = None
         self._has_begun = False  # after the adoption
-        self._hosts: dict[Member, Host] = {}
+        self._hosts: dict[events.Member, Host] = {}
         self._publisher = Publisher(self._hosts)
         self._updates = UpdateQueue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
+        self._routers: dict[events.Member, Endpoint] = {}  # serving and draining ones
         self._local_ranks = LocalRanks()
         self._notes = NoteRing()
         self._planner = Planner(spec.planner, local_prefill=spec.local_prefill, can_switch=not spec.role_option)
@@ -120,7 +92,7 @@ class Supervisor:
             self._claim = PortClaim(host, port, joins=joins)
         except OSError as error:
             fault = f"cannot listen on {join_address(host, port)} ({error.strerror})"
-            self._updates.add(FleetFailed(f"{fault}; choose another port with --port"))
+            self._updates.add(events.FleetFailed(f"{fault}; choose another port with --port"))
             return
         if found:
             await self._adopt(found)
@@ -164,7 +136,7 @@ class Supervisor:
         return Handover.of(self._spec, self._specs, status, pinned, self._machine.can_stop_roll)
 
     @property
-    def _driving(self) -> Driver[FleetEvent, FleetAction]:
+    def _driving(self) -> Driver[events.FleetEvent, events.FleetAction]:
         assert self._driver is not None, "start it first"
         return self._driver
 
@@ -174,11 +146,11 @@ class Supervisor:
     async def shutdown(self) -> float:
         """Begin to drain every service; `FleetStopped` is the last update. Returns the time limit of the routers."""
         if self._driver is None:  # Ctrl-C came before `start`
-            self._updates.add(FleetStopped())
+            self._updates.add(events.FleetStopped())
             return 0.0
         if self._planning is not None:
             self._planning.cancel()
-        self._post(Shutdown())
+        self._post(events.Shutdown())
         return max(spec.router_drain_timeout_s for spec in self._specs.values())
 
     @refusing
@@ -186,18 +158,18 @@ class Supervisor:
         """As `FleetControl.scale`. Raises `WorkerUnavailable` if the fleet has failed."""
         if auto and not self._specs[self._revision].planner.enabled:
             raise InvalidRequest("auto", "the planner is off; `tandem apply planner.enabled=true` starts it")
-        self._ask(ScaleTo(sizes))
+        self._ask(events.ScaleTo(sizes))
         self._planner.pin(sizes, only=auto)
         return await self._kept(self._machine.wanted)
 
     @refusing
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
         """As `FleetControl.switch_role`."""
-        self._ask(SwitchRole(slot, role))
+        self._ask(events.SwitchRole(slot, role))
         self._planner.pin(OTHER_ROLE)  # it would switch the worker back
         return await self._kept(self._machine.wanted)
 
-    def _ask(self, event: FleetEvent) -> None:
+    def _ask(self, event: events.FleetEvent) -> None:
         """Hand the order of an operator to the machine. Raises `InvalidRequest`, and as `_check_begun`."""
         self._check_begun()
         self._driving.ask(event)
@@ -251,7 +223,7 @@ class Supervisor:
         if self._revision != before:
             raise InvalidRequest("config", "another config came meanwhile; try again")
         if new.changes or new.restarts:
-            self._ask(NewConfig(new.spec.rules, new.restarts, ", ".join(new.names)))
+            self._ask(events.NewConfig(new.spec.rules, new.restarts, ", ".join(new.names)))
             # A service runs one of the others, or a stopped roll restores the one before.
             used = {slot.revision for slot in self._fleet_status().slots} | {before}
             self._specs = {revision: spec for revision, spec in self._specs.items() if revision in used}
@@ -261,7 +233,7 @@ class Supervisor:
     @refusing
     async def stop_roll(self) -> ConfigChange:
         """As `FleetControl.stop_roll`."""
-        self._ask(StopRoll())
+        self._ask(events.StopRoll())
         return await self._kept(ConfigChange(self._revision, (), restarts=True))
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
@@ -276,32 +248,32 @@ class Supervisor:
         """The updates since the last call. Waits until there is one."""
         return await self._updates.take()
 
-    def _post(self, event: FleetEvent) -> None:
+    def _post(self, event: events.FleetEvent) -> None:
         self._driving.post(event)
 
     def _fail(self, error: BaseException) -> None:
-        self._updates.add(FleetFailed(f"the supervisor has a bug: {error!r}"))
+        self._updates.add(events.FleetFailed(f"the supervisor has a bug: {error!r}"))
 
-    def _perform(self, action: FleetAction) -> None:
+    def _perform(self, action: events.FleetAction) -> None:
         match action:
-            case StartService():
+            case events.StartService():
                 self._spawn(self._start(action))
-            case ConfigureService():
+            case events.ConfigureService():
                 self._spawn(self._configure(action))
-            case DrainService():
+            case events.DrainService():
                 self._spawn(self._drain(action.member, action.timeout_s))
-            case SwitchService():
+            case events.SwitchService():
                 self._spawn(self._switch_role(action.member, action.timeout_s))
-            case KillService():
+            case events.KillService():
                 self._kill(action.member)
-            case PublishFleet():
+            case events.PublishFleet():
                 if self._publisher.add(action):
                     self._spawn(self._publisher.deliver(action.router))
-            case FleetMessage():
+            case events.FleetMessage():
                 self._notes.add(action, time.time())
                 if action.printed:
                     self._updates.add(action)
-            case FleetReady() | FleetFailed() | FleetStopped():
+            case events.FleetReady() | events.FleetFailed() | events.FleetStopped():
                 self._updates.add(action)
             case _:
                 assert_never(action)
@@ -318,19 +290,19 @@ class Supervisor:
         if error is not None:
             self._fail(error)
 
-    async def _start(self, start: StartService) -> None:
+    async def _start(self, start: events.StartService) -> None:
         member = start.member
         if self._machine.has(member):  # else killed in the turn of the loop in which it was to start
             spec = self._specs[start.revision]
             host = self._hosts[member] = self._create_host(member, spec)
             await self._live(member, self._begin(start, host, spec))
 
-    async def _begin(self, start: StartService, host: Host, spec: FleetSpec) -> None:
+    async def _begin(self, start: events.StartService, host: Host, spec: FleetSpec) -> None:
         """Raises `HostDied`."""
         member = start.member
         is_router = member.role is ServiceRole.ROUTER
         machine = await host.machine()
-        self._post(ServicePlaced(member, machine))
+        self._post(events.ServicePlaced(member, machine))
         self._machine_watch.report(machine)
         claim = self._claim if is_router and machine == self._here else None
         number = 0 if is_router else self._local_ranks.take(machine.name, member, start.replaces)
@@ -338,14 +310,14 @@ class Supervisor:
         result = await host.start("" if claim is None else claim.address, local_rank)
         if isinstance(result, StartFault):
             self._kill(member)
-            self._post(StartFailed(member, result.reason, result.permanent))
+            self._post(events.StartFailed(member, result.reason, result.permanent))
             raise HostDied(result.reason)
         await host.set_config(spec.live)
         if is_router:
             self._routers[member] = result
         self._post(_started(member, result))
 
-    async def _live(self, member: Member, begin: Awaitable[None]) -> None:
+    async def _live(self, member: events.Member, begin: Awaitable[None]) -> None:
         """Follow one member from its start or its adoption to its death."""
         host = self._hosts[member]
         try:
@@ -353,7 +325,7 @@ class Supervisor:
             await host.wait()
         except HostDied as death:
             self._hosts.pop(member, None)
-            self._post(ServiceDied(member, str(death)))
+            self._post(events.ServiceDied(member, str(death)))
         finally:
             self._local_ranks.leave(member)
             self._routers.pop(member, None)
@@ -361,15 +333,15 @@ class Supervisor:
     def _num_wanted_workers(self) -> int:
         return sum(size for role, size in self._machine.wanted.items() if role is not ServiceRole.ROUTER)
 
-    async def _configure(self, action: ConfigureService) -> None:
+    async def _configure(self, action: events.ConfigureService) -> None:
         host = self._hosts.get(action.member)
         if host is None:
             return  # died just now
         with contextlib.suppress(HostDied):  # `_live` reports the death
             await host.set_config(self._specs[action.revision].live)
-            self._post(ServiceConfigured(action.member, action.revision))
+            self._post(events.ServiceConfigured(action.member, action.revision))
 
-    async def _drain(self, member: Member, timeout_s: float) -> None:
+    async def _drain(self, member: events.Member, timeout_s: float) -> None:
         if member.role is not ServiceRole.ROUTER:
             await self._publisher.until_delivered()
         host = self._hosts.get(member)
@@ -378,9 +350,9 @@ class Supervisor:
         with contextlib.suppress(HostDied):  # its end is wanted; `_live` reports none after the service has stopped
             await host.drain(timeout_s)
         self._kill(member)
-        self._post(Drained(member))
+        self._post(events.Drained(member))
 
-    async def _switch_role(self, member: Member, timeout_s: float) -> None:
+    async def _switch_role(self, member: events.Member, timeout_s: float) -> None:
         await self._publisher.until_delivered()
         host = self._hosts.get(member)
         if host is None:
@@ -388,20 +360,20 @@ class Supervisor:
         with contextlib.suppress(HostDied):  # `_live` reports the death
             reason = await host.switch_role(member.role, timeout_s)
             if not reason:
-                self._post(RoleSwitched(member))
+                self._post(events.RoleSwitched(member))
                 return
             self._kill(member)
-            self._post(SwitchFailed(member, reason))
+            self._post(events.SwitchFailed(member, reason))
 
-    def _kill(self, member: Member) -> None:
+    def _kill(self, member: events.Member) -> None:
         host = self._hosts.pop(member, None)
         if host is None:
             return
         try:
             host.kill()
         except Exception as error:  # noqa: BLE001 (Ray may be away for a moment; the fleet goes on)
-            self._perform(FleetMessage(member.name, "could not be killed", f"{type(error).__name__}: {error}"))
+            self._perform(events.FleetMessage(member.name, "could not be killed", f"{type(error).__name__}: {error}"))
 
 
-def _started(member: Member, endpoint: Endpoint) -> ServiceStarted:
-    return ServiceStarted(member, endpoint.service_id, endpoint.address, endpoint.version)
+def _started(member: events.Member, endpoint: Endpoint) -> events.ServiceStarted:
+    return events.ServiceStarted(member, endpoint.service_id, endpoint.address, endpoint.version)
