@@ -86,30 +86,16 @@ def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = No
 
 def describe(source: ModelSource, max_context: int = 0, own_engine: bool = True) -> ModelInfo:
     """As `load_model_info`, for a resolved source. `own_engine`: raise `ConfigError` for what it cannot compute."""
-    if source.kind is SourceKind.FAKE:
-        return ModelInfo(
-            name=source.name,
-            fingerprint=fingerprint(source),
-            vocab_size=BYTE_VOCAB_SIZE,
-            context_length=usable_context(source, max_context),
-            eos_token_ids=frozenset({BYTE_EOS_ID}),
-            bos_token_id=BYTE_BOS_ID,
-        )
     file = GGUFFile(source.path) if source.kind is SourceKind.GGUF and source.path else None
-    if source.kind is SourceKind.HUGGING_FACE and source.path is not None and not own_engine:
+    if source.kind is SourceKind.FAKE:
+        vocab_size, context_length = BYTE_VOCAB_SIZE, usable_context(source, max_context)
+    elif source.kind is SourceKind.HUGGING_FACE and source.path is not None and not own_engine:
         vocab_size, context_length = _sizes_of(source, source.path, max_context)
     else:
         config = config_from_gguf(file) if file else load_config(source)
         vocab_size, context_length = config.vocab_size, config.usable_context(max_context)
     eos_token_ids, bos_token_id = _special_ids(source, file, vocab_size)
-    return ModelInfo(
-        name=source.name,
-        fingerprint=fingerprint(source),
-        vocab_size=vocab_size,
-        context_length=context_length,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-    )
+    return ModelInfo(source.name, fingerprint(source), vocab_size, context_length, eos_token_ids, bos_token_id)
 
 
 def _sizes_of(source: ModelSource, directory: Path, max_context: int) -> tuple[int, int]:
@@ -190,7 +176,7 @@ def _hash_samples(hasher: xxhash.xxh3_64, path: Path) -> None:
 
 def _special_ids(source: ModelSource, file: GGUFFile | None, vocab_size: int) -> tuple[frozenset[int], int | None]:
     """(ids that end an output, id that begins a text). Raises `ConfigError` for an id outside the vocabulary."""
-    if source.kind is SourceKind.RANDOM:
+    if source.kind in (SourceKind.FAKE, SourceKind.RANDOM):
         return frozenset({BYTE_EOS_ID}), BYTE_BOS_ID
     if file is not None:
         ends, first = ends_of_gguf(file.fields, vocab_size), [(file.fields, "tokenizer.ggml.bos_token_id")]
