@@ -49,7 +49,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
     kv_dtype: str = (
-        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales, and needs Triton kernels of a GPU
+        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales and needs the Triton kernels of a GPU
     )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
@@ -63,7 +63,9 @@ class EngineConfig:
     kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
     # auto | lookup | off: whether decode steps may compute guessed tokens; changes none; auto = lookup on a CPU alone
     speculation: str = "auto"
-    peak_tflops: float = 0.0  # of the cores or the GPU of a worker, in 10^12 FLOP per second, for metrics; 0 = unknown
+    peak_tflops: float = (
+        0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
+    )
     peak_gb_per_s: float = 0.0  # memory bandwidth of one worker, in 10^9 bytes per second, for metrics; 0 = unknown
 
     def __post_init__(self) -> None:

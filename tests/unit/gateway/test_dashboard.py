@@ -21,7 +21,7 @@ GONE = WorkerUnavailable("no router at 127.0.0.1:50051")
 
 def app_over(**clients: FakeFleet) -> httpx.AsyncClient:
     app = Starlette(routes=routes.ROUTES)
-    app.state.fleets = FakeFleets(**clients)
+    app.state.fleets, app.state.feeds = FakeFleets(**clients), feed.Feeds()
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 
