@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-gateway bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -63,19 +63,15 @@ bench: setup  ## Measure start, memory, latency and throughput of a fleet (2 min
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.fleet $(if $(QUESTIONS),--questions $(QUESTIONS)) $(PARTS_OF)
 
-bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core, and weight formats: TEXT=wiki.test.txt (15 minutes, after bench-peers)
+bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core, and weight formats: TEXT=wiki.test.txt (10 minutes, after bench-peers)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.engine $(if $(TEXT),--text $(TEXT)) $(PARTS_OF)
 
-bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and Dynamo's frontend (12 minutes)
+bench-dataplane: setup  ## Measure the path of a token, gRPC and HTTP, beside bare grpc.aio and Dynamo's frontend (12 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.dataplane $(PARTS_OF)
 
-bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.gateway $(PARTS_OF)
-
-bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (15 minutes)
+bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (10 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer $(PARTS_OF)
 
@@ -83,16 +79,16 @@ bench-goodput: setup  ## Measure requests inside their limits beside the undivid
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE)) $(OPTIONS)
 
-bench-vllm: vllm  ## A worker beside bare AsyncLLM, a kill under load, and goodput beside vLLM alone (60 minutes)
-	$(BIN)/python -m benchmarks.vllm $(PARTS_OF)
+bench-vllm: vllm  ## A worker beside bare AsyncLLM, and goodput beside vLLM alone (50 minutes)
+	$(BIN)/python -m benchmarks.vllm $(OPTIONS)
 	$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D 0P2D --rates 1 2 3 $(if $(TRACE),--trace $(TRACE))
 
-bench-operations: setup  ## Measure what streams feel of rolls, switches, moves, drains and deaths (20 minutes)
+bench-operations: setup  ## Measure what streams feel of rolls, live changes, drains and deaths (15 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.operations $(PARTS_OF)
 
-bench-planner: setup  ## Compare the planner with thresholds, fixed sizes and an oracle, in virtual time (an hour)
-	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES))
+bench-planner: setup  ## Compare the planner with fixed sizes and an oracle, in virtual time (half an hour)
+	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(PARTS_OF)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
@@ -100,13 +96,6 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 
 image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
 	tools/build_image.sh
-
-clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
-	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.clients
-
-phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
-	$(BIN)/python -m tools.phoenix_run
 
 soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
 	$(BIN)/python -m tools.soak

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -126,15 +125,9 @@ def take_stdout() -> TextIO:
 
 
 def obey(target: Any, answers: TextIO) -> None:
-    """Each public method of `target` is a command. `target.idle`, if there is one, is called between commands."""
-    idle = getattr(target, "idle", None)
+    """Each public method of `target` is a command."""
     print("{}", file=answers)  # ready
-    while True:
-        while idle is not None and not select.select([sys.stdin], [], [], 0)[0]:
-            idle()
-        line = sys.stdin.readline()  # one command at a time, so no second one waits in the buffer
-        if not line:
-            return
+    for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(target, command.pop("do"))(**command)), file=answers)
 

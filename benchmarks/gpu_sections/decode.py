@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.gpu_sections.driver import MAX_OUTPUT, RunnerDriver, build, fill_with_noise, random_prompt, request
 from benchmarks.gpu_sections.measure import copy_rate
@@ -18,6 +19,7 @@ from benchmarks.report import Line
 from core.cost.step_cost import StepWork
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
+from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits, run_step
 
 CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)
@@ -25,7 +27,10 @@ TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
 STEPS, WARM_UP_STEPS = 40, 8
 TINY_STEPS, TINY_WARM_UP_STEPS = 4, 2  # an interpreted step takes a third of a second
 LEAST_SHARES = (0.8, 0.7)  # of the floor: on the device, served
-CASE_S, FP8_S = 10.0, 30.0
+NO_GOALS = (None, None)
+CASE_S, MODEL_S = 10.0, 30.0
+EIGHT_BITS: dict[str, dict[str, Any]] = {"fp8 weights": {"quantization": "fp8"}, "fp8 KV": {"kv_dtype": "fp8"}}
+NUM_EIGHT_BIT_CASES = 4
 DRAFTED = [(1, 0), (1, 1), (1, 3), (1, 7), (1, 15), (8, 0), (8, 3)]  # (sequences, drafts of each)
 
 Case = tuple[int, int, dict[str, float]]  # (batch, context, sampling)
@@ -39,22 +44,37 @@ def run(section: Section) -> None:
     copied = copy_rate(section.device, 1 << 16 if tiny else 1 << 31)
     section.note(f"copies on the device move {copied / 1e12:.3g} TB/s")
     wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
-    measure_model(section, wanted, copied, "none")
-    if section.has_time_for(FP8_S, "fp8 weights"):
-        measure_model(section, [(*case, NO_SAMPLING) for case in cases[:2]], copied, "fp8")
+    plain_ms: dict[str, float] = {}
+    measure_model(section, "", wanted, copied, plain_ms)
+    for what in EIGHT_BITS:
+        if section.has_time_for(MODEL_S, what):
+            measure_model(section, what, wanted[: 1 if tiny else NUM_EIGHT_BIT_CASES], copied, plain_ms)
 
 
-def measure_model(section: Section, wanted: Sequence[Case], bytes_per_s: float, quantization: str) -> None:
+def measure_model(
+    section: Section, what: str, wanted: Sequence[Case], bytes_per_s: float, plain_ms: dict[str, float]
+) -> None:
+    """`what`: one of EIGHT_BITS, beside `plain_ms` by case; empty = bfloat16, which fills `plain_ms`."""
     limits = StepLimits(max_running=max(batch for batch, _, _ in wanted), max_batched_tokens=2048)
-    runner, quantized = build(section, limits, quantization=quantization), quantization != "none"
-    section.note(f"{runner.num_blocks:,} KV blocks{' beside fp8 weights' if quantized else ''}")
+    runner = build(section, limits, **EIGHT_BITS.get(what, {}))
+    section.note(f"{runner.num_blocks:,} KV blocks{f' with {what}' if what else ''}")
     fill_with_noise(runner)
     driver = RunnerDriver(runner, limits)
-    for batch, context, sampling in wanted:
-        name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}{', fp8 weights' if quantized else ''}"
-        with section.case(name):
-            measure_case(section, driver, name, (batch, context, sampling), bytes_per_s, quantized)
-    if not quantized:
+    for case in wanted:
+        batch, context, sampling = case
+        name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}"
+        words = f"{name}, {what}" if what else name
+        with section.case(words):
+            if (found := steps_of(section, driver, words, case)) is None:
+                continue
+            floor_ms = memory_bytes(runner, case) / bytes_per_s * 1e3
+            shares, peer = (NO_GOALS, plain_ms.get(name)) if what else (LEAST_SHARES, None)
+            if not what:
+                plain_ms[name] = found[0]
+            section.add(Line(f"{words}: step on the device", found[0], "ms", "bfloat16" if peer else "", peer,
+                             floor_ms, least_share=shares[0]))  # fmt: skip
+            section.add(Line(f"{words}: served step", found[1], "ms", floor=floor_ms, least_share=shares[1]))
+    if not what:
         with section.case("drafts"):
             for batch, num_drafts in DRAFTED[:2] if section.rehearse else DRAFTED:
                 measure_drafts(section, driver, wanted[0][1], batch, num_drafts)
@@ -84,18 +104,16 @@ def measure_drafts(section: Section, driver: RunnerDriver, context: int, batch: 
     section.add(Line(f"{name}: step, alone", statistics.median(served) * 1e3, "ms"))
 
 
-def measure_case(
-    section: Section, driver: RunnerDriver, name: str, case: Case, bytes_per_s: float, quantized: bool
-) -> None:
-    """Goals are for plain weights. The floor of fp8 weights counts one byte for each weight, the head's too."""
+def steps_of(section: Section, driver: RunnerDriver, name: str, case: Case) -> tuple[float, float] | None:
+    """Milliseconds of a step on the device, and of a served one. None where the case does not fit."""
     (batch, context, sampling), runner = case, driver.runner
     steps, warm_up_steps = (TINY_STEPS, TINY_WARM_UP_STEPS) if section.rehearse else (STEPS, WARM_UP_STEPS)
     needed = batch * runner.layout.num_blocks_for(context + warm_up_steps + steps + 2)
     if needed > runner.num_blocks:
         section.note(f"{name}: needs {needed:,} KV blocks and does not fit")
-        return
+        return None
     if not section.has_time_for(CASE_S, name):
-        return
+        return None
     driver.clear()
     for number in range(batch):
         prompt = random_prompt(context + 1, runner.info.vocab_size, number)
@@ -103,12 +121,13 @@ def measure_case(
     driver.run(warm_up_steps)  # the first step also hashes the blocks of the prompts
     driver.run(steps)
     measured = [step for step in driver.times[1:] if step.num_chunks == batch]
-    assert runner.sizes is not None
-    length = context + warm_up_steps + steps // 2
-    work = StepWork(num_decodes=batch, decode_context=batch * length, prefill_tokens=0, attended_pairs=0)
-    floor_ms = runner.sizes.memory_bytes(work) / bytes_per_s * 1e3
     on_device = statistics.median(step.device_seconds for step in measured) * 1e3
-    served = statistics.median(step.seconds for step in measured) * 1e3
-    shares = (None, None) if quantized else LEAST_SHARES
-    section.add(Line(f"{name}: step on the device", on_device, "ms", floor=floor_ms, least_share=shares[0]))
-    section.add(Line(f"{name}: served step", served, "ms", floor=floor_ms, least_share=shares[1]))
+    return on_device, statistics.median(step.seconds for step in measured) * 1e3
+
+
+def memory_bytes(runner: GpuRunner, case: Case) -> float:
+    """That the step in the middle of the measured ones reads and writes. fp8 weights count one byte, the head's too."""
+    batch, context, _ = case
+    assert runner.sizes is not None
+    length = context + WARM_UP_STEPS + STEPS // 2
+    return runner.sizes.memory_bytes(StepWork(batch, batch * length, prefill_tokens=0, attended_pairs=0))

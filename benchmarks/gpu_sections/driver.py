@@ -32,6 +32,7 @@ from engine.runner import StepLimits
 MAX_OUTPUT = 4096
 BIG_MODEL, TINY_MODEL = "random:llama-3.1-8b", "random:llama3-tiny"
 NO_LIMIT_MS = 60_000.0
+FIRST_NAN_CODE = 0x7F  # of e4m3; the codes below are the positive numbers
 
 
 class StepTime(NamedTuple):
@@ -55,9 +56,14 @@ def build(section: Section, limits: StepLimits, **options: Any) -> GpuRunner:
 
 def fill_with_noise(runner: GpuRunner) -> None:
     """Zeros are read and multiplied faster than real keys and values."""
+    pool = runner._pool
     with torch.inference_mode():  # as the pool was allocated
-        runner._pool.tensor.normal_()
-    finish(runner._pool.tensor.device)
+        if pool.scales is None:
+            pool.tensor.normal_()
+        else:
+            pool._bytes.random_(0, FIRST_NAN_CODE)
+            pool.scales.fill_(0.01)
+    finish(pool.tensor.device)
 
 
 def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:

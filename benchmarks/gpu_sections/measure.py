@@ -48,33 +48,11 @@ def _median_on_host(work: Work, most_calls: int) -> float:
     return statistics.median(times)
 
 
-def captured(work: Work, device: torch.device) -> Work:
-    """Replays the launches of `work` as one graph, so that Python's share of a launch is not timed."""
-    if device.type != "cuda":
-        return work
-    work()  # compiles kernels, and allocates what the libraries keep
-    finish(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def copy_rate(device: torch.device, num_bytes: int) -> float:
     """Bytes read and written per second by a copy from the device to itself."""
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / median_seconds(lambda: target.copy_(source), device)
-
-
-def host_copy_rates(device: torch.device, num_bytes: int) -> tuple[float, float]:
-    """Bytes per second from pinned host memory to the device, and back."""
-    on_host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
-    on_host = on_host.pin_memory() if device.type == "cuda" else on_host
-    on_device = on_host.to(device)
-    up = median_seconds(lambda: on_device.copy_(on_host, non_blocking=True), device)
-    down = median_seconds(lambda: on_host.copy_(on_device, non_blocking=True), device)
-    return num_bytes / up, num_bytes / down
 
 
 def matrix_rate(device: torch.device, size: int, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -23,7 +23,7 @@ SECTIONS = {
         "whether any figure counts: a wrong token or a lost block comes first",
     ),
     "vllm_inside": About(
-        200, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools, a kill of each worker",
+        180, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools",
         "whether workers with vLLM may be called tested on GPUs",
     ),
     "beside_vllm": About(
@@ -31,28 +31,13 @@ SECTIONS = {
         "for which load to choose two pools, one worker, or vLLM alone: decode and prompts at least 1.0 x vLLM",
     ),
     "decode": About(
-        180, "decode of an 8B model in bfloat16, 1, 32 and 128 sequences of 2,048 and 8,192 tokens",
-        "whether launches, products of few rows and the draw of tokens need work: sampling at most 3 % of a step of 32",
-    ),
-    "hand_off": About(
-        90, "blocks of an 8B model between two processes: runs and shuffled blocks",
-        "what a hand-off of blocks that lie apart costs, beside one of runs",
-    ),
-    "kernels": About(
-        60, "products with fp8 weights and attention over fp8 KV, beside the same in bfloat16",
-        "what the 8-bit options cost or gain: below 1.3 x in decode, the text of fp8 KV names its price",
-    ),
-    "rates": About(
-        60, "rates of the device; decode attention over both layouts of the pool",
-        "the floors of all other figures, and the layout of the pool",
+        240, "decode of an 8B model, 1, 32 and 128 sequences of 2,048 and 8,192 tokens; with fp8 weights, with fp8 KV",
+        "whether launches, products of few rows and the draw of tokens need work: sampling at most 3 % of a step of 32"
+        "; what the 8-bit options gain",
     ),
     "prefill": About(
-        90, "prompts of 2,048 and 8,192 tokens of an 8B model",
-        "whether prompts need work on kernels: at least 0.6 of the rate of a product",
-    ),
-    "fleet": About(
-        150, "`tandem serve` with an 8B model: two pools that share the GPU, and one undivided worker",
-        "what the path from client to token adds to the engine's own figures",
+        120, "prompts of 2,048 and 8,192 tokens of an 8B model; with fp8 KV",
+        "whether prompts need work on kernels: at least 0.6 of the rate of a product; what fp8 KV costs them",
     ),
 }  # fmt: skip
 

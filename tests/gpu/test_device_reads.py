@@ -1,4 +1,4 @@
-"""Reads by nixl from the pool of another process on the same GPU. benchmarks/gpu.py measures them.
+"""Reads by nixl from the pool of another process on the same GPU.
 
 As in a worker, a thread owns each transport, and has not used CUDA before.
 """
