@@ -1,6 +1,9 @@
 """A replay in which the pools change their sizes, with the machines of production.
 
-A drained worker ends when it has moved or finished its sequences.
+    ElasticReplay --traffic, once a second--> Sizing --ScaleTo, SwitchRole--> FleetShell --> ElasticReplay
+
+`Sizing` is the planner of production, or one that a benchmark compares with it. A worker takes `start_s` to start, and
+a drained worker ends when it has moved or finished its sequences.
 """
 
 from __future__ import annotations
@@ -8,15 +11,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
-from benchmarks.planner.elastic_fleet import ElasticFleet, SizeChange, Sizing, num_reversals
 from core.config import ClusterConfig
-from core.errors import TandemError
+from core.errors import InvalidRequest, TandemError
+from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole, Stage, Timeline
 from core.request import Request
 from core.service import Endpoint
 from core.traffic import RouterTraffic
-from fleet.law.events import Member
+from fleet.law.claims import Claims
+from fleet.law.events import FleetMessage, FleetRules, Member, ScaleTo, SwitchRole
 from router.operations.traffic_count import TrafficCount
 from router.requests import events
 from simulator.processes import CountEnded
@@ -25,11 +31,39 @@ from simulator.replay.replay_config import ReplayConfig
 from simulator.replay.replay_result import ReplayResult
 from simulator.replay.served import ServedRequests
 from simulator.replay.workloads import Workload
+from simulator.shells.fleet_shell import FleetShell
 from simulator.shells.links import BreakableLinks
 from simulator.shells.router_shell import RouterShell
 from simulator.virtual.world import World
 
 MAX_WORKERS = 64  # of a pool
+PLAN_INTERVAL_S = 1.0
+DRAIN_LIMIT_S = 600.0
+
+
+class Sizing(Protocol):
+    """Decides about the sizes. Every time is in virtual seconds."""
+
+    def note(self, router_id: str, traffic: RouterTraffic, now: float) -> None: ...
+
+    def plan(self, status: FleetStatus, now: float) -> list[ScaleTo | SwitchRole | FleetMessage]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SizeChange:
+    at: float  # after the first arrival
+    num_prefill: int  # wanted
+    num_decode: int
+
+
+def num_reversals(changes: Iterable[SizeChange]) -> int:
+    """Changes of a pool against the direction of the one before."""
+    reversals, changes = 0, list(changes)
+    for name in ("num_prefill", "num_decode"):
+        sizes = [getattr(change, name) for change in changes]
+        steps = [after - before for before, after in pairwise(sizes) if after != before]
+        reversals += sum(one * two < 0 for one, two in pairwise(steps))
+    return reversals
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +121,23 @@ class ElasticReplay(Replay):
             max_workers=MAX_WORKERS,
             start_timeout_s=1e6,
         )
-        self._fleet = ElasticFleet(self.world, cluster, sizing, start_s, self, START_S)
+        self._sizing, self._start_s = sizing, start_s
+        self._shell = FleetShell(
+            self.world, FleetRules(Claims(cluster), DRAIN_LIMIT_S, DRAIN_LIMIT_S), self, self._start_time
+        )
+        self._worker_s = 0.0  # of all workers so far, from the decision to start one until it has left
+        self._changes: list[SizeChange] = []
+        self._notes: list[str] = []  # of the planner
 
     def _new_clients(self) -> CountedRequests:
         return CountedRequests(self.world, self.config.slo_ttft_s)
 
     def _first_workers(self) -> list[tuple[ServiceRole, int]]:
         return []  # the fleet starts them
+
+    def _start_time(self, member: Member) -> float:
+        is_first = self.world.now == 0.0 or member.role is ServiceRole.ROUTER
+        return 0.0 if is_first else self._start_s
 
     def _router(self, name: str) -> RouterShell:
         router = RouterShell(name, self.world, self.config.router, self.clients, self.config.new_policy)
@@ -102,22 +146,44 @@ class ElasticReplay(Replay):
 
     def run_elastic(self, on_progress: CountEnded = lambda _: None) -> ElasticResult:
         """Raises as `run`."""
-        self._fleet.start(self._is_done)
+        self._shell.start()
+        self.world.at(START_S, self._plan)
         result = self.run(on_progress)
         return ElasticResult(
             result,
-            self._fleet.worker_s / 3600.0,
-            tuple(self._fleet.changes),
-            self._fleet.shell.num_switches,
+            self._worker_s / 3600.0,
+            tuple(self._changes),
+            self._shell.num_switches,
             sum(record.path == "recomputed" for record in result.requests),
-            tuple(self._fleet.notes),
+            tuple(self._notes),
         )
 
-    # ---- the workers of the fleet
-
-    def readings(self) -> Iterable[tuple[str, RouterTraffic]]:
+    def _plan(self) -> None:
+        """Once a second, from the first request on."""
+        if self._is_done():
+            return
+        now = self.world.now
         for router in self.routers:
-            yield router.name, self.clients.counts[router.name].reading(router.machine.view, self.config.slo_ttft_s)
+            traffic = self.clients.counts[router.name].reading(router.machine.view, self.config.slo_ttft_s)
+            self._sizing.note(router.name, traffic, now)
+        status = self._shell.machine.status(now)
+        self._worker_s += sum(slot.role is not ServiceRole.ROUTER for slot in status.slots) * PLAN_INTERVAL_S
+        at_s = now - START_S
+        for action in self._sizing.plan(status, now):
+            if isinstance(action, FleetMessage):
+                self._notes.append(f"{at_s:.0f} s: {action.text}")
+                continue
+            try:
+                self._shell.post(action)
+            except InvalidRequest as refused:
+                self._notes.append(f"{at_s:.0f} s: refused: {refused}")
+        wanted = self._shell.machine.wanted
+        sizes = wanted[ServiceRole.PREFILL], wanted[ServiceRole.DECODE]
+        if not self._changes or (self._changes[-1].num_prefill, self._changes[-1].num_decode) != sizes:
+            self._changes.append(SizeChange(at_s, *sizes))
+        self.world.after(PLAN_INTERVAL_S, self._plan)
+
+    # ---- the workers of the fleet
 
     def start_service(self, service_id: str, member: Member) -> None:
         self._add_worker(service_id, member.role)
