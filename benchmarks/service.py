@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 import grpc.aio
-import psutil
 import uvloop
 
 from benchmarks.processes import ChildProcess, obey, take_stdout
@@ -65,7 +64,6 @@ class Role:
     num_blocks: int = 65_536  # of a worker's pool
     moves_kv: bool = False  # the pool has the layout of the default model, and its blocks move over nixl with digests
     moves_for_room: bool = True  # False: a decode worker whose pool is full preempts alone
-    tokens_per_message: int = 1  # of a bare server
     http_port: int = 0  # of a router; 0 = no HTTP
     disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
 
@@ -99,9 +97,6 @@ class MeasuredProcess(ChildProcess):
         found: dict[str, float] = self.call("step_times")
         return found
 
-    def resident_mb(self) -> float:
-        return float(psutil.Process(self.process_id).memory_info().rss) / (1 << 20)
-
 
 @contextlib.contextmanager
 def running(*roles: Role) -> Iterator[list[MeasuredProcess]]:
@@ -121,6 +116,17 @@ def cores() -> tuple[int, int]:
     return usable[0], usable[-1]
 
 
+@contextlib.contextmanager
+def pinned_to(core: int) -> Iterator[None]:
+    """Run this process on `core` inside the `with` block."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 # ---- the process of a service
 
 
@@ -130,8 +136,8 @@ class BareInference(inference_pb2_grpc.InferenceServicer):
     With `step_s`, each call sends a message at the end of each step, and its token ids tell when that was.
     """
 
-    def __init__(self, tokens_per_message: int, step_s: float) -> None:
-        self._tokens_per_message, self._step_s = tokens_per_message, step_s
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
         self._step: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if step_s:
             self._stepping = asyncio.create_task(self._run_steps())
@@ -143,17 +149,15 @@ class BareInference(inference_pb2_grpc.InferenceServicer):
             ended.set_result(token_id_at(time.monotonic()))
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        num_tokens = self._tokens_per_message
-        for index in range(0, request.stop.max_tokens, num_tokens):
+        for index in range(request.stop.max_tokens):
             token_id = await asyncio.shield(self._step) if self._step_s else index
-            chunk = inference_pb2.TokenChunk(index=index, token_ids=[token_id] * num_tokens, text=" word" * num_tokens)
+            chunk = inference_pb2.TokenChunk(index=index, token_ids=[token_id], text=" word")
             await context.write(inference_pb2.GenerateResponse(tokens=chunk))
 
 
 async def start_bare(role: Role) -> Endpoint:
     server = grpc.aio.server()
-    servicer = BareInference(role.tokens_per_message, role.step_s or 0.0)
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(BareInference(role.step_s or 0.0), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     SERVERS.append(server)

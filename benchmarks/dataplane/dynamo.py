@@ -11,17 +11,16 @@ import http.client
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import install_peers
 from benchmarks.dataplane import load
-from benchmarks.dataplane.cpu_limits import pinned_to
 from benchmarks.dataplane.http2_load import receive_for
 from benchmarks.dataplane.http_load import HttpStream
 from benchmarks.dataplane.load import Measured
 from benchmarks.processes import background, cpu_s
-from benchmarks.service import cores
+from benchmarks.service import cores, pinned_to
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200
@@ -47,24 +46,30 @@ def event_clients(port: int, model: str, first_tokens: Sequence[int]) -> list[Ht
     return clients
 
 
+def measure(
+    clients: list[HttpStream], cpu_s: Callable[[], float], warm_up_s: float, seconds: float, one_each: bool = False
+) -> Measured:
+    """`cpu_s`: of the server. `one_each`: an event has one token; otherwise whole answers count."""
+
+    def counts() -> tuple[int, int, float]:
+        num_events = sum(client.num_events for client in clients)
+        num_ended = sum(client.num_ended for client in clients)
+        return num_events if one_each else num_ended * ANSWER_TOKENS, num_events, cpu_s()
+
+    receive_for(clients, warm_up_s)
+    before = counts()
+    elapsed = receive_for(clients, seconds)
+    num_tokens, num_events, used_s = (now - then for now, then in zip(counts(), before, strict=True))
+    load.close(clients)
+    return Measured(num_tokens / elapsed, num_events / elapsed, used_s / max(1, num_tokens))
+
+
 def through_frontend(num_streams: int, warm_up_s: float, seconds: float) -> Measured:
-    """Each event has one token."""
     measured, other = cores()
     with tempfile.TemporaryDirectory() as directory, _serving(Path(directory), measured, other) as frontend:
         with pinned_to(other):
             clients = event_clients(PORT, MODEL, [ANSWER_TOKENS] * num_streams)
-            receive_for(clients, warm_up_s)
-            before, used_before = sum(client.num_events for client in clients), cpu_s(frontend)
-            elapsed = receive_for(clients, seconds)
-            used_s = cpu_s(frontend) - used_before
-            num_tokens = sum(client.num_events for client in clients) - before
-            load.close(clients)
-    return Measured(
-        tokens_per_s=num_tokens / elapsed,
-        messages_per_s=num_tokens / elapsed,
-        cpu_s_per_token={"frontend": used_s / max(1, num_tokens)},
-        share_of_core={"frontend": used_s / elapsed},
-    )
+            return measure(clients, lambda: cpu_s(frontend), warm_up_s, seconds, one_each=True)
 
 
 @contextlib.contextmanager

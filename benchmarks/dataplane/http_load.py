@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 RECEIVE_BYTES = 1 << 18
@@ -20,26 +19,19 @@ class Refused(RuntimeError):
     """The server answered a request of the load with an error."""
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """When the tokens of all streams arrived. Over HTTP an event counts as one."""
-
-    times: list[float] = field(default_factory=list)
-
-    def add(self, count: int) -> None:
-        self.times += [time.monotonic()] * count
-
-
 class HttpStream:
     """Counts events and ends in the bytes of the answers.
 
     `body`: of each request, beside `OPTIONS` and its length. `tokens_again`: as soon as an answer ends, ask again for
-    so many tokens; 0 = no more. Raises `Refused`, or `RuntimeError` if the server closes the connection.
+    so many tokens; 0 = no more. `times`: where to note the arrival of each event. Raises `Refused`, or `RuntimeError`
+    if the server closes the connection.
     """
 
-    def __init__(self, port: int, path: str, body: Mapping[str, Any], tokens_again: int = 0) -> None:
+    def __init__(
+        self, port: int, path: str, body: Mapping[str, Any], tokens_again: int = 0, times: list[float] | None = None
+    ) -> None:
         self.num_events = self.num_ended = 0
-        self.arrivals: Arrivals | None = None  # where to note the times of events
+        self._times = times
         self._path, self._body, self._tokens_again = path, body, tokens_again
         self._tail = b""
         self.socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
@@ -59,8 +51,8 @@ class HttpStream:
             raise Refused(f"the server refuses the load: {data[:500].decode(errors='replace')}")
         num_events = data.count(EVENT)
         self.num_events += num_events
-        if self.arrivals is not None:
-            self.arrivals.add(num_events)
+        if self._times is not None:
+            self._times += [time.monotonic()] * num_events
         # The end of the data may hold the start of an event or of the response's end, but no whole event.
         ended = END in data
         self._tail = b"" if ended else data[-(len(EVENT) - 1) :]

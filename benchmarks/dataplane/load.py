@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,7 @@ MIN_WARM_UP_S = 1.0
 class Measured:
     tokens_per_s: float
     messages_per_s: float
-    cpu_s_per_token: dict[str, float]  # by name of the process
-    share_of_core: dict[str, float]
+    cpu_s_per_token: float  # of the measured process
     ages_s: list[float] = field(default_factory=list)  # of tokens, from sampled to received
 
     @property
@@ -58,15 +56,13 @@ class Counter:
         return [(at, self._decode(message)) for at, message in self.packed]
 
 
-def measure(
-    connections: list[Connection], counter: Counter, seconds: float, processes: list[MeasuredProcess]
-) -> Measured:
+def measure(connections: list[Connection], counter: Counter, seconds: float, process: MeasuredProcess) -> Measured:
     """Receive for `seconds`. Raises `LoadFailed` if a call has ended by then."""
-    before = [process.cpu_s() for process in processes]
+    before = process.cpu_s()
     counter.num_messages, counter.packed, counter.keep = 0, [], True
     elapsed = receive_for(connections, seconds)
     counter.keep = False
-    used = [process.cpu_s() - start for process, start in zip(processes, before, strict=True)]
+    used = process.cpu_s() - before
     if any(connection.ended for connection in connections):
         raise LoadFailed("a call ended during the measurement")
     received = counter.tokens()
@@ -74,8 +70,7 @@ def measure(
     return Measured(
         tokens_per_s=num_tokens / elapsed,
         messages_per_s=counter.num_messages / elapsed,
-        cpu_s_per_token={p.role.name: cpu_s / max(1, num_tokens) for p, cpu_s in zip(processes, used, strict=True)},
-        share_of_core={p.role.name: cpu_s / elapsed for p, cpu_s in zip(processes, used, strict=True)},
+        cpu_s_per_token=used / max(1, num_tokens),
         ages_s=[age_s(ids[0], at) for at, ids in received if ids],
     )
 
@@ -92,8 +87,8 @@ def start_streams(
     return connections
 
 
-def generate_request(max_tokens: int, min_interval_ms: int = 0) -> bytes:
-    request = inference_pb2.GenerateRequest(min_interval_ms=min_interval_ms)
+def generate_request(max_tokens: int) -> bytes:
+    request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend(PROMPT)
     request.sampling.temperature = 0.0
     request.sampling.seed = 1
@@ -128,15 +123,10 @@ def start_decode_calls(address: str, num_calls: int, max_tokens: int, counter: C
     return [stream, calls]
 
 
-def repeat_ended_calls(
-    connections: list[Connection], message: bytes, seconds: float, num_calls: float = math.inf
-) -> tuple[int, float]:
-    """Replace each call that ends by a new one, for `seconds` or until `num_calls` have ended.
-
-    Returns the calls that have ended and the seconds that have passed.
-    """
+def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: float) -> tuple[int, float]:
+    """Replace each call that ends by a new one. Returns the ended calls and the seconds that have passed."""
     num_ended, start = 0, time.perf_counter()
-    while (left := start + seconds - time.perf_counter()) > 0 and num_ended < num_calls:
+    while (left := start + seconds - time.perf_counter()) > 0:
         receive_for(connections, left, lambda: any(connection.ended for connection in connections))
         for connection in connections:
             for _ in range(len(connection.ended)):

@@ -1,11 +1,5 @@
-"""What Python itself costs: a step of the scheduler, and a decision of the router.
-
-    steps        CPU time of `schedule` and `complete_step`: all sequences decode, their blocks fill up at different
-                 steps, and one step is planned while another is in flight
-    decisions    CPU time from the arrival of a prompt of 8,000 tokens until its calls are decided, with packing and
-                 hashing, among 64 prefill and 64 decode workers
-
-Both are measured in this process.
+"""What a decision of the router costs: the CPU time from the arrival of a prompt of 8,000 tokens until its calls are
+decided, with packing and hashing, among 64 prefill and 64 decode workers. Measured in this process.
 """
 
 from __future__ import annotations
@@ -18,72 +12,17 @@ from dataclasses import replace
 
 from benchmarks.report import Line, Report
 from core.block_hash import sequence_hashes
-from core.config import RouterConfig, SchedulerConfig
+from core.config import RouterConfig
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request, SamplingParams
-from core.scheduling.block_pool import BlockPool, Column
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Sequence
+from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import WorkerLoad
-from core.step import SampledToken, StepOutput
 from router.requests import events
 from router.requests.machine import RouterMachine
 
 BLOCK_SIZE = 16
-
-# ---- steps
-
-STEP_MOST_MS = {256: 0.4, 1024: 1.6}  # sequences -> the most for a step
-NUM_STEPS = 64  # of one sample: each sequence fills four blocks
-NUM_SAMPLES = 9
-
-
-def steps(report: Report, repeats: int) -> None:
-    for num_sequences, most in STEP_MOST_MS.items():
-        cost_ms = 1e3 * statistics.median(step_cost_s(num_sequences) for _ in range(repeats))
-        report.add(Line(f"schedule and complete a step of {num_sequences:,} sequences", cost_ms, "ms", most=most))
-
-
-def step_cost_s(num_sequences: int) -> float:
-    """The best of several samples."""
-    scheduler = decoding(num_sequences)
-    output = {f"s{index}": (SampledToken(7),) for index in range(num_sequences)}
-    plan = scheduler.schedule()
-    best = float("inf")
-    for _ in range(NUM_SAMPLES):
-        started_at = time.process_time()
-        for _ in range(NUM_STEPS):
-            ahead = scheduler.schedule()
-            assert plan is not None
-            scheduler.complete_step(StepOutput(plan.step_id, output))
-            plan = ahead
-        best = min(best, (time.process_time() - started_at) / NUM_STEPS)
-    assert len(scheduler.running) == num_sequences
-    return best
-
-
-def decoding(num_sequences: int) -> Scheduler:
-    num_tokens = NUM_STEPS * (NUM_SAMPLES + 1)
-    pool = BlockPool(num_sequences * (num_tokens // BLOCK_SIZE + 3))
-    config = SchedulerConfig(num_sequences, num_sequences, num_sequences)
-    scheduler = Scheduler(config, pool, BLOCK_SIZE, frozenset({0}))
-    for index in range(num_sequences):
-        prompt = tuple(range(1, 17 + index % BLOCK_SIZE))
-        sequence = Sequence(Request(f"s{index}", prompt, len(prompt), SamplingParams(max_tokens=num_tokens)), index)
-        scheduler.hold_cached_prefix(sequence, len(prompt))
-        reserved = pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
-        assert reserved is not None
-        pool.arrive(reserved)
-        sequence.block_table += reserved
-        sequence.num_computed_tokens = len(prompt)
-        sequence.token_ids.append(7)
-        scheduler.add(sequence)
-    return scheduler
-
-
-# ---- decisions
 
 NUM_WORKERS = 64  # of each role
 PROMPT_TOKENS = 8000
