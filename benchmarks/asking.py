@@ -92,36 +92,12 @@ def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]
     return [[numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(num_tokens)] for _ in range(count)]
 
 
-@dataclass(slots=True)
-class Together:
-    """When every answer has its last token, or, if `num_tokens` is given, so many more since all had their first."""
-
-    answers: list[Answer]
-    max_tokens: int
-    num_tokens: int | None
-    _at_first: list[int] = field(default_factory=list)  # tokens of each answer when the last of them began
-
-    def is_complete(self) -> bool:
-        counts = [len(answer.times) for answer in self.answers]
-        if not self._at_first and all(counts):
-            self._at_first = counts
-        if self.num_tokens is None or not self._at_first:
-            return all(count == self.max_tokens for count in counts)
-        return all(now - then >= self.num_tokens for now, then in zip(counts, self._at_first, strict=True))
-
-
-async def ask_worker(
-    address: str, prompts: Sequence[Sequence[int]], max_tokens: int, num_together: int | None = None
-) -> list[Answer]:
-    """All calls at once, as a router makes them, and without guesses. The times count from the first call.
-
-    `num_together`: end when every answer has got so many tokens while all of them were in decode.
-    """
+async def ask_worker(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+    """All calls at once, as a router makes them, and without guesses. The times count from the first call."""
     channel = open_channel(address, MAX_MESSAGE_BYTES)
     stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
     tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=1))
     answers = [Answer() for _ in prompts]
-    together = Together(answers, max_tokens, num_together)
     is_open, complete = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def or_fail(work: Awaitable[None]) -> None:
@@ -137,7 +113,7 @@ async def ask_worker(
             now = time.perf_counter() - start
             for call in message.calls:
                 answers[call - 1].times.append(now)
-            if together.is_complete() and not complete.done():
+            if not complete.done() and all(len(answer.times) == max_tokens for answer in answers):
                 complete.set_result(None)
 
     async def one(number: int, prompt: Sequence[int]) -> None:
@@ -153,8 +129,7 @@ async def ask_worker(
         start = time.perf_counter()
         tasks += [asyncio.create_task(or_fail(one(number, prompt))) for number, prompt in enumerate(prompts, 1)]
         await asyncio.wait_for(complete, WORKER_TIMEOUT_S)
-        if num_together is None:  # a call ends before or after its last token; until then its id is taken
-            await asyncio.wait(tasks[1:], timeout=WORKER_TIMEOUT_S)
+        await asyncio.wait(tasks[1:], timeout=WORKER_TIMEOUT_S)  # until a call ends, its id is taken
     finally:
         for task in tasks:
             task.cancel()

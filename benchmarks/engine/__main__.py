@@ -1,9 +1,7 @@
 """The engine beside vLLM and llama.cpp on one core: `make bench-engine`.
 
     bare         prefill and decode in bfloat16, beside vLLM
-    serving      the part of a step outside the model, in a decode worker that serves
     quantized    decode with int8 and int4 weights, beside bfloat16, and beside llama.cpp
-    products     the matrix products of a step with int8 and int4 weights beside bfloat16, by number of rows
     perplexity   of a text (TEXT=wiki.test.txt), by format of the weights and of the KV pool
 
 Only the program differs between the rows of a peer, and only the format between the others: every program is a process
@@ -14,7 +12,6 @@ one, then of the next. A peer that is not installed (`make bench-peers`) is repo
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import time
@@ -22,24 +19,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.asking import ask_worker, random_prompts
-from benchmarks.engine import programs, quantization
+from benchmarks.engine import perplexity, programs
 from benchmarks.engine.figures import (
     BATCHES,
     CONTEXTS,
     FORMATS,
     LLAMA,
-    MIN_STEPS,
     OURS,
     PLAIN,
     PROMPTS,
     QUANTIZED_CONTEXT,
     VLLM,
     Figures,
-    ModelSteps,
     start_line,
 )
 from benchmarks.engine.programs import Start
+from benchmarks.install_peers import MODEL
 from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
@@ -49,8 +44,8 @@ from text.tokenizer import load_tokenizer
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
 SHORT_PROMPT = 16  # tokens, of a program's first answer
-SERVED_TOKENS, SERVED_KV_MB = 512, 768  # at most, of each stream of a serving worker; room for all of them
-PARTS = ("bare", "serving", "quantized", "products", "perplexity")
+KV_TOKENS_SHARE = 8  # a KV pool is compared on so much less of the text, because the references compute slowly
+PARTS = ("bare", "quantized", "perplexity")
 
 
 @contextlib.contextmanager
@@ -87,8 +82,7 @@ def measure_decode(running: dict[str, ChildProcess], context: int, repeats: int,
             program.call("keep", batch=batch)
         for _ in range(repeats):
             for name, program in turns.items():
-                for part, values in program.call("steps", count=STEPS + 1).items():
-                    figures.steps[name, context, batch, part] += values[1:]
+                figures.step_ms[name, context, batch] += program.call("steps", count=STEPS + 1)["ms"][1:]
 
 
 def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Figures) -> None:
@@ -98,37 +92,22 @@ def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Fig
                 figures.prefill_ms[name, tokens].append(program.call("prefill", tokens=tokens)["ms"])
 
 
-def measure_serving(config: EngineConfig, core: int) -> ModelSteps:
-    """The models of a decode worker that streams its largest batch to this process.
-
-    Prompts are computed beside the decodes of those before, as many tokens a step as its budget leaves. So the streams
-    go on until all have decoded together for long enough, however late the last one began.
-    """
-    worker = programs.tandem("a decode worker", config, serve_on_core=core)(None)
-    try:
-        prompts = random_prompts(max(BATCHES), QUANTIZED_CONTEXT)
-        asyncio.run(ask_worker(worker.call("address"), prompts, SERVED_TOKENS, num_together=2 * MIN_STEPS))
-        steps: ModelSteps = worker.call("model_steps")
-        return steps
-    finally:
-        worker.stop()
-
-
 class Benchmark:
     """Each public method is a part."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.report = Report("engine")
         self._arguments = arguments
-        self._figures = Figures(load_config(resolve_model(arguments.model)))
+        self._figures = Figures(load_config(resolve_model(MODEL)))
         self._core = max(os.sched_getaffinity(0))
-        self._plain = EngineConfig(model=arguments.model, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
+        self._plain = EngineConfig(model=MODEL, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
 
     def bare(self) -> None:
         """Prefill and decode of the bare engines, in bfloat16."""
         report, figures, repeats = self.report, self._figures, self._arguments.repeats
-        starts: dict[str, Start | None] = {OURS: programs.tandem(OURS, self._plain)}
-        starts |= {VLLM: programs.vllm(self._core)} if self._arguments.peers else {}
+        starts: dict[str, Start | None] = {
+            OURS: programs.tandem(OURS, self._plain), VLLM: programs.vllm(self._core),
+        }  # fmt: skip
         with running(starts, self._core, report) as found:
             figures.take_floors(found[OURS].call("floors"))
             with report.section("prefill"):
@@ -141,32 +120,25 @@ class Benchmark:
                     self._add(figures.decode_lines(context))
             self._add(figures.floor_lines())
 
-    def serving(self) -> None:
-        steps = measure_serving(replace(self._plain, kv_memory_mb=SERVED_KV_MB), self._core)
-        self.report.add(self._figures.serving_line(steps))
-
     def quantized(self) -> None:
         """Decode with quantized weights beside bfloat16, and beside llama.cpp."""
         small = replace(self._plain, kv_memory_mb=512)
         starts: dict[str, Start | None] = {PLAIN: programs.tandem(PLAIN, small)}
         for name in FORMATS:
             starts[f"{OURS} {name}"] = programs.tandem(f"{OURS} {name}", replace(small, quantization=name))
-        starts |= {LLAMA: programs.llama()} if self._arguments.peers else {}
-        with running(starts, self._core, self.report) as found:
+        with running(starts | {LLAMA: programs.llama()}, self._core, self.report) as found:
             measure_decode(found, QUANTIZED_CONTEXT, self._arguments.repeats, self._figures)
         self._add(self._figures.quantized_lines())
-
-    def products(self) -> None:
-        quantization.speed(self.report, self._arguments.rows, 2 * self._arguments.repeats + 1)
 
     def perplexity(self) -> None:
         if self._arguments.text is None:
             self.report.say("perplexity needs a text, and is left out: --text wiki.test.txt")
             return
-        token_ids = load_tokenizer(self._arguments.model).encode(self._arguments.text.read_text(encoding="utf-8"))
+        token_ids = load_tokenizer(MODEL).encode(self._arguments.text.read_text(encoding="utf-8"))
         config, context = replace(self._plain, kv_memory_mb=64), self._arguments.context
-        quantization.quality(self.report, config, token_ids[: self._arguments.tokens], context)
-        quantization.kv_quality(self.report, config, token_ids[: self._arguments.kv_tokens], context)
+        token_ids = token_ids[: self._arguments.tokens]
+        perplexity.weights(self.report, config, token_ids, context)
+        perplexity.kv(self.report, config, token_ids[: max(context, len(token_ids) // KV_TOKENS_SHARE)], context)
 
     def _add(self, lines: Iterable[Line]) -> None:
         for line in lines:
@@ -175,13 +147,9 @@ class Benchmark:
 
 def main() -> None:
     parser = parser_of(__doc__, PARTS, repeats=5)
-    parser.add_argument("--model", default="smollm2-135m", help="with another model the peers have to be left out")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="measure Tandem alone")
-    parser.add_argument("--rows", type=int, nargs="+", default=quantization.ROWS, help="of the products")
     parser.add_argument("--text", type=Path, help="of the perplexity, e.g. the test part of WikiText-2")
     parser.add_argument("--context", type=int, default=512, help="tokens of a window of the text")
     parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its start")
-    parser.add_argument("--kv-tokens", type=int, default=8192, help="... of it for the KV pools, which compute slowly")
     arguments = parser.parse_args()
     benchmark = Benchmark(arguments)
     benchmark.report.say(f"medians of {arguments.repeats} interleaved repeats of {STEPS} steps")

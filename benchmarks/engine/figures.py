@@ -6,7 +6,6 @@ bandwidth, and the step's multiplications at the core's matrix product. A prompt
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -24,13 +23,8 @@ FORMATS = ("int4", "int8")  # of weights
 BATCHES, CONTEXTS, PROMPTS = (32, 8, 1), (512, 2048), (512, 1024, 1900)
 QUANTIZED_CONTEXT = 512
 LEAST_SPEED = {VLLM: 1.25, LLAMA: 1.0, PLAIN: 1.0}  # times the peer's
-LEAST_ATTENTION_SHARE = 0.6  # of the core's read bandwidth
-MOST_AROUND_PERCENT = 5.0  # of a step of the largest batch
 MOST_START_S = 5.0
 WEIGHT_BYTES = 2  # of a bfloat16
-MIN_STEPS = 24  # of the whole batch, while a worker serves
-
-ModelSteps = list[tuple[int, float, float]]  # (sequences, start, end) of the model in each step, in seconds
 
 
 def num_weights(model: ModelConfig) -> tuple[int, int]:
@@ -41,21 +35,10 @@ def num_weights(model: ModelConfig) -> tuple[int, int]:
     return count - (head if model.tie_embeddings else 2 * head), head
 
 
-def percent_around(steps: ModelSteps, batch: int) -> float:
-    """The time between two models of the whole batch, as a share of the step, at the median."""
-    whole = [step for step in steps if step[0] == batch]
-    pairs = itertools.pairwise(whole)
-    shares = [(start - last_end) / (end - last_end) for (_, _, last_end), (_, start, end) in pairs]
-    if len(shares) < MIN_STEPS:
-        raise RuntimeError(f"only {len(shares)} steps had all {batch} sequences")
-    return 100 * statistics.median(shares)
-
-
 @dataclass
 class Figures:
     model: ModelConfig
-    # By (program, context, batch, part): "ms" of each step and of its parts, and the "length" of its sequences.
-    steps: dict[tuple[str, int, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    step_ms: dict[tuple[str, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     prefill_ms: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     read_bytes_per_s: float = 0.0
     flop_per_s: float = 0.0
@@ -67,8 +50,8 @@ class Figures:
         self.flop_per_s = max(self.flop_per_s, floors["flop_per_s"])
         self.kv_bytes_per_token = floors["kv_bytes_per_token"]
 
-    def step(self, name: str, context: int, batch: int, part: str = "ms") -> float | None:
-        values = self.steps.get((name, context, batch, part))
+    def step(self, name: str, context: int, batch: int) -> float | None:
+        values = self.step_ms.get((name, context, batch))
         return statistics.median(values) if values else None
 
     def decode_floor_ms(self, context: int, batch: int) -> float:
@@ -96,18 +79,10 @@ class Figures:
                 floor = self.decode_floor_ms(context, batch)
                 yield Line(f"decode step, bf16, batch {batch}, context {context}", ours, "ms",
                            VLLM, self.step(VLLM, context, batch), floor, LEAST_SPEED[VLLM])  # fmt: skip
-        for batch in reversed(BATCHES):
-            yield from self._attention(context, batch)
-        yield from self._around(context, max(BATCHES))
 
     def floor_lines(self) -> Iterator[Line]:
         yield Line("the core reads memory at", self.read_bytes_per_s / 1e9, "GB/s")
         yield Line("the core multiplies bf16 matrices at", self.flop_per_s / 1e9, "GFLOP/s")
-
-    def serving_line(self, steps: ModelSteps) -> Line:
-        """Around the model, while a worker serves."""
-        percent = percent_around(steps, max(BATCHES))
-        return _around_line(f"in a decode worker that serves {max(BATCHES)} streams", percent)
 
     def _tokens_per_s(self, name: str, tokens: int) -> float | None:
         times = self.prefill_ms.get((name, tokens))
@@ -132,27 +107,8 @@ class Figures:
                     yield Line(f"decode step, {weights}, batch {batch}, context {QUANTIZED_CONTEXT}, beside bf16",
                                ours, "ms", PLAIN, plain, least_ratio=LEAST_SPEED[PLAIN])  # fmt: skip
 
-    def _attention(self, context: int, batch: int) -> Iterator[Line]:
-        """Bytes are counted for the sequences' real length: sequences grow while they are measured."""
-        milliseconds, length = (self.step(OURS, context, batch, part) for part in ("attention_ms", "length"))
-        if milliseconds and length:
-            speed = batch * length * self.kv_bytes_per_token / milliseconds * 1e3
-            yield Line(f"paged attention in the model, batch {batch}, context {context}", speed / 1e9, "GB/s",
-                       "the core's reads", self.read_bytes_per_s / 1e9,
-                       least_ratio=LEAST_ATTENTION_SHARE)  # fmt: skip
-
-    def _around(self, context: int, batch: int) -> Iterator[Line]:
-        step, emit, model = (self.step(OURS, context, batch, part) for part in ("ms", "emit_ms", "model_ms"))
-        if step is not None and emit is not None and model is not None:
-            around = 100 * (step + emit - model) / (step + emit)
-            yield _around_line(f"in one thread, batch {batch}, context {context}", around)
-
 
 def start_line(name: str, seconds: float) -> Line:
     """`seconds`: from the start of a program's process to its first token."""
     most = MOST_START_S if name == PLAIN else None
     return Line(f"start of the engine's process to its first token, {name}", seconds, "s", most=most)
-
-
-def _around_line(where: str, value: float) -> Line:
-    return Line(f"around the model, {where}", value, "% of the step", most=MOST_AROUND_PERCENT)

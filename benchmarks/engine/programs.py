@@ -32,10 +32,9 @@ FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default mod
 Start = Callable[[int | None], ChildProcess]  # takes the core; None = where the scheduler puts the program
 
 
-def tandem(name: str, config: EngineConfig, serve_on_core: int | None = None) -> Start:
-    """The bare engine, or a decode worker whose compute thread runs on `serve_on_core`."""
+def tandem(name: str, config: EngineConfig) -> Start:
     command = [sys.executable, "-m", "benchmarks.engine.tandem_worker", json.dumps(asdict(config))]
-    return partial(ChildProcess, name, command + [str(serve_on_core)] * (serve_on_core is not None), None, None)
+    return partial(ChildProcess, name, command, None, None)
 
 
 def vllm(core: int) -> Start | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.asking import Answer, Together
 from benchmarks.engine.figures import VLLM
 from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report, run_parts
@@ -93,15 +92,3 @@ def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, m
     assert [line["measure"] for line in written["lines"]] == ["before", "after"]
     assert written["failed"] == {"broken": "RuntimeError: no luck"}
     assert "| broken | failed: RuntimeError: no luck |" in Path("build/bench/trial.md").read_text()
-
-
-def test_streams_are_together_from_the_first_token_of_the_last_one() -> None:
-    early, late = Answer(times=[0.0] * 9), Answer()
-    together = Together([early, late], max_tokens=100, num_tokens=2)
-    assert not together.is_complete()  # whatever the early one has by then
-    late.times.append(1.0)
-    assert not together.is_complete()
-    for answer in (early, late):
-        answer.times += [2.0, 3.0]
-    assert together.is_complete()
-    assert not Together([early, late], max_tokens=100, num_tokens=None).is_complete()
