@@ -3,7 +3,7 @@
     benchmark  --Remote, a pipe-->  the owner's Side
                --Remote, a pipe-->  the puller's Side
 
-Each process is pinned to a core of its own, unless its `Spec` leaves the core to the scheduler.
+Each process is pinned to the core of its `Spec`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class Remote:
 def serve(spec: Spec, pipe: Connection) -> None:
     """The side's process: (method, arguments) in, (result, error) out, until `close`."""
     os.environ.update(spec.environment)
-    if spec.core is not None:
-        os.sched_setaffinity(0, {spec.core})
+    os.sched_setaffinity(0, {spec.core})
 
     async def answer() -> None:
         side = Side(spec)
@@ -98,10 +97,10 @@ class Pair:
         total_s: float = stats.total_s
         return total_s
 
-    def prefill(self, num_tokens: int, late: bool) -> tuple[float, float]:
+    def prefill(self, num_tokens: int) -> tuple[float, float]:
         """Seconds of computing a prompt, and seconds from the end of it until its last block was pulled."""
         transfer_id = secrets.randbits(128)
-        self.owner.start("prefill", transfer_id, self.puller_address, num_tokens, late)
+        self.owner.start("prefill", transfer_id, self.puller_address, num_tokens)
         num_blocks = self.owner_address.layout.num_blocks_for(num_tokens)
         _, pulled_at = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, False)
         seconds, computed_at = self.owner.end()

@@ -13,7 +13,6 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +37,6 @@ from runtime.driver import Driver
 TIMEOUT_S = 120.0
 BLOCKS_PER_HELD = 10  # one of so many is held by others
 CHUNK_TOKENS = 512  # of a prefill
-WATCH_S = 0.001  # between two looks at the event loop
 QUIET_S = 0.01  # a process without work uses less than half of a core for so long
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -50,7 +48,7 @@ class Spec:
     config: TransferConfig
     layout: KVLayout
     num_blocks: int
-    core: int | None  # None: the scheduler's choice
+    core: int
     environment: dict[str, str] = field(default_factory=dict)
     engine: EngineConfig | None = None
 
@@ -89,7 +87,7 @@ class Side:
         self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
     ) -> None:
         """Offer blocks that are ready, and wait for their digests if `digests_made`."""
-        blocks = self._offered = await self._shuffled(self._pool.allocate(num_blocks), shuffled)
+        blocks = self._offered = self._ordered(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
         self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, (1,), now))
@@ -100,13 +98,8 @@ class Side:
         await self._end()
         self._pool.release(self._offered)
 
-    async def offer_often(self, transfer_ids: list[int], peer: AgentAddress, num_blocks: int) -> None:
-        for transfer_id in transfer_ids:
-            await self.offer(transfer_id, peer, num_blocks, False, True)
-            await self.offer_ended()
-
-    async def prefill(self, transfer_id: int, peer: AgentAddress, num_tokens: int, late: bool) -> tuple[float, float]:
-        """Compute a prompt and offer it chunk by chunk, or all of it `late`, at the end.
+    async def prefill(self, transfer_id: int, peer: AgentAddress, num_tokens: int) -> tuple[float, float]:
+        """Compute a prompt and offer it chunk by chunk.
 
         Returns the seconds of computing, and when it ended on the machine's clock.
         """
@@ -125,12 +118,9 @@ class Side:
             started_at = time.perf_counter()
             await self._loop.run_in_executor(self._compute, run_step, self._runner, plan)
             seconds += time.perf_counter() - started_at
-            if last or not late:
-                ready = num_blocks if last else (start + count) // self._layout.block_size
-                offered = list(enumerate(blocks[:ready]))
-                self._act(
-                    self._machine.owner.add_ready(transfer_id, offered, last, (1,) if last else (), self._driver.now())
-                )
+            offered = list(enumerate(blocks[: num_blocks if last else (start + count) // self._layout.block_size]))
+            tokens_out = (1,) if last else ()
+            self._act(self._machine.owner.add_ready(transfer_id, offered, last, tokens_out, self._driver.now()))
         ended_at = time.perf_counter()
         await self._end()
         self._pool.release(blocks)
@@ -140,7 +130,7 @@ class Side:
         self, transfer_id: int, owner: AgentAddress, num_blocks: int, shuffled: bool
     ) -> tuple[PullStats, float]:
         """Pull a sequence. Returns also when the pull ended, on the machine's clock."""
-        targets = await self._shuffled(self._pool.reserve(num_blocks), shuffled)
+        targets = self._ordered(self._pool.reserve(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
         self._act(self._machine.puller.start(transfer_id, range(len(targets)), now))
@@ -153,29 +143,21 @@ class Side:
 
     async def read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int) -> float:
         """Seconds to read shuffled blocks of the owner by process_vm_readv, `per_call` of them with each call."""
-        return self._read(pid, owner, num_blocks, per_call)
-
-    async def idle(self, seconds: float) -> float:
-        """The share of a core that this process uses."""
-        cpu_s, started_at = time.process_time(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        return (time.process_time() - cpu_s) / (time.perf_counter() - started_at)
-
-    async def stall_of_pulls(self, transfer_ids: list[int], owner: AgentAddress, num_blocks: int) -> float:
-        async def pull_all() -> None:
-            for transfer_id in transfer_ids:
-                await self.pull(transfer_id, owner, num_blocks, True)
-
-        return await longest_stall_s(pull_all())
-
-    async def stall_of_reads(self, pid: int, owner: AgentAddress, times: int, num_blocks: int, per_call: int) -> float:
-        """The same bytes by process_vm_readv, on a thread that does nothing else."""
-
-        async def read_all() -> None:
-            for _ in range(times):
-                await asyncio.to_thread(self._read, pid, owner, num_blocks, per_call)
-
-        return await longest_stall_s(read_all())
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = self._layout.block_bytes
+        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks]
+        targets = np.random.default_rng(7).permutation(len(self._array))[:num_blocks]
+        calls = [
+            (iovec(self._address.pool_base, targets[i : i + per_call], size),
+             iovec(owner.pool_base, sources[i : i + per_call], size))
+            for i in range(0, num_blocks, per_call)
+        ]  # fmt: skip
+        started_at = time.perf_counter()
+        for local, remote in calls:
+            done = libc.process_vm_readv(pid, local, len(local), remote, len(remote), 0)
+            if done != len(local) * size:
+                raise OSError(ctypes.get_errno(), f"process_vm_readv read {done} bytes")
+        return time.perf_counter() - started_at
 
     async def close(self) -> None:
         await asyncio.to_thread(self._agent.close)
@@ -196,29 +178,12 @@ class Side:
                 cpu_s = time.process_time()
                 await asyncio.sleep(QUIET_S)
 
-    async def _shuffled(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
-        """The blocks in the order of their sequence. Shuffling runs off the event loop, which may be watched."""
+    def _ordered(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
+        """The blocks in the order of their sequence."""
         assert blocks is not None, "the pool is too small"
         if shuffled:
-            await asyncio.to_thread(self._random.shuffle, blocks)
+            self._random.shuffle(blocks)
         return blocks
-
-    def _read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int) -> float:
-        libc = ctypes.CDLL(None, use_errno=True)
-        size = self._layout.block_bytes
-        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks]
-        targets = np.random.default_rng(7).permutation(len(self._array))[:num_blocks]
-        calls = [
-            (iovec(self._address.pool_base, targets[i : i + per_call], size),
-             iovec(owner.pool_base, sources[i : i + per_call], size))
-            for i in range(0, num_blocks, per_call)
-        ]  # fmt: skip
-        started_at = time.perf_counter()
-        for local, remote in calls:
-            done = libc.process_vm_readv(pid, local, len(local), remote, len(remote), 0)
-            if done != len(local) * size:
-                raise OSError(ctypes.get_errno(), f"process_vm_readv read {done} bytes")
-        return time.perf_counter() - started_at
 
     def _perform(self, action: Any) -> None:
         if isinstance(action, PullCompleted | PullFailed | OfferEnded):
@@ -265,14 +230,3 @@ def iovec(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
     return (Vector * len(blocks))(*[Vector(base + int(block) * size, size) for block in blocks])
-
-
-async def longest_stall_s(work: Awaitable[None]) -> float:
-    """The longest time by which the event loop answered late during `work`."""
-    longest, task = 0.0, asyncio.ensure_future(work)
-    while not task.done():
-        before = time.perf_counter()
-        await asyncio.sleep(WATCH_S)
-        longest = max(longest, time.perf_counter() - before - WATCH_S)
-    await task
-    return longest
