@@ -38,7 +38,6 @@ from core.config import (
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from decode_worker import machine as decode_machine
 from engine import factory
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
@@ -63,7 +62,6 @@ class Role:
     step_s: float | None = 0.0
     num_blocks: int = 65_536  # of a worker's pool
     moves_kv: bool = False  # the pool has the layout of the default model, and its blocks move over nixl with digests
-    moves_for_room: bool = True  # False: a decode worker whose pool is full preempts alone
     http_port: int = 0  # of a router; 0 = no HTTP
     disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
 
@@ -177,8 +175,6 @@ def build_sleeping_runner(role: Role, step_s: float) -> SleepingRunner:
 async def start_service(host: ServiceHost, role: Role) -> Endpoint:
     if (step_s := role.step_s) is not None:
         factory.build_runner = lambda *_, **__: build_sleeping_runner(role, step_s)
-    if not role.moves_for_room:
-        decode_machine.num_short = lambda *_: 0  # type: ignore[attr-defined]
     transfer = TransferConfig() if role.moves_kv else TransferConfig(transport="memory")
     cache = CacheConfig(disk_gb=2.0 if role.disk_dir else 0.0, disk_dir=role.disk_dir)
     config = replace(CONFIG, transfer=transfer, gateway=GatewayConfig(port=role.http_port), cache=cache)
@@ -215,11 +211,7 @@ class Service:
     def counters(self) -> dict[str, float]:
         worker: Any = self._host._service
         load = worker._parts.machine.load()
-        return {
-            "preemptions": load.num_preemptions,
-            "read_bytes": load.transferred_bytes,
-            "disk_writes": load.num_disk_writes,
-        }
+        return {"read_bytes": load.transferred_bytes, "disk_writes": load.num_disk_writes}
 
     def _wait(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,8 +1,8 @@
 """What clients feel of changes to a fleet: `make bench-operations`.
 
-    roll, switch, change, zero       an operator changes the fleet (benchmarks/operations/changes.py; 3 minutes)
-    gap, stay, drain, room, router   requests move, workers and routers die (benchmarks/operations/moves.py; 15 minutes)
-    disk                             a killed worker finds its KV on disk (benchmarks/operations/disk.py; 2 minutes)
+    roll, change        an operator changes the fleet (benchmarks/operations/changes.py; 2 minutes)
+    gap, drain, router  requests move, workers and routers die (benchmarks/operations/moves.py; 10 minutes)
+    disk                a killed worker finds its KV on disk (benchmarks/operations/disk.py; 2 minutes)
 
 Within a part the load, the fleet and the cores are the same, and only the named event differs.
 """

@@ -5,9 +5,7 @@ time, so the gaps are those of the moves and not of a CPU that computes two mode
 
     gap      a worker drains under streams of 256, 2,048 and 8,000 tokens. The added gap of a stream is its longest time
              without a token less two median ones: the old worker's last step, and the new one's first
-    stay     8 streams of a worker that takes 32 streams of 2,048 tokens of another
     drain    a worker with 32 streams of 2,048 tokens drains: by moves, by waiting for their ends. Or it is killed
-    room     more KV than fits: with moves, and with preemptions alone
     router   one of two routers is killed under 64 streams
 """
 
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -30,10 +27,8 @@ TIMEOUT_S = 120.0
 LENGTHS = (256, 2048, 8000)
 STREAMS_PER_GAP = 4
 DRAINED_STREAMS, DRAINED_TOKENS = 32, 2048
-STAYING_STREAMS, CALM_S = 8, 1.5
-MOST_ADDED_MS, MOST_ADDED_P99_MS, MOST_GROWTH = 15.0, 60.0, 1.5
+MOST_ADDED_MS, MOST_ADDED_P99_MS = 15.0, 60.0
 MOST_DRAIN_S = 3.0
-MOST_STAYING_GROWTH = 1.5
 MOST_ROUTER_GAP_S = 2.0
 STEP_S, PREFILL_STEP_S, NUM_BLOCKS = 0.02, 0.002, 6144
 
@@ -87,10 +82,8 @@ class Fleet:
         return [router.address for router in self.routers]
 
 
-def decode_role(ordinal: int, num_blocks: int = NUM_BLOCKS, moves_for_room: bool = True) -> Role:
-    return Role(
-        "decode", ordinal=ordinal, step_s=STEP_S, num_blocks=num_blocks, moves_kv=True, moves_for_room=moves_for_room
-    )
+def decode_role(ordinal: int) -> Role:
+    return Role("decode", ordinal=ordinal, step_s=STEP_S, num_blocks=NUM_BLOCKS, moves_kv=True)
 
 
 @contextlib.contextmanager
@@ -112,9 +105,9 @@ async def streams(
         yield begun
 
 
-def gaps_of(answer: Answer, since: float, until: float = math.inf) -> list[float]:
-    """Those that ended after `since`, when the part began to disturb the streams, and at the latest at `until`."""
-    return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended <= until]
+def gaps_of(answer: Answer, since: float) -> list[float]:
+    """Those that ended after `since`, when the part began to disturb the streams."""
+    return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended]
 
 
 def has_moved(answer: Answer) -> bool:
@@ -136,7 +129,6 @@ async def gap(report: Report, repeats: int) -> None:
     """A fresh worker drains in each repeat; the lengths take turns."""
     found: dict[int, list[Answer]] = {length: [] for length in LENGTHS}
     added: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    longer: dict[int, list[float]] = {length: [] for length in LENGTHS}
     with fleet(decode_role(0)) as running:
         async with AsyncClient(running.addresses) as client:
             for repeat in range(repeats):
@@ -149,56 +141,16 @@ async def gap(report: Report, repeats: int) -> None:
                         await running.drain(leaving)
                     found[length] += begun
                     for gaps in (gaps_of(stream, since) for stream in begun if has_moved(stream)):
-                        longest_s, step_s = max(gaps), statistics.median(gaps)  # the median one is about a step
-                        added[length].append(1e3 * max(0.0, longest_s - 2 * step_s))
-                        longer[length].append(1e3 * (longest_s - step_s))
+                        step_s = statistics.median(gaps)  # about a step
+                        added[length].append(1e3 * max(0.0, max(gaps) - 2 * step_s))
                     running.leave(leaving)
                     leaving.stop()
     for length, begun in found.items():
         name = f"gap: {length} tokens, added by a move"
         report.add(Line(f"{name}, p50", statistics.median(added[length]), "ms", most=MOST_ADDED_MS))
         report.add(Line(f"{name}, p99", percentile(added[length], 0.99), "ms", most=MOST_ADDED_P99_MS))
-        name = f"gap: {length} tokens, across a move less one step"
-        report.add(Line(f"{name}, p50", statistics.median(longer[length]), "ms"))
-        report.add(Line(f"{name}, p99", percentile(longer[length], 0.99), "ms"))
         report.add(Line(f"gap: {length} tokens, streams that moved", len(added[length]), f"of {len(begun)}"))
         report.add(Line(f"gap: {length} tokens, computed again", recomputed(begun), "tokens", most=0.0))
-    growth = statistics.median(longer[LENGTHS[-1]]) / statistics.median(longer[LENGTHS[0]])
-    report.add(
-        Line(f"gap: less one step, p50 at {LENGTHS[-1]} tokens / at {LENGTHS[0]}", growth, "x", most=MOST_GROWTH)
-    )
-
-
-async def stay(report: Report, repeats: int) -> None:
-    """Router 1 knows only the worker that stays, and router 0 only the other one until that drains."""
-    calm: list[float] = []
-    crowded: list[float] = []
-    for repeat in range(repeats):
-        with fleet(decode_role(0), num_routers=2) as running:
-            (leaving,), staying = running.decode, running.spare(decode_role(1))
-            for_leaving, for_staying = running.addresses
-            await asyncio.to_thread(running.routers[1].follow, [running.prefill, staying])
-            async with (
-                AsyncClient([for_staying]) as client,
-                AsyncClient([for_leaving]) as other,
-                streams(client, STAYING_STREAMS, LENGTHS[0], 600, repeat) as begun,
-                streams(other, DRAINED_STREAMS, DRAINED_TOKENS, 400, 1000 + repeat) as moving,
-            ):
-                await asyncio.sleep(CALM_S)
-                since = time.perf_counter()
-                await running.join(staying)
-                await running.drain(leaving)
-                until = time.perf_counter()
-            for stream in begun:
-                calm += gaps_of(stream, since - CALM_S, since)
-                crowded += gaps_of(stream, since, until)
-            assert not failures([*begun, *moving])
-            assert any(has_moved(stream) for stream in moving)
-    p99 = percentile(crowded, 0.99)
-    what = f"stay: {STAYING_STREAMS} streams of a worker that takes {DRAINED_STREAMS}, gaps p99"
-    report.add(Line(f"{what}, before", 1e3 * percentile(calm, 0.99), "ms"))
-    report.add(Line(f"{what}, meanwhile", 1e3 * p99, "ms"))
-    report.add(Line(f"{what}, meanwhile / before", p99 / percentile(calm, 0.99), "x", most=MOST_STAYING_GROWTH))
 
 
 async def drain(report: Report, repeats: int) -> None:
@@ -242,33 +194,6 @@ async def drain(report: Report, repeats: int) -> None:
     report.add(Line(f"{what}, by moves: KV moved", statistics.median(rates) / 1e9, "GB/s"))
 
 
-async def room(report: Report, repeats: int) -> None:
-    """16 streams fill a pool to 1.3 of its size at their ends; a worker with a pool of the same size is half full."""
-    count, num_prompt, num_output = 16, 256, 640
-    demand = count * -(-(num_prompt + num_output) // BLOCK_SIZE)
-    num_blocks = int(demand / 1.3)
-    worst: dict[bool, list[float]] = {True: [], False: []}
-    preemptions: dict[bool, float] = {True: 0.0, False: 0.0}
-    for repeat in range(repeats):
-        for with_moves in worst:
-            role = decode_role(0, num_blocks, with_moves)
-            with fleet(role) as running:
-                spare = running.spare(decode_role(1, num_blocks))
-                async with AsyncClient(running.addresses) as client:
-                    async with streams(client, count, num_prompt, num_output, repeat) as begun:
-                        await running.join(spare)
-                        since = time.perf_counter()
-                    for process in running.decode:
-                        preemptions[with_moves] += (await asyncio.to_thread(process.call, "counters"))["preemptions"]
-                    worst[with_moves] += [max(gaps_of(stream, since)) for stream in begun]
-                    assert not failures(begun), [stream.error for stream in begun]
-    p90 = {way: 1e3 * percentile(values, 0.9) for way, values in worst.items()}
-    report.add(Line("room: longest gap of a stream, p90", p90[True], "ms", "preemption", p90[False], least_ratio=3.0))
-    report.add(
-        Line("room: preemptions", preemptions[True] / repeats, "", "preemption", preemptions[False] / repeats, most=0.0)
-    )
-
-
 async def router(report: Report, repeats: int) -> None:
     gaps: list[float] = []
     failed = again = 0.0
@@ -282,17 +207,11 @@ async def router(report: Report, repeats: int) -> None:
                 gaps += [max(gaps_of(stream, since)) for stream in begun]
                 failed += failures(begun)
                 again += recomputed(begun)
-    report.add(
-        Line(
-            "router: one of two is killed, longest gap of a stream, p99",
-            percentile(gaps, 0.99),
-            "s",
-            most=MOST_ROUTER_GAP_S,
-        )
-    )
+    what = "router: one of two is killed, longest gap of a stream, p99"
+    report.add(Line(what, percentile(gaps, 0.99), "s", most=MOST_ROUTER_GAP_S))
     report.add(Line("router: failed requests", failed, "", most=0.0))
     report.add(Line("router: computed again, a stream", again / len(gaps), "tokens", most=float(BLOCK_SIZE)))
 
 
 Part = Callable[[Report, int], Coroutine[Any, Any, None]]
-PARTS: dict[str, Part] = {"gap": gap, "stay": stay, "drain": drain, "room": room, "router": router}
+PARTS: dict[str, Part] = {"gap": gap, "drain": drain, "router": router}
