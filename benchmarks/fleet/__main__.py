@@ -2,7 +2,7 @@
 
     start     from the command to the first token; memory
     load      TTFT, TPOT and tokens/s of clients that ask one question after another
-    formats   what a JSON schema costs beside none, and whether outputs follow their schemas (8 minutes)
+    formats   what a JSON schema costs beside none (3 minutes)
     guesses   what guessed tokens gain beside none: QUESTIONS=question.jsonl, Spec-Bench's (30 minutes)
 
 Each part starts a fleet of its own by `tandem serve` and talks to it over the public gRPC API. Within a part the
@@ -38,6 +38,9 @@ TIMEOUT_S = 300.0
 SETTLE_S = 1.0
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
 SHORT_PROMPT = 16  # tokens, of the first question after a start
+NUM_WORKERS = 2  # one of each role
+PROMPT_TOKENS, OUTPUT_TOKENS = 256, 32
+LEVELS, NUM_REQUESTS = (1, 4), 4  # clients at one time; requests of each client in a repeat
 MB = 1 << 20
 PARTS = ("start", "load", "formats", "guesses")
 
@@ -50,10 +53,7 @@ async def ask_once(client: AsyncClient, seed: int, prompt_tokens: int, output_to
 
 
 def flags_of(arguments: argparse.Namespace) -> list[str]:
-    return [
-        "--model", arguments.model, "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb),
-        "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
-    ]  # fmt: skip
+    return ["--model", arguments.model, "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb)]
 
 
 # ---- start
@@ -89,34 +89,33 @@ def measure_start(report: Report, arguments: argparse.Namespace) -> None:
     # The workers are the largest processes. The goal: weights once, the KV pool, and 500 MB.
     weight_bytes = sum(num_weights(load_config(resolve_model(arguments.model)))) * WEIGHT_BYTES
     most = weight_bytes / MB + EngineConfig().host_kv_memory_mb + MOST_OVERHEAD_MB
-    num_workers = arguments.prefill + arguments.decode
     report.add(Line("resident memory of the largest worker", sizes[0] / MB, "MB", most=round(most)))
-    report.add(Line("resident memory of Ray, supervisor, router and driver", sum(sizes[num_workers:]) / MB, "MB"))
+    report.add(Line("resident memory of Ray, supervisor, router and driver", sum(sizes[NUM_WORKERS:]) / MB, "MB"))
 
 
 # ---- load
 
 
-async def load(report: Report, arguments: argparse.Namespace) -> None:
+async def load(report: Report, repeats: int) -> None:
     """Each repeat has every level of concurrency in turn."""
     answers: defaultdict[int, list[Answer]] = defaultdict(list)
     tokens_per_s: defaultdict[int, list[float]] = defaultdict(list)
-    sizes = arguments.prompt_tokens, arguments.output_tokens
 
     async def one_client(client: AsyncClient, seed: int) -> list[Answer]:
-        return [await ask_once(client, seed * 100 + number, *sizes) for number in range(arguments.requests)]
+        seeds = range(seed * 100, seed * 100 + NUM_REQUESTS)
+        return [await ask_once(client, number, PROMPT_TOKENS, OUTPUT_TOKENS) for number in seeds]
 
     async with AsyncClient(ADDRESS) as client:
-        await ask_once(client, 0, arguments.prompt_tokens, 4)  # connects the workers
-        for repeat in range(arguments.repeats):
-            for level in arguments.concurrency:
+        await ask_once(client, 0, PROMPT_TOKENS, 4)  # connects the workers
+        for repeat in range(repeats):
+            for level in LEVELS:
                 seeds = [(repeat * 100 + level) * 1000 + index for index in range(level)]
                 start = time.perf_counter()
                 per_client = await asyncio.gather(*(one_client(client, seed) for seed in seeds))
                 found = [answer for of_one in per_client for answer in of_one]
-                tokens_per_s[level].append(len(found) * arguments.output_tokens / (time.perf_counter() - start))
+                tokens_per_s[level].append(len(found) * OUTPUT_TOKENS / (time.perf_counter() - start))
                 answers[level] += found
-    for level in arguments.concurrency:
+    for level in LEVELS:
         clients = f"{level} client{'s' if level > 1 else ''}"
         ttft = [answer.times[0] for answer in answers[level]]
         tpot = [statistics.fmean(answer.gaps or [0.0]) for answer in answers[level]]
@@ -127,19 +126,17 @@ async def load(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def measure_load(report: Report, arguments: argparse.Namespace) -> None:
-    report.say(f"{arguments.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens, "
-               f"{arguments.prefill} prefill and {arguments.decode} decode workers")  # fmt: skip
+    report.say(f"{arguments.model}, {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, one worker of each role")
     with tandem(PORT, *flags_of(arguments)):
-        asyncio.run(load(report, arguments))
+        asyncio.run(load(report, arguments.repeats))
 
 
 # ---- the other parts
 
 
 def measure_formats(report: Report, arguments: argparse.Namespace) -> None:
-    for model, repeats in ((arguments.model, arguments.repeats), (formats.RANDOM_MODEL, 0)):
-        with tandem(PORT, "--model", model):
-            asyncio.run(formats.measure(report, ADDRESS, model, repeats, arguments.seeds))
+    with tandem(PORT, "--model", arguments.model):
+        asyncio.run(formats.measure(report, ADDRESS, arguments.repeats))
 
 
 def measure_guesses(report: Report, arguments: argparse.Namespace) -> None:
@@ -147,32 +144,16 @@ def measure_guesses(report: Report, arguments: argparse.Namespace) -> None:
         report.say("the gain of guesses needs questions, and is left out: --questions question.jsonl")
         return
     questions = guesses.read_questions(arguments.questions, arguments.num_questions)
-    if arguments.only:
-        questions = {category: questions[category] for category in arguments.only}
-    config = f'[engine]\nquantization = "{arguments.quantization}"\n'
-    with tandem(PORT, "--model", arguments.model, config=config):
-        asyncio.run(guesses.measure(report, ADDRESS, questions, arguments.levels, arguments.repeats))
+    with tandem(PORT, "--model", arguments.model):
+        asyncio.run(guesses.measure(report, ADDRESS, questions, arguments.repeats))
 
 
 def main() -> None:
     parser = parser_of(__doc__, PARTS, repeats=3)
     parser.set_defaults(parts=["start", "load"])
     parser.add_argument("--model", default="smollm2-135m")
-    group = parser.add_argument_group("start and load")
-    group.add_argument("--prefill", type=int, default=1, help="prefill workers")
-    group.add_argument("--decode", type=int, default=1, help="decode workers")
-    group.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="clients at one time")
-    group.add_argument("--requests", type=int, default=4, help="of each client in a repeat")
-    group.add_argument("--prompt-tokens", type=int, default=256)
-    group.add_argument("--output-tokens", type=int, default=32)
-    group = parser.add_argument_group("formats")
-    group.add_argument("--seeds", type=int, default=100, help="of each schema whose outputs are validated")
-    group = parser.add_argument_group("guesses")
-    group.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench)")
-    group.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
-    group.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
-    group.add_argument("--num-questions", type=int, default=8, help="of each category")
-    group.add_argument("--only", nargs="*", help="these categories")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench)")
+    parser.add_argument("--num-questions", type=int, default=8, help="of each category")
     arguments = parser.parse_args()
     report = Report("fleet")
     parts = {

@@ -4,7 +4,7 @@ The questions are those of Spec-Bench (Xia et al., 2024: github.com/hemingkx/Spe
 categories, as JSON lines with `category` and `turns`. A fleet answers the first turn of some questions of each
 category with speculation and without, in turns: 1, 8 and 32 at a time, greedy and at temperature 0.8. TPOT is the time
 from the first token of an answer to its last, summed over the answers of a category, divided by the tokens behind the
-first. Then 20 nested JSON schemas show how many steps an output takes that its grammar forces in part.
+first.
 """
 
 from __future__ import annotations
@@ -25,22 +25,8 @@ NUM_OUTPUT = 128
 MAX_QUESTION_CHARS = 12_000
 GAINING = ("summarization", "rag")  # these have a goal of their own
 MOST_TPOT, MOST_GAINING_TPOT = 1.05, 0.75
+LEVELS = (1, 8, 32)  # requests at a time
 TEMPERATURES = (0.0, 0.8)
-
-
-_TEXT = {"type": "string", "maxLength": 20}
-
-
-def _object(**properties: object) -> dict[str, object]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def nested_schema(number: int) -> dict[str, object]:
-    """An order, as a shop would ask for it."""
-    item = _object(product=_TEXT, quantity={"type": "integer"}, **{f"price_{number}": {"type": "number"}})
-    address = _object(street=_TEXT, city=_TEXT, country={"enum": ["France", "Italy", "Spain"]})
-    customer = _object(name=_TEXT, is_business={"type": "boolean"}, delivery_address=address)
-    return _object(customer=customer, ordered_items={"type": "array", "items": item, "minItems": 2, "maxItems": 3})
 
 
 @dataclass(slots=True)
@@ -63,7 +49,7 @@ def request_of(text: str, temperature: float, seed: int, speculation: bool) -> i
     return request
 
 
-async def answer(client: AsyncClient, request: inference_pb2.GenerateRequest, sums: Sums) -> inference_pb2.Usage:
+async def answer(client: AsyncClient, request: inference_pb2.GenerateRequest, sums: Sums) -> None:
     found = await Answer().receive(client, request, TIMEOUT_S)
     assert found.finished is not None, found.error
     usage = found.finished.usage
@@ -71,7 +57,6 @@ async def answer(client: AsyncClient, request: inference_pb2.GenerateRequest, su
     sums.right_drafts += usage.accepted_drafts
     sums.seconds += found.times[-1] - found.times[0]
     sums.tokens += len(found.times) - 1
-    return usage
 
 
 async def answer_all(
@@ -87,11 +72,9 @@ async def answer_all(
     await asyncio.gather(*(one_after_another() for _ in range(level)))
 
 
-async def categories(
-    report: Report, client: AsyncClient, questions: dict[str, list[str]], levels: list[int], repeats: int
-) -> None:
+async def categories(report: Report, client: AsyncClient, questions: dict[str, list[str]], repeats: int) -> None:
     """At one level all categories are answered together above 1 at a time, as a server has them."""
-    for level in levels:
+    for level in LEVELS:
         for temperature in TEMPERATURES:
             sums: defaultdict[tuple[str, bool], Sums] = defaultdict(Sums)
             for repeat in range(repeats):
@@ -116,17 +99,6 @@ async def categories(
                 report.add(Line(name, on.tpot_ms, "ms", "without", off.tpot_ms, least_ratio=round(1 / most, 3)))
 
 
-async def forced(report: Report, client: AsyncClient) -> None:
-    tokens = steps = 0
-    for number in range(20):
-        request = request_of("Make up an order of some things for a school, as JSON.", 0.8, number, True)
-        request.output_format.json_schema = json.dumps(nested_schema(number))
-        usage = await answer(client, request, Sums())
-        tokens += usage.completion_tokens
-        steps += usage.completion_tokens - usage.accepted_drafts
-    report.add(Line("nested JSON schemas: steps per token", steps / tokens, "", most=0.8))
-
-
 def read_questions(path: Path, num_questions: int) -> dict[str, list[str]]:
     """By category."""
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -138,11 +110,8 @@ def read_questions(path: Path, num_questions: int) -> dict[str, list[str]]:
     return dict(found)
 
 
-async def measure(
-    report: Report, address: str, questions: dict[str, list[str]], levels: list[int], repeats: int
-) -> None:
+async def measure(report: Report, address: str, questions: dict[str, list[str]], repeats: int) -> None:
     async with AsyncClient(address) as client:
         for texts in questions.values():
             await answer(client, request_of(texts[0], 0.0, 0, True), Sums())
-        await categories(report, client, questions, levels, repeats)
-        await forced(report, client)
+        await categories(report, client, questions, repeats)
