@@ -28,11 +28,7 @@ BATCH = 100  # messages
 TOLD_EVERY = 10_000  # messages of a surface between two lines of progress
 MAX_FAULTS = 5  # of a surface; then it is left
 Batch = Callable[[random.Random, int], Counter[str]]
-MACHINES: dict[str, Batch] = {
-    "hand-offs": machines.hand_offs,
-    "reports": machines.reports,
-    "records": machines.records,
-}
+MACHINES: dict[str, Batch] = {"hand-offs": machines.hand_offs, "reports": machines.reports, "records": machines.records}
 SERVERS = {"http": servers.http_requests, "grpc": servers.grpc_calls}
 SHARES = {
     "http": 0.12,

@@ -15,17 +15,7 @@ from typing import Any
 from cli.commands.serve import fleet_spec
 from core.config import RouterConfig, TandemConfig
 from core.errors import TandemError
-from core.handoff import (
-    Abort,
-    AbortReason,
-    Heartbeat,
-    HeartbeatEntry,
-    OfferedBlocks,
-    Ping,
-    Ready,
-    Release,
-    Want,
-)
+from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ping, Ready, Release, Want
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint
