@@ -23,7 +23,7 @@ SECTIONS = {
         "whether any figure counts: a wrong token or a lost block comes first",
     ),
     "vllm_inside": About(
-        180, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools",
+        200, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools, a kill of each worker",
         "whether workers with vLLM may be called tested on GPUs",
     ),
     "beside_vllm": About(

@@ -1,6 +1,7 @@
-"""vLLM inside Tandem on one GPU: one prefill and one decode worker of an 8B model share it, under `tandem serve`.
+"""vLLM inside Tandem on one GPU: one prefill and two decode workers of an 8B model share it, under `tandem serve`.
 
     hand-offs      40 prompts, one after the other, each handed from the prefill worker to a decode worker by NIXL
+    a kill of a decode worker, and one of the prefill worker, while streams run: every stream ends whole
     undivided      the same prompts again, once no prefill worker is left, and nothing comes from a cache
 
 The tokens of the two passes are compared up to the first difference. In bfloat16 a batch of another shape rounds in
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -20,6 +23,8 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+
+import psutil
 
 from benchmarks.asking import Answer, request_of
 from benchmarks.gpu_sections.driver import TINY_MODEL
@@ -42,6 +47,7 @@ KV_BYTES = 6 << 30  # of each worker; by itself, vLLM would measure what its nei
 LENGTHS = [k * BLOCK + edge for k in (1, 2, 8, 64, 128) for edge in (-1, 0, 1)] + [1, 2, 5, 50, 100, 200, 333, 700]
 NUM_PROMPTS, MAX_TOKENS, TINY_NUM_PROMPTS = 40, 16, 4
 NUM_BEST = 5
+NUM_STREAMS, STREAM_TOKENS, STREAM_PROMPT = 12, 600, 100
 LONG_PROMPT = 2048
 START_S, REST_S = 110.0, 40.0
 
@@ -72,14 +78,14 @@ def run(section: Section) -> None:
 
 def config_of(section: Section, directory: Path) -> str:
     """The text of the config file. A rehearsal has Tandem's own engine in place of vLLM."""
-    fleet = '[router]\nlocal_prefill = "never"\nworker_wait_s = 60.0\n[cluster]\n'
+    fleet = '[router]\nlocal_prefill = "never"\nworker_wait_s = 60.0\n[cluster]\nnum_decode = 2\n'
     if section.rehearse:
         return f'[engine]\nmodel = "{TINY_MODEL}"\ndevice = "cpu"\nkv_memory_mb = 64\n{fleet}'
     write_model(directory, RANDOM_CONFIGS["llama-3.1-8b"])
     args = [*RANDOM_WEIGHTS, "--kv-cache-memory-bytes", str(KV_BYTES)]
     return (
         f'[engine]\nname = "vllm"\nmodel = "{directory}"\ndtype = "bfloat16"\ndevice = "cuda"\nmax_context = 8192\n'
-        f"[vllm]\nargs = {args}\n{fleet}prefill_gpus = 0.45\ndecode_gpus = 0.45\n"
+        f"[vllm]\nargs = {args}\n{fleet}prefill_gpus = 0.3\ndecode_gpus = 0.3\n"
     )
 
 
@@ -91,6 +97,10 @@ async def measure(section: Section) -> None:
             passes["divided"] = await one_by_one(client, prompts, "divided")
             report_paths(section, "hand-offs", passes["divided"])
             await measure_second_token(section, client)
+        with section.case("kill of a decode worker"):
+            await kill_under_streams(section, client, "decode", STREAM_PROMPT)
+        with section.case("kill of the prefill worker"):
+            await kill_under_streams(section, client, "prefill", LONG_PROMPT)
         with section.case("undivided"):
             await client.scale(prefill=0)
             await no_prefill_worker(client)
@@ -158,6 +168,51 @@ async def measure_second_token(section: Section, client: AsyncClient) -> None:
     for name, values in (("second token after the first", [gap[0] for gap in gaps]),
                          ("later gaps", [value for gap in gaps for value in gap[1:]])):  # fmt: skip
         section.add(Line(f"{length:,} tokens handed off: {name}", statistics.median(values) * 1e3, "ms"))
+
+
+# ---- kills
+
+
+async def kill_under_streams(section: Section, client: AsyncClient, role: str, prompt_tokens: int) -> None:
+    """Kill the busiest decode worker in the midst of the streams, or the prefill worker in the midst of the prompts."""
+    num_tokens, ids = (60, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
+    prompt_tokens = min(prompt_tokens, 60) if section.rehearse else prompt_tokens
+    draws, start = random.Random(role), time.perf_counter()
+    prompts = [[draws.randrange(*ids) for _ in range(prompt_tokens)] for _ in range(NUM_STREAMS)]
+    answers = [Answer() for _ in prompts]
+    calls = [
+        asyncio.create_task(answer.receive(client, request_of(prompt, num_tokens), TIMEOUT_S, start))
+        for answer, prompt in zip(answers, prompts, strict=True)
+    ]
+    begun = [asyncio.create_task(answer.has_begun.wait()) for answer in answers]
+    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED)
+    workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]
+    victim = max(workers, key=lambda worker: worker.load.num_running)
+    num_begun = sum(bool(answer.times) for answer in answers)
+    os.kill(listener(victim.address), signal.SIGKILL)
+    killed_at = time.perf_counter() - start
+    await asyncio.gather(*calls, *begun)
+    failed = [answer.error or "too few tokens" for answer in answers if len(answer.times) != num_tokens]
+    what = f"kill -9 of {victim.worker_id} under {len(answers)} streams"
+    attempts = sum(answer.finished.attempts for answer in answers if answer.finished is not None)
+    section.note(f"{what}: {num_begun} had begun, {attempts} attempts in all")
+    section.add(Line(f"{what}: whole", len(answers) - len(failed), "", least=len(answers)))
+    paused = [max((t for t in answer.times if t > killed_at), default=killed_at) for answer in answers]
+    longest = max(gap for answer in answers for gap in [*answer.gaps, 0.0])
+    section.add(Line(f"{what}: the longest gap", longest, "s"))
+    section.add(Line(f"{what}: from the kill to the last token of all", max(paused) - killed_at, "s"))
+    if failed:
+        raise RuntimeError(f"{what}: {failed[0]}")
+
+
+def listener(address: str) -> int:
+    """The process that listens at `host:port`."""
+    port = int(address.rpartition(":")[2])
+    return next(
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
+    )
 
 
 async def no_prefill_worker(client: AsyncClient) -> None:

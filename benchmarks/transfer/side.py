@@ -29,7 +29,15 @@ from core.scheduling.block_pool import BlockPool
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.runner import run_step
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.protocol.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
+from kv_transfer.protocol.events import (
+    AgentEvent,
+    AgentFailed,
+    CaughtUp,
+    OfferEnded,
+    PullCompleted,
+    PullFailed,
+    PullStats,
+)
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.transport import PoolMemory
 from runtime.driver import Driver
@@ -188,7 +196,7 @@ class Side:
     def _perform(self, action: Any) -> None:
         if isinstance(action, PullCompleted | PullFailed | OfferEnded):
             self._ended.set_result(action)
-        else:
+        elif not isinstance(action, CaughtUp):  # which only a move waits for
             self._actions.append(action)
 
     def _flush(self) -> None:

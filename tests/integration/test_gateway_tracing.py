@@ -26,9 +26,11 @@ def spans_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def post(telemetry: TelemetryConfig, body: dict[str, Any], **headers: str) -> httpx.Response:
+async def post(
+    telemetry: TelemetryConfig, body: dict[str, Any], num_prefill: int = 1, **headers: str
+) -> httpx.Response:
     async with (
-        deploy(tiny_config(telemetry=telemetry)) as deployment,
+        deploy(tiny_config(telemetry=telemetry), num_prefill) as deployment,
         serving_gateway(Fleets([deployment.router.calls]), telemetry=telemetry) as url,
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
     ):
@@ -50,6 +52,19 @@ async def test_a_request_continues_the_client_s_trace_through_the_gateway(tmp_pa
     assert answer.headers["x-tandem-trace-id"] == TRACE_ID
     assert answer.headers["traceresponse"] == f"00-{TRACE_ID}-{gateway['context']['span_id'][2:]}-01"
     assert gateway["status"]["status_code"] == "UNSET"
+
+
+async def test_a_request_of_one_pool_is_one_tree_with_every_stage(tmp_path: Path) -> None:
+    await post(TelemetryConfig(trace_file=str(tmp_path / "spans.jsonl")), BODY, num_prefill=0)
+    spans = spans_in(tmp_path / "spans.jsonl")
+    assert {span["name"] for span in spans} == {
+        "gateway.request", "tandem.request",
+        "router.tokenize", "router.queue", "router.attempt", "router.prefill", "router.decode", "router.respond",
+        "decode_worker.queue", "decode_worker.prefill", "decode_worker.decode",
+    }  # fmt: skip
+    ids = {span["context"]["span_id"] for span in spans}
+    assert [span["name"] for span in spans if span["parent_id"] not in ids] == ["gateway.request"]
+    assert len({span["context"]["trace_id"] for span in spans}) == 1
 
 
 async def test_a_request_that_is_not_sampled_is_exported_only_if_it_fails(tmp_path: Path) -> None:
