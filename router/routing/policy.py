@@ -236,16 +236,22 @@ class SecondsPolicy:
 def _promising(question: RoutingQuestion, options: Sequence[Option]) -> Sequence[Option]:
     if len(options) <= MAX_TIMED:
         return options
-    num_tokens = question.num_tokens
     rough_s = [
-        (
-            (num_tokens - cached) * worker.cost.token_s + worker.streams_s + worker.prompts_s,
-            worker.num_dispatched,
-            place,
-        )
+        (_rough_s(question, worker, cached) + worker.streams_s + worker.prompts_s, worker.num_dispatched, place)
         for place, (worker, cached) in enumerate(options)
     ]
     return [options[place] for _, _, place in nsmallest(MAX_TIMED, rough_s)]
+
+
+def _rough_s(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> float:
+    """To compute what is neither in the pool nor on the disk of the worker. A peer gives all workers the same."""
+    token_s, num_tokens = worker.cost.token_s, question.num_tokens
+    computed_s = (num_tokens - cached_tokens) * token_s
+    on_disk = question.on_disk.get(worker.worker_id, 0)
+    read = disk_read(question, worker, cached_tokens, on_disk) if on_disk > cached_tokens else None
+    if read is None:
+        return computed_s
+    return min(computed_s, read.seconds + (num_tokens - cached_tokens - read.num_tokens) * token_s)
 
 
 class PromptTimes(NamedTuple):

@@ -13,7 +13,15 @@ from core.request import Request, SamplingParams
 from core.scheduling.worker_load import WorkerChanges
 from router.requests import events
 from router.requests.machine import RouterMachine
-from router.routing.policy import DISK_READ_S, NO_READ, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
+from router.routing.policy import (
+    DISK_READ_S,
+    MAX_TIMED,
+    NO_READ,
+    PrefixRead,
+    RoutingQuestion,
+    SecondsPolicy,
+    WorkerView,
+)
 from tests.unit.router.driving_router import SERVING, agent
 from tests.unit.router.test_policy import BLOCK, IDLE, NEVER
 from tests.unit.router.test_prefix_sources import BLOCK_BYTES, OWNER, PATH, READER, D
@@ -39,6 +47,14 @@ def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
     assert read_by(WITH_DISK, on_disk=100).num_tokens == 96, "the last token is computed"
     assert read_by(replace(WITH_DISK, disk_bytes_per_s=2e8)) is NO_READ  # 0.1 s for 0.08 s
     assert read_by(replace(WITH_DISK, num_free_blocks=19)) is NO_READ
+
+
+def test_a_large_fleet_does_not_overlook_the_worker_with_the_disk() -> None:
+    """Among more workers than are priced, it has slightly more prompt work than the others."""
+    others = [(replace(IDLE, worker_id=f"P{number}"), 0) for number in range(3 * MAX_TIMED)]
+    busier = replace(WITH_DISK, backlog=(0.0,) * 12 + (0.01,), reported_at=0.0)
+    question = RoutingQuestion(100, [*others, (busier, 0)], [(D, 0)], True, BLOCK, 0.0, (), {"P": 80})
+    assert SecondsPolicy(NEVER).candidates(question)[0].prefill_worker == "P"
 
 
 def test_the_faster_of_disk_and_peer_is_read() -> None:
