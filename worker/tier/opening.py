@@ -15,7 +15,7 @@ from kv_transfer.transports.transport import PoolMemory
 from worker.tier.disk_tier import MAX_WRITES, DiskTier
 from worker.tier.events import TierEvent
 from worker.tier.names import identity_of
-from worker.tier.slot_file import OpenFile, SlotFile, StoredBlock, slot_bytes_for
+from worker.tier.slot_file import OpenFile, SlotFile, StoredBlock, remove_unused, slot_bytes_for
 from worker.tier.slot_table import MAX_SLOTS, SlotTable
 from worker.tier.threads import TierThreads
 
@@ -61,6 +61,8 @@ def open_tier(
         def open_file() -> Opened:
             disk = OpenFile.locked(config.disk_dir, f"{worker}.kv", num_slots * slot_bytes)
             file = SlotFile(disk, num_slots, block_bytes, identity)
+            if removed := remove_unused(config.disk_dir, time.time()):
+                logger.info("%s removed files that no worker has written for long: %s", worker, ", ".join(removed))
             late_at = time.monotonic() + MAX_SCAN_S
             return file, file.scan(lambda: time.monotonic() >= late_at)
 

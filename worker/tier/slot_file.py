@@ -7,7 +7,8 @@ that was cut off anywhere leaves a slot whose header, or whose KV, does not matc
 the file needs no journal, and no order of writes. `scan` reads every header once, at the start.
 
 Only the user of the process may read the file, and only one process has it open: a lock that ends with the process
-keeps others out.
+keeps others out. The file has the name of its worker, so other weights write into the same file. A fleet that shrinks
+leaves files, which `remove_unused` removes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from core.errors import ConfigError
 
 PAGE_BYTES = 4096
 DIRECTORY = "tandem-kv"  # in `[cache] disk_dir`
+MAX_UNUSED_S = 7 * 86_400.0  # of a file that no process has open; beyond: the next worker that starts removes it
 MAGIC = b"TandemKV"
 # magic, identity, name, name of the parent, sequence hash, position in the chain, value, number of the write, digest of
 # the KV
@@ -91,6 +93,7 @@ class OpenFile:
         descriptor = os.open(directory / file_name, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(descriptor)  # it is in use
             if os.fstat(descriptor).st_size > max_bytes:
                 os.ftruncate(descriptor, max_bytes)
         except OSError:
@@ -181,6 +184,26 @@ class SlotFile:
         if max(value, number) >= MAX_NUMBER:
             return None
         return StoredBlock(name, parent, sequence_hash, position, value, number), digest
+
+
+def remove_unused(disk_dir: str, now: float) -> list[str]:
+    """Remove the files of workers that are no more: no process has them open, and nobody has written them for long.
+
+    `now`: seconds since the epoch. Returns their names. A file that cannot be looked at stays.
+    """
+    removed = []
+    for path in (Path(disk_dir).expanduser() / DIRECTORY).glob("*.kv"):
+        with contextlib.suppress(OSError):
+            if now - path.lstat().st_mtime <= MAX_UNUSED_S:
+                continue
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path.name)
+            finally:
+                os.close(descriptor)
+    return removed
 
 
 def slot_bytes_for(block_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from dataclasses import replace
@@ -17,7 +18,16 @@ from kv_transfer.transports.transport import PoolMemory
 from model_files.model_source import ModelSource, SourceKind, content_digest, fingerprint
 from worker.tier import opening
 from worker.tier.opening import open_tier
-from worker.tier.slot_file import DIRECTORY, MAX_NUMBER, OpenFile, SlotFile, StoredBlock, slot_bytes_for
+from worker.tier.slot_file import (
+    DIRECTORY,
+    MAX_NUMBER,
+    MAX_UNUSED_S,
+    OpenFile,
+    SlotFile,
+    StoredBlock,
+    remove_unused,
+    slot_bytes_for,
+)
 
 CONTENT = bytes(range(100))
 HEADER = StoredBlock(b"n" * 32, b"p" * 32, 7, 0, 1, 1)
@@ -47,6 +57,24 @@ def test_a_file_that_has_become_too_large_is_cut(tmp_path: Path) -> None:
     opened.close()
     OpenFile.locked(str(tmp_path), "w.kv", slot_bytes_for(100)).close()
     assert (tmp_path / DIRECTORY / "w.kv").stat().st_size == slot_bytes_for(100)
+
+
+def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) -> None:
+    names = ("past.kv", "open.kv", "recent.kv", "decode-0.kv")
+    opened = {name: OpenFile.locked(str(tmp_path), name, SIZE) for name in names}
+    for name in ("past.kv", "recent.kv", "decode-0.kv"):
+        opened[name].close()
+    directory = tmp_path / DIRECTORY
+    (directory / "notes.txt").touch()
+    now = (directory / "recent.kv").stat().st_mtime + MAX_UNUSED_S
+    for path in directory.iterdir():
+        if path.name != "recent.kv":
+            os.utime(path, (0.0, 0.0))
+    OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE).close()  # a start is a use
+    os.utime(directory / "open.kv", (0.0, 0.0))
+    assert remove_unused(str(tmp_path), now) == ["past.kv"]
+    assert {path.name for path in directory.iterdir()} == {"open.kv", "recent.kv", "decode-0.kv", "notes.txt"}
+    opened["open.kv"].close()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
