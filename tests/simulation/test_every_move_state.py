@@ -1,6 +1,7 @@
 """Something goes wrong while a request moves, in each state of the move: a death, a stop for longer than the lease, or
-a cut link, at the source or at the target, or the death of the router; and something else later. Every check of the
-simulator holds: each index has one author, each request ends once with the right tokens, and no block is left."""
+a cut link, at the source or at the target, or the death of the router; and something else later. Likewise while a
+worker reads a cached prefix from a peer. Every check of the simulator holds: each index has one author, each request
+ends once with the right tokens, and no block is left."""
 
 from __future__ import annotations
 
@@ -8,21 +9,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from core.handoff import HandoffMessage, PullerState
+from core.handoff import HandoffMessage, OwnerState, PullerState, TransferId
+from core.scheduling.sequence import Sequence
+from decode_worker.events import DecodeArrived
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveState
 from decode_worker.pull_queue import PullQueue
+from prefill_worker.machine import PrefillArrived
 from router.requests.routed_request import request_id_of
 from simulator.search.scenario import Scenario, make_scenario
 from simulator.search.simulation import Simulation
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.calls import first_id
-from simulator.virtual.faults import Fault, RouterDeath
+from simulator.virtual.faults import Fault, ReadFaults, RouterDeath
+from tests.simulation.test_prefix_from_a_peer import sharing
 from tests.support.draining_worlds import draining
+from worker.prefixes import PrefixPull, PrefixRequested
 
 SEED = 3
 LONG_S = 1.3  # more than any lease of a scenario
@@ -61,6 +67,7 @@ class BrokenMove:
         post = WorkerShell.post
 
         def watched(shell: WorkerShell, event: Any) -> None:
+            self._note(shell, event)
             post(shell, event)
             self._look()
 
@@ -72,6 +79,9 @@ class BrokenMove:
         self.simulation.run()
         assert self.took_effect, "no move was in this state"
 
+    def _note(self, shell: WorkerShell, event: Any) -> None:
+        """An event comes to a worker."""
+
     def _look(self) -> None:
         for source in self.simulation.fleet.values():
             if self.took_effect or not source.alive or not isinstance(source.machine, DecodeMachine):
@@ -80,13 +90,16 @@ class BrokenMove:
                 target = self.target_of(source, move)
                 if target is None or not self.is_in_state(move, self._pull_state(target, move)):
                     continue
-                self.took_effect = True
                 target.machine.pulls._last_inputs = None  # there may be room now
-                for act in self._what:
-                    self.simulation.world.after(0.0, partial(act, self, source, move))
+                self._act(source, move)
                 return
 
-    def target_of(self, source: WorkerShell, move: Move) -> WorkerShell | None:
+    def _act(self, source: WorkerShell, move: Any) -> None:
+        self.took_effect = True
+        for act in self._what:
+            self.simulation.world.after(0.0, partial(act, self, source, move))
+
+    def target_of(self, source: WorkerShell, move: Any) -> WorkerShell | None:
         offer = source.machine.transfers.owner.offers.get(move.transfer_id)
         return None if offer is None else self.simulation.fleet[offer.peer.name.partition("@")[0]]
 
@@ -192,3 +205,87 @@ def test_the_other_side_fails_too(
     for one, other in (SIDES, SIDES[::-1]):
         with monkeypatch.context() as patch:
             BrokenMove(state, broken(first, one), later(delay_s, second, other)).run(patch)
+
+
+# ---- a prefix from a peer
+
+
+class View(NamedTuple):
+    """Of one pull of a prefix."""
+
+    pull: PrefixPull | None  # of the reader
+    reader: PullerState | None
+    source: OwnerState | None
+    was_begun: bool  # by the reader
+
+
+PULL_STATES: dict[str, Callable[[View], bool]] = {
+    "is offered": lambda view: view.source is OwnerState.OFFERED and not view.was_begun,
+    "is wanted": lambda view: view.reader is PullerState.WANTING and view.source is None,
+    "is offered and wanted": lambda view: view.reader is PullerState.WANTING and view.source is OwnerState.OFFERED,
+    "is read": lambda view: view.reader is PullerState.READING,
+    "is given up": lambda view: view.pull is not None and not view.pull.is_awaited,
+    "is complete": lambda view: view.source is OwnerState.OFFERED and view.was_begun and view.pull is None,
+}
+PULL_KINDS = ("dies", "vanishes", "stops", "cut link")
+
+
+class KnownPull(NamedTuple):
+    """As a `Move`, to what goes wrong."""
+
+    transfer_id: TransferId
+    target: WorkerShell
+    sequence: Sequence | None
+
+
+class BrokenPull(BrokenMove):
+    """A small world in which faults happen as soon as the pull of a prefix is in a state."""
+
+    def __init__(self, state: str, *what: Callable[[BrokenMove, WorkerShell, Any], None]) -> None:
+        super().__init__(next(iter(STATES)), *what)
+        reads = ReadFaults(slow=1.0) if state == "is given up" else ReadFaults()
+        self.simulation = Simulation(replace(sharing(make_scenario(SEED)), calm=False, num_routers=1, reads=reads))
+        self._is_pull_in_state, self._begun = PULL_STATES[state], set[TransferId]()
+        self._sides: dict[TransferId, tuple[str, str]] = {}  # the worker ids of source and reader
+
+    def _note(self, shell: WorkerShell, event: Any) -> None:
+        if isinstance(event, PrefixRequested):
+            self._sides[event.transfer_id] = shell.spec.worker_id, event.reader.name.partition("@")[0]
+        elif isinstance(event, PrefillArrived | DecodeArrived) and event.prefix is not None:
+            self._sides[event.prefix.transfer_id] = event.prefix.agent.name.partition("@")[0], shell.spec.worker_id
+
+    def _look(self) -> None:
+        for transfer_id, names in self._sides.items():
+            source, reader = (self.simulation.fleet[name] for name in names)
+            if self.took_effect or not (source.alive and reader.alive):
+                return
+            pull = reader.machine.prefixes.pulls.get(transfer_id)
+            known = reader.machine.transfers.puller.pulls.get(transfer_id)
+            offer = source.machine.transfers.owner.offers.get(transfer_id)
+            if pull is not None:
+                self._begun.add(transfer_id)
+            state, given = known and known.state, offer and offer.state
+            if self._is_pull_in_state(View(pull, state, given, transfer_id in self._begun)):
+                self._act(source, KnownPull(transfer_id, reader, pull and pull.sequence))
+
+    def target_of(self, _: WorkerShell, move: Any) -> WorkerShell | None:
+        return move.target  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", PULL_KINDS)
+@pytest.mark.parametrize("state", PULL_STATES)
+def test_one_side_of_a_prefix_fails_in_each_state(
+    monkeypatch: pytest.MonkeyPatch, state: str, kind: str, side: str
+) -> None:
+    BrokenPull(state, broken(kind, side)).run(monkeypatch)
+
+
+@pytest.mark.parametrize("state", PULL_STATES)
+def test_the_router_dies_in_each_state_of_a_prefix(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    BrokenPull(state, router_death).run(monkeypatch)
+
+
+@pytest.mark.parametrize("state", [state for state in PULL_STATES if state not in ("is offered", "is complete")])
+def test_the_request_is_cancelled_in_each_state_of_its_prefix(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    BrokenPull(state, cancel).run(monkeypatch)
