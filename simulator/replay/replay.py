@@ -32,7 +32,7 @@ from simulator.virtual.world import SimulationError, World
 
 START_S = 1.0  # the workers join and connect before the first request
 MAX_EVENTS = 1_000_000_000
-SETTLE_S = 2.0  # after the last request, so that every lease is released
+SETTLE_S = 30.0  # after the last request, so that every lease is released, or has passed
 SAMPLE_S = 1.0  # virtual time between two looks at the use of the pools
 PROGRESS_S = 1.0  # ... and between two reports of progress
 

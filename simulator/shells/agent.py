@@ -55,7 +55,7 @@ class SimulatedAgent:
         self.memory = memory
         self.alive = True  # a peer learns of a death when it next sends a message or finishes a read
         self._config, self._link, self._block_bytes = spec.transfer, spec.link, spec.layout.block_bytes
-        self._busy_until = 0.0  # with reads over its link
+        self._gives_until = self._reads_until = 0.0  # over its link, which carries both ways at full speed
         self._post = post
         self._peers: set[str] = set()
         self._digests: dict[int, int] = {}  # of offered blocks
@@ -153,9 +153,9 @@ class SimulatedAgent:
         if self._link is None:
             return self._faults.seconds_per_block * len(read.pairs) * self._world.random.uniform(0.5, 3.0)
         owner = self._directory[read.peer]
-        begins_at = max(self._world.now, self._busy_until, owner._busy_until)
+        begins_at = max(self._world.now, self._reads_until, owner._gives_until)
         ends_at = begins_at + len(read.targets) * self._block_bytes / self._link.bytes_per_s
-        self._busy_until = owner._busy_until = ends_at
+        self._reads_until = owner._gives_until = ends_at
         return ends_at - self._world.now + self._link.latency_s
 
     def _start_read(self, read: StartRead) -> None:
