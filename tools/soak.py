@@ -174,7 +174,8 @@ async def soak(
             check_flat(at_half_time, at_the_end, num_requests // 2)
             ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
             counts.update({f"(pulls {state})": count for state, count in ended.items()})
-            counts["(blocks read from disk)"] = sum(machine_of(w).core.tier.counts.num_read for w in deployment.workers)
+            tiers = [machine_of(worker).core.tier for worker in deployment.workers]
+            counts["(blocks read from disk)"] = sum(tier.counts.num_read for tier in tiers if tier is not None)
             if num_rolling:
                 for worker in deployment.workers:
                     slow_down(worker, STEP_S)
