@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker verified_kv vllm_worker fleet tandem_client gateway simulator cli
+PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker verified_kv vllm_worker fleet tandem_client gateway simulator conformance cli
 .DEFAULT_GOAL := help
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE

@@ -277,6 +277,51 @@ def calibrate(
 
 
 @app.command()
+def check(
+    url: Annotated[str, typer.Argument(help="The stack, such as http://127.0.0.1:8000. It must serve nobody else.")],
+    reference: Annotated[
+        str, typer.Option(help="The same model without a hand-off, such as one engine alone: its URL.")
+    ] = "",
+    key: Annotated[str, typer.Option(envvar="TANDEM_API_KEY", help="API key of the stack and the reference.")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model. (default: the first one that is served)")] = "",
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="Page of metrics; may be repeated. (default: /metrics of the stack)")
+    ] = None,
+    kill: Annotated[str, typer.Option(help="Shell command that kills a worker while streams run.")] = "",
+    drain: Annotated[str, typer.Option(help="Shell command that drains a worker while streams run.")] = "",
+    deadline_header: Annotated[
+        str, typer.Option(help="Header for a deadline in milliseconds, such as x-tandem-timeout-ms.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=1, max=3600, help="Longest time of an answer, in seconds.")] = 60.0,
+    seed: Annotated[int | None, typer.Option(help="Decides the prompts. (default: random)")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings into this file.")] = None,
+    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write JUnit's XML into this file.")] = None,
+) -> None:
+    """Check any split stack with OpenAI's API: tokens, errors, faults. Exit code: 0, or 3 to 5 by severity."""
+    import secrets
+
+    from cli.commands.check import run_check
+    from conformance.check import CheckPlan
+    from conformance.http_exchange import Endpoint
+
+    try:
+        plan = CheckPlan(
+            Endpoint.parse(url, key),
+            Endpoint.parse(reference, key) if reference else None,
+            tuple(Endpoint.parse(page, key) for page in metrics or ()),
+            model,
+            deadline_header=deadline_header,
+            kill=kill,
+            drain=drain,
+            limit_s=timeout,
+            seed=secrets.randbelow(1_000_000) if seed is None else seed,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    sys.exit(asyncio.run(run_check(plan, console, json_file, junit_file)))
+
+
+@app.command()
 def key(
     name: Annotated[str, typer.Argument(help="Name of the key in logs and metrics.")],
     tenant: Annotated[str, typer.Option(help="Tenant of every request with the key; default: the name.")] = "",

@@ -15,7 +15,8 @@ from types import ModuleType
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGES = frozenset({
     "core", "protos", "runtime", "model_files", "text", "engine", "kv_transfer", "worker", "router", "prefill_worker",
-    "decode_worker", "verified_kv", "vllm_worker", "fleet", "tandem_client", "gateway", "simulator", "cli",
+    "decode_worker", "verified_kv", "vllm_worker", "fleet", "tandem_client", "gateway", "simulator",
+    "conformance", "cli",
 })  # fmt: skip
 
 

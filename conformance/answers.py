@@ -1,0 +1,188 @@
+"""Reads the answers of OpenAI's API, whole or streamed, chat or completion, into one form. Pure.
+
+Nothing is believed: each field may be missing, or of another type. What breaks the form is noted in `faults`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One output token. `margin` is the log-probability of the best token minus that of the second, if both came."""
+
+    text: str
+    logprob: float
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt: int
+    completion: int
+    total: int
+    cached: int | None  # of the prompt; None: not said
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, and what came around it."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)  # empty without log-probabilities
+    finish_reasons: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    num_roles: int = 0
+    num_done: int = 0
+    usages: list[Usage] = field(default_factory=list)
+    error: str | None = None  # the type and the message of a typed error
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def usage(self) -> Usage | None:
+        return self.usages[-1] if self.usages else None
+
+    @property
+    def is_empty(self) -> bool:
+        """No token came: no text, no log-probability, and none is counted."""
+        counted = self.usage.completion if self.usage else 0
+        return not (self.text or self.tokens or counted)
+
+
+def load(data: bytes | str) -> object:
+    """JSON as the standard has it. Raises `ValueError`, for deep nesting too."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(data, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_whole(body: bytes) -> Answer:
+    """The answer of a call without `stream`."""
+    answer = Answer()
+    _take(answer, body)
+    return answer
+
+
+def read_stream(body: bytes) -> Answer:
+    """The answer of a call with `stream`, as far as it came."""
+    answer = Answer()
+    for data in events_of(body):
+        if answer.num_done and data != "[DONE]":
+            answer.faults.append("an event after [DONE]")
+        if data == "[DONE]":
+            answer.num_done += 1
+        else:
+            _take(answer, data)
+    return answer
+
+
+def events_of(body: bytes) -> Iterator[str]:
+    """The data of each server-sent event. An event without its empty line was cut off, and is left out."""
+    lines: list[str] = []
+    text = body.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+    for line in text.split("\n"):
+        if line.startswith("data:"):
+            lines.append(line[5:].removeprefix(" "))
+        elif not line and lines:
+            yield "\n".join(lines)
+            lines = []
+
+
+def _take(answer: Answer, data: bytes | str) -> None:
+    try:
+        message = load(data)
+    except ValueError:
+        answer.faults.append("a message is no JSON")
+        return
+    fields = dict_of(message)
+    if "error" in fields:
+        answer.error = error_of(message)
+        if answer.error is None:
+            answer.faults.append("an error without type and message")
+        return
+    if isinstance(fields.get("id"), str):
+        answer.ids.add(str(fields["id"]))
+    for choice in map(dict_of, list_of(fields.get("choices"))):
+        _take_choice(answer, choice)
+    usage = dict_of(fields.get("usage"))
+    if usage:
+        _take_usage(answer, usage)
+
+
+def _take_choice(answer: Answer, choice: dict[str, object]) -> None:
+    message = dict_of(choice.get("delta")) or dict_of(choice.get("message"))
+    answer.num_roles += message.get("role") is not None
+    answer.text += text_of(choice.get("text")) + text_of(message.get("content"))
+    if choice.get("finish_reason") is not None:
+        answer.finish_reasons.append(text_of(choice["finish_reason"]))
+    logprobs = dict_of(choice.get("logprobs"))
+    if "content" in logprobs:
+        for entry in map(dict_of, list_of(logprobs["content"])):
+            tops = [number_of(dict_of(top).get("logprob")) for top in list_of(entry.get("top_logprobs"))]
+            _take_token(answer, entry.get("token"), entry.get("logprob"), tops)
+    elif "tokens" in logprobs:
+        values, tops_of_all = list_of(logprobs.get("token_logprobs")), list_of(logprobs.get("top_logprobs"))
+        for place, text in enumerate(list_of(logprobs["tokens"])):
+            tops = [number_of(top) for top in dict_of(_at(tops_of_all, place)).values()]
+            _take_token(answer, text, _at(values, place), tops)
+
+
+def _take_token(answer: Answer, text: object, value: object, tops: list[float | None]) -> None:
+    logprob = number_of(value)
+    if not isinstance(text, str) or logprob is None:
+        answer.faults.append("a log-probability without token or number")
+        return
+    best = sorted((top for top in tops if top is not None), reverse=True)
+    answer.tokens.append(Token(text, logprob, best[0] - best[1] if len(best) > 1 else None))
+
+
+def _take_usage(answer: Answer, usage: dict[str, object]) -> None:
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    prompt, completion, total = (count if type(count) is int else -1 for count in counts)
+    cached = dict_of(usage.get("prompt_tokens_details")).get("cached_tokens")
+    answer.usages.append(Usage(prompt, completion, total, cached if type(cached) is int else None))
+
+
+def error_of(message: object) -> str | None:
+    """`type: message` of an error in OpenAI's form; None if it has another form."""
+    error = dict_of(dict_of(message).get("error"))
+    kind, text = error.get("type"), error.get("message")
+    if not isinstance(kind, str) or not isinstance(text, str) or not kind or not text:
+        return None
+    return f"{kind}: {text}"
+
+
+def dict_of(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def list_of(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def text_of(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def number_of(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _at(values: list[object], place: int) -> object:
+    return values[place] if place < len(values) else None

@@ -1,0 +1,81 @@
+"""Every exchange ends, whatever the other side sends or does not send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from conformance import http_exchange
+from conformance.http_exchange import Call, End, Endpoint, exchange
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@contextlib.asynccontextmanager
+async def server(*pieces: bytes, closes: bool = True) -> AsyncIterator[Endpoint]:
+    """Sends these pieces to whoever connects."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            if not closes:
+                await reader.read()
+            writer.close()
+
+    started = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with started:
+        yield Endpoint("127.0.0.1", started.sockets[0].getsockname()[1], tls=False)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end", "body"),
+    [
+        ((HEAD, b"content-length: 3\r\n\r\nab", b"c"), End.COMPLETE, b"abc"),
+        ((HEAD, b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", b"0\r\n\r\n"), End.COMPLETE, b"a"),
+        ((HEAD, b"\r\nab"), End.COMPLETE, b"ab"),  # until the connection closes
+        ((b"HTTP/1.1 100 Continue\r\n\r\n", HEAD, b"content-length: 1\r\n\r\na"), End.COMPLETE, b"a"),
+        ((HEAD, b"content-length: 3\r\n\r\nab"), End.CUT, b"ab"),
+        ((HEAD, b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n"), End.CUT, b"a"),
+        ((), End.CUT, b""),
+        ((b"220 smtp\r\n",), End.MALFORMED, b""),
+        ((b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",), End.MALFORMED, b""),
+    ],
+)
+async def test_an_answer_ends_as_it_was_sent(pieces: tuple[bytes, ...], end: End, body: bytes) -> None:
+    async with server(*pieces) as endpoint:
+        reply = await exchange(endpoint, Call("/"), 10.0)
+    assert (reply.end, bytes(reply.body)) == (end, body)
+
+
+async def test_a_silent_server_and_one_without_end_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with server(HEAD, b"content-length: 5\r\n\r\nab", closes=False) as endpoint:
+        reply = await exchange(endpoint, Call("/"), 0.05)
+    assert (reply.end, bytes(reply.body)) == (End.LATE, b"ab")
+    monkeypatch.setattr(http_exchange, "MAX_REPLY_BYTES", 100_000)
+    async with server(HEAD, b"\r\n", *[b"x" * 50_000] * 20) as endpoint:
+        reply = await exchange(endpoint, Call("/"), 10.0)
+    assert reply.end is End.TOO_LARGE
+    assert len(reply.body) < 300_000
+
+
+async def test_nobody_there_and_enough_seen_are_ends_too() -> None:
+    async with server(HEAD, b"content-length: 5\r\n\r\nab", closes=False) as endpoint:
+        reply = await exchange(endpoint, Call("/"), 10.0, lambda reply: len(reply.body) == 2)
+        assert reply.end is End.LEFT
+    assert (await exchange(endpoint, Call("/"), 10.0)).end is End.UNREACHABLE
+
+
+def test_an_address_is_read_or_refused() -> None:
+    assert Endpoint.parse("https://[::1]:9/a/v1/") == Endpoint("::1", 9, tls=True, path="/a")
+    assert Endpoint.parse("host").url == "http://host:80"
+    for wrong in ("ftp://a", "http://", "http://a b", "http://a:x", "a\r\nx: y"):
+        with pytest.raises(ValueError, match=r"."):
+            Endpoint.parse(wrong)
+    with pytest.raises(ValueError, match="printable"):
+        Endpoint.parse("http://a", key="a\r\nb")

@@ -1,0 +1,167 @@
+"""What is said of answers, of streams under a fault, and in the reports."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance import laws
+from conformance.answers import Answer, Token, Usage
+from conformance.behaviour_probes import wrong_error
+from conformance.fault_probes import DRAIN, KILL, Sight, judge, sight_of
+from conformance.findings import MAX_WHY, Outcome, Question, Severity, curl_of, exit_code
+from conformance.http_exchange import Call, End, Endpoint, Reply
+from conformance.prompts import PromptSource
+from conformance.report import as_json, as_junit
+from conformance.stack import Ask, Record
+from conformance.token_judge import Bound, bound_from, judge_canaries, judge_tokens
+
+HERE = Endpoint("stack", 80, tls=False, key="secret")
+QUESTION = Question("a question", Severity.OUTPUT)
+BOUND = Bound(0.1, "measured")
+
+
+def record(
+    text: str = "abc", stream: bool = True, status: int = 200, end: End = End.COMPLETE, **fields: object
+) -> Record:
+    """A stream of one token for each character, right unless `fields` of the answer say otherwise."""
+    tokens = [Token(character, -0.1, 2.0) for character in text]
+    answer = Answer(text, tokens, ["length"], {"id"}, 0, 1, [Usage(5, len(text), 5 + len(text), None)])
+    for name, value in fields.items():
+        setattr(answer, name, value)
+    ask = Ask("the prompt", 3, stream)
+    return Record(HERE, ask, Call("/v1/completions", b"{}"), Reply(status, end=end), answer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (record(finish_reasons=["length", "length"]), "2 times finish_reason"),
+        (record(finish_reasons=[]), "0 times finish_reason"),
+        (record(num_done=0), r"0 times \[DONE\]"),
+        (record(num_done=2), r"2 times \[DONE\]"),
+        (record(ids={"a", "b"}), "2 ids"),
+        (record(faults=["a message is no JSON"] * 3), "^a message is no JSON$"),
+        (record(usages=[Usage(5, 3, 8, None)] * 2), "2 times usage"),
+    ],
+)
+def test_a_stream_has_each_event_once(wrong: Record, what: str) -> None:
+    assert not laws.wrong_events(record())
+    assert re.search(what, laws.wrong_events(wrong))
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [Usage(5, 2, 7, None), Usage(5, 4, 9, None), Usage(5, 3, 9, None), Usage(0, 3, 3, None), Usage(5, 3, 8, 6),
+     Usage(-1, -1, -1, None)],
+)  # fmt: skip
+def test_a_usage_that_is_not_that_of_the_answer_is_wrong(usage: Usage) -> None:
+    assert not laws.wrong_usage(record(), 5)
+    assert laws.wrong_usage(record(usages=[usage]))
+    assert laws.wrong_usage(record(), 6) == "5 tokens of the prompt in place of 6"
+    assert laws.wrong_usage(record(usages=[])) == "no usage"
+
+
+def test_an_empty_answer_is_found_and_judged_by_no_other_law() -> None:
+    empty = record("", finish_reasons=["stop"], usages=[], num_done=0)
+    findings = {one.question: one for one in laws.findings_of([record(), empty], [])}
+    assert [one.question for one in findings.values() if one.outcome is Outcome.FAILS] == [laws.NOT_EMPTY.name]
+    assert exit_code(list(findings.values())) == Severity.OUTPUT
+    late = record(end=End.LATE)
+    assert next(iter(laws.findings_of([late], []))).why.endswith("status 200, not complete in time")
+
+
+SIGHTS = {
+    Sight.RIGHT: record(),
+    Sight.ERROR: record("a", error="unavailable: gone", num_done=0),
+    Sight.CUT: record("a", num_done=0),
+    Sight.REFUSED: record("", status=0, end=End.UNREACHABLE),
+    Sight.UNTYPED: record("", status=502),
+    Sight.LATE: record("a", end=End.LATE),
+    Sight.EMPTY: record("", usages=[]),
+    Sight.SHORT: record("ab"),
+    Sight.WRONG: record("abd"),
+}
+
+
+@pytest.mark.parametrize("sight", Sight)
+def test_what_a_client_sees_of_a_fault_is_named_and_judged(sight: Sight) -> None:
+    assert sight_of(record(), SIGHTS[sight], 0.1) is sight
+    sights, streams = [Sight.RIGHT, sight], [record(), SIGHTS[sight]]
+    killed, drained = (judge(question, sights, streams, 0.5) for question in (KILL, DRAIN))
+    hidden = sight in (Sight.EMPTY, Sight.SHORT, Sight.WRONG)
+    assert (killed.outcome is Outcome.FAILS) == (hidden or sight is Sight.LATE)
+    assert (drained.outcome is Outcome.FAILS) == (sight is not Sight.RIGHT)
+    assert (killed.severity is Severity.OUTPUT) == hidden
+    assert judge(KILL, [Sight.RIGHT], [record()], None).outcome is Outcome.FAILS
+
+
+def test_tokens_are_not_shown_where_nothing_could_be_judged() -> None:
+    pair = (record(), record())
+    assert judge_tokens(QUESTION, [pair], BOUND).outcome is Outcome.HOLDS
+    assert judge_tokens(QUESTION, [pair], Bound(3.0, "measured")).outcome is Outcome.NOT_SHOWN
+    assert judge_tokens(QUESTION, [pair], Bound(None, "wild")).outcome is Outcome.NOT_SHOWN
+    assert judge_tokens(QUESTION, [(record(), record("", status=500))], BOUND).outcome is Outcome.NOT_SHOWN
+    assert judge_tokens(QUESTION, [(record(tokens=[]), record("abd", tokens=[]))], BOUND).outcome is Outcome.NOT_SHOWN
+    failed = judge_tokens(QUESTION, [(record("abc"), record("xyz")), (record("xyz"), record("xyz"))], BOUND)
+    assert failed.outcome is Outcome.FAILS
+    assert "it is the answer to note" in failed.why
+
+
+def test_a_bound_is_measured_assumed_or_refused() -> None:
+    assert bound_from([]).source == "assumed: no reference"
+    assert bound_from([(record(), record("", status=500))]).value is None
+    assert bound_from([(record(), record("xbc"))]).value is None  # of a margin of 2.0
+    assert bound_from([(record(), record())]).value is not None
+
+
+def test_the_code_of_another_prompt_in_an_answer_is_found() -> None:
+    source = PromptSource(0)
+    first, second = source.next(10), source.next(10)
+    assert first.text.count(first.code) == 1
+    right = [(one, record(f" {one.code}.")) for one in (first, second)]
+    assert judge_canaries(right).outcome is Outcome.HOLDS
+    assert judge_canaries([(one, record(" amber.")) for one in (first, second)]).outcome is Outcome.NOT_SHOWN
+    failed = judge_canaries([right[0], (second, record(f" {first.code}."))])
+    assert failed.outcome is Outcome.FAILS
+    assert first.code in failed.why
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "right"),
+    [
+        (400, b'{"error": {"message": "m", "type": "t"}}', True),
+        (400, b'{"error": "m"}', False),
+        (400, b"<html>", False),
+        (500, b'{"error": {"message": "m", "type": "t"}}', False),
+        (200, b"{}", False),
+    ],
+)
+def test_an_error_has_a_status_of_the_client_a_type_and_a_message(status: int, body: bytes, right: bool) -> None:
+    assert (wrong_error(Reply(status, body=bytearray(body), end=End.COMPLETE)) == "") is right
+
+
+def test_a_curl_line_is_one_command_without_the_key() -> None:
+    line = curl_of(HERE, Call("/v1/completions", b'{"prompt": "it\'s; rm -rf $HOME"}', (("x-a", "b c"),)))
+    words = shlex.split(line)
+    assert words[:3] == ["curl", "-sN", "http://stack:80/v1/completions"]
+    assert '{"prompt": "it\'s; rm -rf $HOME"}' in words
+    assert "authorization: Bearer $KEY" in words
+    assert "secret" not in line
+
+
+def test_the_reports_hold_what_the_stack_said_as_plain_text() -> None:
+    hostile = QUESTION.fails("\x1b[2J\x00]]>" + "x" * 1000, "curl \ud800")
+    findings = [hostile, QUESTION.not_shown("no"), QUESTION.holds("yes")]
+    suite = ElementTree.fromstring(as_junit("http://a", findings))
+    assert (suite.get("failures"), suite.get("skipped"), suite.get("tests")) == ("1", "1", "3")
+    rows = json.loads(as_json("http://a", findings))
+    assert rows["exit_code"] == Severity.OUTPUT == exit_code(findings)
+    assert exit_code([replace(finding, outcome=Outcome.NOT_SHOWN) for finding in findings]) == 0
+    assert rows["findings"][0]["why"].startswith(r"\x1b[2J\x00")
+    assert len(hostile.why) == MAX_WHY
