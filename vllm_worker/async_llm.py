@@ -38,6 +38,7 @@ from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
+from vllm_worker.root_cause import output_tail, root_cause
 from vllm_worker.sampling import sampling_arguments
 
 DRAWS = "vllm_worker.draws:TandemDraws"
@@ -101,7 +102,7 @@ class AsyncEngine:
                 AsyncLLM.from_engine_args, engine_args, stat_loggers=[self._stat_logger]
             )
         except Exception as error:
-            raise TandemError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+            raise TandemError(f"vLLM did not start: {root_cause(error, output_tail())}") from error
         config = self._llm.vllm_config
         layout = _layout(config, arguments.info)
         self._prefix_cache = PrefixCache(layout.block_size)

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 600.0
 BLOCK_SIZE = 32
 LEASE_S = 5.0
+Tables = Mapping[str, Mapping[str, Any]]
 # Without compilation a start takes 35 s on a core of its own, not minutes.
 CONFIG: dict[str, dict[str, Any]] = {
     "engine": {"name": "vllm", "model": str(default_model_dir()), "dtype": "float32", "kv_memory_mb": 1024},
@@ -41,6 +42,11 @@ CONFIG: dict[str, dict[str, Any]] = {
     "router": {"port": 0, "worker_wait_s": 60.0},
     "gateway": {"port": 0},
 }
+
+
+def configured(changes: Tables) -> dict[str, dict[str, Any]]:
+    """`CONFIG` with other options."""
+    return {name: {**CONFIG.get(name, {}), **changes.get(name, {})} for name in {**CONFIG, **changes}}
 
 
 def require_vllm() -> None:
@@ -81,13 +87,16 @@ def _group_of(process: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def started_workers(
-    log_dir: Path, *places: tuple[str, int], engines_alone: bool = False, adapters: tuple[str, ...] = ()
+    log_dir: Path,
+    *places: tuple[str, int],
+    engines_alone: bool = False,
+    changes: Tables = {},  # noqa: B006 - nobody changes it
 ) -> Iterator[dict[str, VllmProcess]]:
     """Start workers of (role, ordinal) beside each other, each on one core in turn. Each writes a log of its own.
 
-    `engines_alone`: their engines without workers, which serve on Unix sockets. `adapters`: of `VllmConfig`.
+    `engines_alone`: their engines without workers, which serve on Unix sockets. `changes`: as in `configured`.
     """
-    config = CONFIG | {"vllm": CONFIG["vllm"] | {"adapters": adapters}}
+    config = configured(changes)
     python, cores = python_of(VllmConfig()), sorted(os.sched_getaffinity(0))
     environment = os.environ | variables(python)
     with contextlib.ExitStack() as stack:
@@ -139,9 +148,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def routed(workers: Sequence[VllmProcess], **router: Any) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
+async def routed(
+    workers: Sequence[VllmProcess], engine: Mapping[str, Any] = CONFIG["engine"], **router: Any
+) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
     """A client of a new router for these workers."""
-    service = build_router(from_mapping(CONFIG | {"router": CONFIG["router"] | router}), place(0))
+    service = build_router(from_mapping(configured({"engine": engine, "router": router})), place(0))
     endpoint = await service.start()
     try:
         await service.set_workers([worker.endpoint for worker in workers])

@@ -43,7 +43,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     directory = tmp_path_factory.mktemp("vllm")
     adapters = write_adapters(directory, default_model_dir(), ADAPTERS)
     places = ("prefill", 0), ("decode", 0)
-    with started_workers(directory, *places, engines_alone=True, adapters=adapters) as started:
+    with started_workers(directory, *places, engines_alone=True, changes={"vllm": {"adapters": adapters}}) as started:
         yield started
 
 
