@@ -66,7 +66,11 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
     if telemetry.metrics_port:
         telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
     load = functools.partial(_load_tokenizer, config, cache_dir)
-    place = RouterPlace(placement.ordinal, bool(placement.address), placement.control)
+    # A planner may keep no prefill worker at all.
+    begins_with_prefill = (
+        router.local_prefill == "never" and config.cluster.num_prefill > 0 and not config.planner.enabled
+    )
+    place = RouterPlace(placement.ordinal, bool(placement.address), placement.control, begins_with_prefill)
     front = None
     if config.gateway.port:
         from cli.gateway import http_front

@@ -122,8 +122,11 @@ class Fleet:
         serving = [link for link in self.links if not link.fault]
         if not serving:
             return self.links[0].fault
-        able = any(link.info is not None and link.info.can_decode for link in serving)
-        return "" if able else "no decode worker serves"
+        able = [link.info for link in serving if link.info is not None and link.info.can_decode]
+        if not able:
+            return "no decode worker serves"
+        awaits_prefill = all(info.awaits_prefill for info in able)
+        return 'no prefill worker has served yet ([router] local_prefill = "never")' if awaits_prefill else ""
 
 
 class Fleets:

@@ -101,7 +101,8 @@ async def _check(guardrail: Guardrail, messages: list[Message]) -> tuple[Message
         raise ApiError(400, str(error), code=VIOLATION) from None
 
 
-def refuse_logprobs(guardrail: Guardrail | None, value: Any) -> None:
-    """Log-probabilities would show the tokens that a guardrail takes out. Raises `ApiError`."""
-    if guardrail is not None and value is not None:
-        raise refused("logprobs", "is not supported: a guardrail checks the output", "unsupported_parameter")
+def refuse_tokens(guardrail: Guardrail | None, num_logprobs: int | None, with_token_ids: bool) -> None:
+    """Log-probabilities and token ids would show the tokens that a guardrail takes out. Raises `ApiError`."""
+    for field, is_set in {"logprobs": num_logprobs is not None, "return_token_ids": with_token_ids}.items():
+        if guardrail is not None and is_set:
+            raise refused(field, "is not supported: a guardrail checks the output", "unsupported_parameter")

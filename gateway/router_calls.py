@@ -20,6 +20,13 @@ class Chunk(Protocol):
     choice: int
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """In the first chunk of a choice, if the request asks for them."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
     def text(self) -> str:
         """Without the calls of tools."""
 

@@ -40,6 +40,7 @@ class RouterPlace:
     ordinal: int = 0
     shares_port: bool = False  # with other routers of this machine
     control: FleetControl | None = None  # None: no supervisor
+    begins_with_prefill: bool = False  # as in `RouterView`
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class RouterService:
             self._router_id,
         )  # fmt: skip
         shell.metrics.model = tokenizer.info.name
+        shell.view.begins_with_prefill = self._place.begins_with_prefill
         self._server = server = GrpcServer(
             self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules,
             self._place.shares_port,

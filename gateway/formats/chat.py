@@ -14,6 +14,7 @@ from tandem_client.stubs.inference_pb2 import ToolCallDelta
 
 class ChatChunks(Chunks):
     before, after = '"delta": {"content": ', "}"
+    prompt_is_beside = True
 
     def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool = False) -> None:
         super().__init__(("chat.completion.chunk", "chat.completion"), head, num_choices, usage, with_usage)
@@ -22,14 +23,14 @@ class ChatChunks(Chunks):
     def plain_text(self, chunk: Chunk) -> str | None:
         return None if chunk.logprobs or chunk.tool_calls else chunk.text
 
-    def of_chunk(self, chunk: Chunk) -> Events:
+    def parts(self, chunk: Chunk) -> Events:
         choice, deltas = chunk.choice, [_delta(part) for part in parts_of(chunk)]
         if chunk.logprobs and not deltas:
             deltas = [{"content": ""}]
         events = [self.fields(choice, {"delta": delta}) for delta in deltas]
         if chunk.logprobs:
             events[0]["logprobs"] = {"content": chat_logprobs(chunk.logprobs), "refusal": None}
-        return [*self.opening(choice), *events]
+        return events
 
     def opening(self, choice: int) -> Events:
         if self._begun[choice]:

@@ -14,7 +14,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.encoded import Encoded
+from gateway.formats.encoded import Encoded, EncodedValue
 from gateway.formats.form import AnswerForm, Events, sse
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
@@ -31,6 +31,8 @@ class FoldedChoice:
     text: StringIO = field(default_factory=StringIO)
     calls: list[tuple[dict[str, Any], StringIO]] = field(default_factory=list)  # the first delta, all arguments
     logprobs: dict[str, Encoded | None] = field(default_factory=dict)
+    token_ids: Encoded = field(default_factory=Encoded)
+    prompt_token_ids: EncodedValue | None = None
     end: dict[str, Any] = field(default_factory=dict)
 
     def take(self, fields: dict[str, Any]) -> None:
@@ -44,14 +46,21 @@ class FoldedChoice:
             column = self.logprobs.setdefault(name, None if entries is None else Encoded())
             if column is not None:
                 column.extend(entries)
+        self.token_ids.extend(fields.get("token_ids", ()))
+        self.prompt_token_ids = fields.get("prompt_token_ids", self.prompt_token_ids)
         if fields["finish_reason"]:
             self.end = {name: fields[name] for name in ("finish_reason", "stop_reason") if name in fields}
 
 
 class Chunks(AnswerForm):
-    """The chunks of one answer. With `with_usage`, `usage` is the last chunk of a stream."""
+    """The chunks of one answer. With `with_usage`, `usage` is the last chunk of a stream.
+
+    Token ids are where vLLM has them: those of the prompt with the first chunk of each choice, or once for a choice of
+    the object; a chat has them beside its choices.
+    """
 
     before, after = "", ""  # the text of a chunk with nothing but text, around the text
+    prompt_is_beside = False  # the token ids of the prompt are no field of a choice
 
     def __init__(
         self, kinds: tuple[str, str], head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool
@@ -62,11 +71,16 @@ class Chunks(AnswerForm):
         self._common = {"id": head.id, "object": kinds[0], "created": head.created, "model": head.model}
         self._kind, self._num_choices = kinds[1], num_choices
         self._folded: defaultdict[int, FoldedChoice] = defaultdict(FoldedChoice)
+        self._prompts: dict[int, EncodedValue] = {}  # token ids, by the number of the prompt
         self._before, self._after = self._around()
 
     @abstractmethod
     def plain_text(self, chunk: Chunk) -> str | None:
         """The text of a chunk with nothing but text, as most of them are; None for another one."""
+
+    @abstractmethod
+    def parts(self, chunk: Chunk) -> Events:
+        """The text, the calls and the log-probabilities of a chunk."""
 
     @abstractmethod
     def opening(self, choice: int) -> Events:
@@ -80,6 +94,23 @@ class Chunks(AnswerForm):
     def whole(self, folded: FoldedChoice) -> dict[str, Any]:
         """The content of a choice of the object."""
 
+    def of_chunk(self, chunk: Chunk) -> Events:
+        choice, events = chunk.choice, self.parts(chunk)
+        if self.head.with_token_ids and chunk.token_ids:
+            events = events or [self.fields(choice, self.rest(choice))]
+            events[0]["token_ids"] = list(chunk.token_ids)
+        events = [*self.opening(choice), *events]
+        if chunk.prompt_token_ids:
+            events[0]["prompt_token_ids"] = self._prompt(chunk)
+        return events
+
+    def _prompt(self, chunk: Chunk) -> EncodedValue:
+        """The token ids of the prompt, encoded once for all of its choices."""
+        number = chunk.choice // self.usage.num_choices
+        if number not in self._prompts:
+            self._prompts[number] = EncodedValue(list(chunk.prompt_token_ids))
+        return self._prompts[number]
+
     def of_finished(self, finished: Finished) -> Events:
         self.usage.add(finished)
         choice, reason = finished.choice, self.head.finish_reason(finished)
@@ -91,12 +122,13 @@ class Chunks(AnswerForm):
 
     def fields(self, choice: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         """A chunk, without the fields that all have in common."""
-        return {"index": choice, **content, "logprobs": None, "finish_reason": finish_reason}
+        token_ids = {"token_ids": []} if self.head.with_token_ids else {}
+        return {"index": choice, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
 
     # ---- a stream
 
     def chunk(self, chunk: Chunk) -> bytes:
-        text = self.plain_text(chunk)
+        text = None if self.head.with_token_ids else self.plain_text(chunk)
         if text is None:
             return super().chunk(chunk)
         opening = self.opening(chunk.choice)
@@ -112,7 +144,14 @@ class Chunks(AnswerForm):
 
     def encode(self, events: Events) -> bytes:
         no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        return b"".join(sse(self._common | {"choices": [fields]} | no_usage) for fields in events)
+        return b"".join(
+            sse(self._common | self._beside(fields) | {"choices": [fields]} | no_usage) for fields in events
+        )
+
+    def _beside(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Take what belongs beside the choices out of the fields of a choice."""
+        is_beside = self.prompt_is_beside and "prompt_token_ids" in fields
+        return {"prompt_token_ids": fields.pop("prompt_token_ids")} if is_beside else {}
 
     def end(self) -> bytes:
         if not self._with_usage:
@@ -125,7 +164,7 @@ class Chunks(AnswerForm):
     # ---- one object
 
     def collect(self, chunk: Chunk) -> None:
-        text = self.plain_text(chunk)
+        text = None if self.head.with_token_ids else self.plain_text(chunk)
         if text is None:
             super().collect(chunk)
         else:
@@ -136,8 +175,14 @@ class Chunks(AnswerForm):
             self._folded[fields["index"]].take(fields)
 
     def result(self) -> dict[str, Any]:
-        choices = [
-            {"index": index, **self.whole(folded), "logprobs": folded.logprobs or None, **folded.end}
-            for index, folded in ((index, self._folded[index]) for index in range(self._num_choices))
-        ]
-        return self._common | {"object": self._kind, "choices": choices, "usage": self.usage.chat()}
+        choices = [self._whole_choice(index, self._folded[index]) for index in range(self._num_choices)]
+        beside = self._beside(choices[0])
+        for other in choices[1:]:
+            self._beside(other)
+        return self._common | {"object": self._kind, "choices": choices, "usage": self.usage.chat()} | beside
+
+    def _whole_choice(self, index: int, folded: FoldedChoice) -> dict[str, Any]:
+        choice = {"index": index, **self.whole(folded), "logprobs": folded.logprobs or None, **folded.end}
+        if self.head.with_token_ids:
+            choice |= {"token_ids": folded.token_ids, "prompt_token_ids": folded.prompt_token_ids}
+        return choice

@@ -23,7 +23,7 @@ class CompletionChunks(Chunks):
     def plain_text(self, chunk: Chunk) -> str | None:
         return None if chunk.logprobs else self._take_echo(chunk.choice) + chunk.text
 
-    def of_chunk(self, chunk: Chunk) -> Events:
+    def parts(self, chunk: Chunk) -> Events:
         text = self._take_echo(chunk.choice) + chunk.text
         event = self.fields(chunk.choice, {"text": text})
         if chunk.logprobs:

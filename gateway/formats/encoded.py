@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+PIECE_BYTES = 16 * 1024
+
 
 def json_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
@@ -21,13 +23,18 @@ class Encoded:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
+        self._last = bytearray()  # joins small items: an object for each token id would be ten times as large
 
     def extend(self, items: Sequence[Any]) -> None:
         if items:
-            self._pieces += (b"," if self._pieces else b"[", json_bytes(items)[1:-1])
+            self._last += b"," if self._last or self._pieces else b""
+            self._last += json_bytes(items)[1:-1]
+            if len(self._last) >= PIECE_BYTES:
+                self._pieces.append(bytes(self._last))
+                self._last.clear()
 
     def pieces(self) -> list[bytes]:
-        return [*self._pieces, b"]"] if self._pieces else [b"[]"]
+        return [b"[", *self._pieces, bytes(self._last), b"]"]
 
 
 class EncodedValue:

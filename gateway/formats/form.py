@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gateway.formats.encoded import json_bytes
+from gateway.formats.encoded import json_pieces
 from gateway.router_calls import Chunk
 from tandem_client.stubs.inference_pb2 import Finished
 
@@ -17,7 +17,8 @@ Events = list[dict[str, Any]]
 
 
 def sse(value: Any) -> bytes:
-    return b"data: " + json_bytes(value) + b"\n\n"
+    """`value` may hold encoded values."""
+    return b"".join((b"data: ", *json_pieces(value), b"\n\n"))
 
 
 class AnswerForm(ABC):

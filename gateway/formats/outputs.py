@@ -23,6 +23,7 @@ class AnswerHead:
     eos_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     names_tool: bool = False  # `tool_choice` names the tool that is called
+    with_token_ids: bool = False
 
     def finish_reason(self, finished: Finished) -> str:
         """ "tool_calls" if the model chose to call a tool, and its call is complete. A reason that only a later router

@@ -16,7 +16,7 @@ from io import StringIO
 from typing import Any
 
 from gateway.errors import api_error
-from gateway.formats.encoded import EncodedValue, json_pieces
+from gateway.formats.encoded import EncodedValue
 from gateway.formats.form import AnswerForm, Events, sse
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
@@ -135,10 +135,7 @@ class ResponseEvents(AnswerForm):
 
     def _sse(self, typed: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
-        head, numbered = f"event: {typed['type']}\n".encode(), typed | {"sequence_number": number}
-        if "response" in typed:  # it has encoded values
-            return b"".join((head, b"data: ", *json_pieces(numbered), b"\n\n"))
-        return head + sse(numbered)
+        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
 
     def end(self) -> bytes:
         response = self.result()

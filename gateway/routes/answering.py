@@ -48,7 +48,10 @@ class Call:
     def head(self) -> AnswerHead:
         first, eos_token_ids = self.requests[0], frozenset(self.model.info.eos_token_ids)
         stop_strings, names_tool = tuple(first.stop.stop_strings), bool(first.chat.tool_choice.name)
-        return AnswerHead(self.id, self.model.name, int(time.time()), eos_token_ids, stop_strings, names_tool)
+        return AnswerHead(
+            self.id, self.model.name, int(time.time()), eos_token_ids, stop_strings, names_tool,
+            first.return_prompt_token_ids,
+        )  # fmt: skip
 
     def generate(self, sink: AnswerSink) -> Coroutine[Any, Any, None]:
         """Generates into `sink`. Raises the error of the first call that fails; the others are then cancelled.

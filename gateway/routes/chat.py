@@ -15,13 +15,19 @@ from gateway.field_names import named
 from gateway.fleets import fleets_of
 from gateway.formats.chat import ChatChunks
 from gateway.guardrails import Guardrail, Message
-from gateway.prompt_guardrail import check_chat, refuse_logprobs, texts_of
+from gateway.prompt_guardrail import check_chat, refuse_tokens, texts_of
 from gateway.routes.answering import Call, answer_object, answer_stream, usage_of
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
-from gateway.schemas.sampling import GenerationFields, check_answer_size, common_request, stream_warnings
+from gateway.schemas.sampling import (
+    GenerationFields,
+    check_answer_size,
+    check_num_token_ids,
+    common_request,
+    stream_warnings,
+)
 from tandem_client.stubs.inference_pb2 import ChatPrompt, OutputFormat
 
 
@@ -45,6 +51,7 @@ class GivenChat(NamedTuple):
     max_tokens: int | None  # None: all that fits the context
     num_logprobs: int | None = None  # None: no log-probabilities
     num_choices: int = 1
+    with_token_ids: bool = False
 
 
 def _given(body: ChatBody) -> GivenChat:
@@ -58,7 +65,10 @@ def _given(body: ChatBody) -> GivenChat:
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options, tool_choice=choice)
     num_chars = sum(len(message.content) for message in messages)
     warnings += format_warnings + message_warnings
-    return GivenChat(chat, num_chars, output_format, warnings, _max_tokens(body), num_logprobs(body), body.num_choices)
+    return GivenChat(
+        chat, num_chars, output_format, warnings, _max_tokens(body), num_logprobs(body), body.num_choices,
+        bool(body.return_token_ids),
+    )  # fmt: skip
 
 
 async def prepare_chat(
@@ -67,11 +77,13 @@ async def prepare_chat(
     """`kind`: of the id; `names`: of fields, for `named`. Raises an error that names the field."""
     context, chat = call_context(request), given.chat
     guardrail: Guardrail | None = request.app.state.guardrail
-    refuse_logprobs(guardrail, given.num_logprobs)
+    refuse_tokens(guardrail, given.num_logprobs, given.with_token_ids)
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     if not body.stream:
         longest = min(given.max_tokens or model.info.context_length, model.info.context_length)
         check_answer_size("top_logprobs", given.num_choices, longest, given.num_logprobs)
+        if given.with_token_ids:
+            check_num_token_ids(given.num_choices, longest)
     prompt: tuple[Message, ...] = ()
     if guardrail is not None:
         with named(names):

@@ -14,13 +14,13 @@ from gateway.fleets import ServedModel, fleets_of
 from gateway.formats.completion import CompletionChunks
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
-from gateway.prompt_guardrail import check_text, refuse_logprobs
+from gateway.prompt_guardrail import check_text, refuse_tokens
 from gateway.routes.answering import Call, answer_object, answer_stream, usage_of
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
-from gateway.schemas.sampling import check_answer_size, common_request, stream_warnings
+from gateway.schemas.sampling import check_answer_size, check_num_token_ids, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, OutputFormat, TokenIds
 
 MAX_COMMON_BYTES = 64 * 1024  # of a request without its prompt
@@ -57,12 +57,14 @@ async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) 
     """The call, and the text that precedes the choices of each prompt. Raises an error that names the field."""
     context, prompts = call_context(request), given.prompts
     guardrail: Guardrail | None = request.app.state.guardrail
-    refuse_logprobs(guardrail, body.logprobs)
+    refuse_tokens(guardrail, body.logprobs, bool(body.return_token_ids))
     model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if not body.stream:
-        longest = min(max_tokens, model.info.context_length)
-        check_answer_size("logprobs", len(prompts) * body.num_choices, longest, body.logprobs)
+        longest, num_choices = min(max_tokens, model.info.context_length), len(prompts) * body.num_choices
+        check_answer_size("logprobs", num_choices, longest, body.logprobs)
+        if body.return_token_ids:
+            check_num_token_ids(num_choices, longest)
     texts = [""] * len(prompts)
     if body.echo or guardrail is not None:
         texts = [await _text_of(request, prompt, model, context.metadata) for prompt in prompts]

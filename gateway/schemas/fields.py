@@ -70,7 +70,6 @@ SHARED: dict[str, FieldRule] = {
     "thinking_token_budget": _refuse(SAMPLER),
     "structural_tag": _refuse(TAGS),
     "return_tokens_as_token_ids": _refuse("tokens are named by their text", False),
-    "return_token_ids": _refuse("use /tokenize for the ids of a text", False),
     "kv_transfer_params": _refuse("the router plans the transfer of KV blocks"),
     "vllm_xargs": _refuse("belongs to extensions of vLLM"),
     "mm_processor_kwargs": _refuse("the models here read text only"),
@@ -117,6 +116,7 @@ RESPONSES: dict[str, FieldRule] = SHARED | {
     "prompt": _refuse("prompt templates are stored nowhere; use instructions and input"),
     "max_tool_calls": _refuse(RUNNER),
     "top_logprobs": _refuse("use /v1/chat/completions", 0),
+    "return_token_ids": _refuse("use /v1/chat/completions", False),
     "stream_options": _warn("the stream always ends with the usage", {}),
     "context_management": _refuse("a prompt is never cut", []),
 }

@@ -27,6 +27,7 @@ from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, S
 
 UINT32 = 2**32 - 1
 MAX_ANSWER_LOGPROBS = 2**20  # log-probabilities of an answer in one piece, 80 MB of JSON; beyond: status 400
+MAX_ANSWER_TOKEN_IDS = 2**23  # token ids of the output of an answer in one piece, 60 MB of JSON; beyond: status 400
 
 
 def _bias_token(key: str) -> str:
@@ -79,6 +80,7 @@ class SamplingFields(GenerationFields, FormatFields):
     logit_bias: Annotated[dict[BiasedToken, float], items(MAX_LOGIT_BIAS)] | None = None
     max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # of vLLM
 
     @property
     def num_choices(self) -> int:
@@ -125,10 +127,19 @@ def common_request(body: GenerationFields, max_tokens: int | None, model: str, r
         priority=body.priority or 0,
         request_id=request_id,
         user=body.user or "",
+        return_prompt_token_ids=bool(getattr(body, "return_token_ids", None)),
     )
     if body.speculation is not None:
         request.speculation = body.speculation
     return request
+
+
+def check_num_token_ids(num_choices: int, max_tokens: int) -> None:
+    """Raises `ApiError` for more token ids than an answer in one piece may have."""
+    count = num_choices * max_tokens
+    if count > MAX_ANSWER_TOKEN_IDS:
+        message = f"an answer without stream has at most {MAX_ANSWER_TOKEN_IDS} ids; choices x max_tokens is {count}"
+        raise refused("return_token_ids", f"{message}: set a lower max_tokens, or stream")
 
 
 def check_answer_size(field: str, num_choices: int, max_tokens: int, num_logprobs: int | None) -> None:

@@ -118,12 +118,16 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return kserve_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _: kserve_pb2.ServerReadyRequest, __: Context) -> kserve_pb2.ServerReadyResponse:
-        return kserve_pb2.ServerReadyResponse(ready=self._shell.view.can_serve)
+        return kserve_pb2.ServerReadyResponse(ready=self._is_ready)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._shell.view.can_serve and not self._shell.view.awaits_prefill
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, _: Context) -> kserve_pb2.ModelReadyResponse:
         with contextlib.suppress(ModelNotFound):
             check_model(request.name, request.version, self._model)
-            return kserve_pb2.ModelReadyResponse(ready=self._shell.view.can_serve)
+            return kserve_pb2.ModelReadyResponse(ready=self._is_ready)
         return kserve_pb2.ModelReadyResponse(ready=False)
 
     async def ServerMetadata(

@@ -28,6 +28,7 @@ class RouterView:
         self._workers = workers
         self._num_retries = num_retries
         self._moves = moves
+        self.begins_with_prefill = False  # prefill workers start with the fleet, and they alone should compute prompts
 
     @property
     def num_queued(self) -> int:
@@ -72,6 +73,11 @@ class RouterView:
     def can_serve(self) -> bool:
         """A decode worker serves, or comes when a request waits."""
         return self.can_decode or self.start_s > 0.0
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """No prefill worker has served yet, and decode workers should compute no prompts."""
+        return self.begins_with_prefill and not self._workers.had_prefill
 
     @property
     def can_prefill(self) -> bool:

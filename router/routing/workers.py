@@ -51,6 +51,7 @@ class WorkerTable:
         self.start_s = 0.0  # of a worker that the planner brings; 0 = none comes
         self._num_routers = 1  # with open calls; this router counts always
         self.index = PrefixIndex()
+        self.had_prefill = False  # a prefill worker has served
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self.room_changed = True
 
@@ -190,6 +191,7 @@ class WorkerTable:
         self._versions = tuple(sorted({record.agent.protocol_version for record in decode}, reverse=True))
         self._longest_request = max((record.pool_tokens + 1 for record in decode), default=None)
         self.decode_limits = tuple(sorted({record.pool_tokens + 1 for record in decode if record.serves}))
+        self.had_prefill = self.had_prefill or self.has_role(ServiceRole.PREFILL)
         if self.has_role(ServiceRole.DECODE):
             self.served_until = math.inf
         elif self.served_until == math.inf:

@@ -41,6 +41,7 @@ class Chunk:
     text: str
     logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # one for each token if the request has log-probabilities
     tool_calls: Sequence[inference_pb2.ToolCallDelta] = ()
+    prompt_token_ids: Sequence[int] = ()  # of the first chunk, if the client asks for them
 
     def fill(self, message: inference_pb2.TokenChunk) -> None:
         """Fill an empty message."""
@@ -50,6 +51,8 @@ class Chunk:
             message.logprobs.extend(self.logprobs)
         if self.tool_calls:
             message.tool_calls.extend(self.tool_calls)
+        if self.prompt_token_ids:
+            message.prompt_token_ids.extend(self.prompt_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,7 @@ class ChoiceStream:
     changed: Callable[[], None]  # called after new tokens, and after the end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
     calls: ChoiceCalls | None = None  # None: the output cannot have calls of tools
+    returns_prompt: bool = False  # the first chunk has the token ids of the prompt
     result: Finish | Fail | FinishReason | None = None  # FinishReason: of an answer that had ended before
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
@@ -145,10 +149,9 @@ class ChoiceStream:
             text, _ = self.text.push(token_ids)
         self.num_taken += len(token_ids)
         logprobs = self._take_logprobs(len(token_ids)) if self._logprobs else ()
-        if self.calls is None:
-            return Chunk(self.choice, first, token_ids, text, logprobs)
-        text, tool_calls = self.calls.push(text)
-        return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls)
+        prompt = self.request.token_ids if self.returns_prompt and first == 0 else ()
+        text, tool_calls = (text, ()) if self.calls is None else self.calls.push(text)
+        return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls, prompt)
 
     def _take_logprobs(self, num_tokens: int) -> list[inference_pb2.TokenLogprobs]:
         taken = self._logprobs[:num_tokens]

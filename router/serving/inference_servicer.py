@@ -99,6 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 changed=writer.changed,
                 token_name=self._tokenizer.token_name,
                 calls=calls_of(request, self._tokenizer.tool_format, choice_request, generation.request_id),
+                returns_prompt=request.return_prompt_token_ids,
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
@@ -155,6 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             tool_format=self._tokenizer.tool_format,
             can_decode=self._shell.view.can_serve,
             adapters=info.adapters,
+            awaits_prefill=self._shell.view.awaits_prefill,
         )
 
 

@@ -153,7 +153,7 @@ class OutputFormat(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "logprobs", "n", "cache_salt", "priority", "request_id", "parse_special_tokens", "min_interval_ms", "user", "output_format", "speculation", "resume")
+    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "logprobs", "n", "cache_salt", "priority", "request_id", "parse_special_tokens", "min_interval_ms", "user", "output_format", "speculation", "resume", "return_prompt_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatPrompt
@@ -188,7 +189,8 @@ class GenerateRequest(_message.Message):
     output_format: OutputFormat
     speculation: bool
     resume: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., parse_special_tokens: _Optional[bool] = ..., min_interval_ms: _Optional[int] = ..., user: _Optional[str] = ..., output_format: _Optional[_Union[OutputFormat, _Mapping]] = ..., speculation: _Optional[bool] = ..., resume: _Optional[_Iterable[int]] = ...) -> None: ...
+    return_prompt_token_ids: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., parse_special_tokens: _Optional[bool] = ..., min_interval_ms: _Optional[int] = ..., user: _Optional[str] = ..., output_format: _Optional[_Union[OutputFormat, _Mapping]] = ..., speculation: _Optional[bool] = ..., resume: _Optional[_Iterable[int]] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("token_id", "logprob", "token")
@@ -237,20 +239,22 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ..., text_offset: _Optional[int] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("choice", "index", "token_ids", "text", "logprobs", "tool_calls")
+    __slots__ = ("choice", "index", "token_ids", "text", "logprobs", "tool_calls", "prompt_token_ids")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
-    def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_drafts")
@@ -397,7 +401,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format", "can_decode", "adapters")
+    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format", "can_decode", "adapters", "awaits_prefill")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +410,7 @@ class GetModelResponse(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CAN_DECODE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_length: int
@@ -414,4 +419,5 @@ class GetModelResponse(_message.Message):
     tool_format: str
     can_decode: bool
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ..., can_decode: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    awaits_prefill: bool
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ..., can_decode: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., awaits_prefill: _Optional[bool] = ...) -> None: ...

@@ -105,10 +105,12 @@ async def test_a_refused_output_ends_with_content_filter_and_frees_the_workers(
     await deployment.settle()
 
 
-async def test_logprobs_would_show_masked_text_and_are_refused(http: httpx.AsyncClient) -> None:
-    response = await ask(http, "completion", "mask", logprobs=1)
+@both_kinds
+@pytest.mark.parametrize("field", ["logprobs", "return_token_ids"])
+async def test_tokens_would_show_masked_text_and_are_refused(http: httpx.AsyncClient, kind: str, field: str) -> None:
+    response = await ask(http, kind, "mask", **{field: 1 if (kind, field) == ("completion", "logprobs") else True})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "logprobs"
+    assert response.json()["error"]["param"] == field
 
 
 async def test_responses_pass_the_guardrail_too(http: httpx.AsyncClient) -> None:

@@ -114,6 +114,31 @@ async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 * num, 12 * num)
 
 
+@pytest.mark.parametrize("over_a_wire", [False, True])
+async def test_token_ids_are_those_of_the_grpc_api(deployment: Deployment, over_a_wire: bool) -> None:
+    fleets = over_the_wire(deployment.router_address) if over_a_wire else Fleets([deployment.router.calls])
+    sampling: Any = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    async with serving_gateway(fleets) as url, httpx.AsyncClient(base_url=url) as http:
+
+        async def ask(path: str, **body: Any) -> dict[str, Any]:
+            return dict((await http.post(path, json={"model": MODEL} | body, timeout=20)).json())
+
+        chat, text = {"messages": HELLO, "n": 2} | sampling, {"prompt": ["abc", "de"]} | sampling
+        prompts = [(await ask("/tokenize", **body))["tokens"] for body in ({"messages": HELLO}, {"prompt": "de"})]
+        direct = [await deployment.generate(token_ids=prompt, max_tokens=6) for prompt in prompts]
+        answer = await ask("/v1/chat/completions", **chat)
+        assert answer["prompt_token_ids"] == prompts[0]
+        assert [choice["token_ids"] for choice in answer["choices"]] == [direct[0].token_ids] * 2
+        answer = await ask("/v1/completions", **text)
+        assert answer["choices"][1]["prompt_token_ids"] == prompts[1]
+        assert answer["choices"][1]["token_ids"] == direct[1].token_ids
+        events = (await http.post("/v1/chat/completions", json=chat | {"stream": True}, timeout=20)).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+        assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompts[0]] * 2
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == 1]
+        assert [token_id for choice in own for token_id in choice["token_ids"]] == direct[0].token_ids
+
+
 async def test_echo_precedes_the_output_also_for_token_ids(client: openai.AsyncOpenAI) -> None:
     plain = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0)
     echoed = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0, echo=True)

@@ -28,7 +28,7 @@ class FakeRouter:
     """A router that serves one model, or none while `fault` is set."""
 
     def __init__(self, address: str, model: str) -> None:
-        self.address, self.fault, self.can_decode = address, "", True
+        self.address, self.fault, self.can_decode, self.awaits_prefill = address, "", True, False
         self.adapters: tuple[str, ...] = ()
         self.takes_keys: bool | None = True  # None: it does not answer
         self._model = model
@@ -48,7 +48,10 @@ class FakeRouter:
     async def model(self) -> GetModelResponse:
         if self.fault:
             raise WorkerUnavailable(self.fault)
-        return GetModelResponse(name=self._model, context_length=64, can_decode=self.can_decode, adapters=self.adapters)
+        return GetModelResponse(
+            name=self._model, context_length=64, can_decode=self.can_decode, adapters=self.adapters,
+            awaits_prefill=self.awaits_prefill,
+        )  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -171,8 +174,11 @@ async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_i
         assert await fleet.fault() == "gone"
 
 
-async def test_a_fleet_without_a_decode_worker_is_not_ready() -> None:
+async def test_a_fleet_is_not_ready_without_a_decode_worker_or_before_the_prefill_worker_that_it_needs() -> None:
     async with opened() as (fleets, routers):
         assert await fleets.faults() == {"served by here:1": ""}
+        routers["here:1"].awaits_prefill = True
+        (fault,) = (await fleets.faults()).values()
+        assert fault.startswith("no prefill worker has served yet")
         routers["here:1"].can_decode = False
         assert await fleets.faults() == {"served by here:1": "no decode worker serves"}

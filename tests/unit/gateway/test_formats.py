@@ -237,6 +237,67 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
 
 
+IDS_HEAD = replace(HEAD, with_token_ids=True)
+PROMPTS = ((7, 8, 9), (5,))  # two prompts with two choices each
+
+
+def chunks_with_ids(num_prompts: int) -> list[Event]:
+    """The last two tokens of each choice have no text, as a special token has none."""
+    events: list[Event] = []
+    for index, (text, token_ids) in enumerate((("a", (1,)), ("bc", (2, 3)), ("", (4, 2)))):
+        for choice in range(2 * num_prompts):
+            prompt = PROMPTS[choice // 2] if index == 0 else ()
+            ids = [choice, *token_ids]
+            events.append(TokenChunk(choice=choice, text=text, token_ids=ids, prompt_token_ids=prompt))
+    return [*events, *(end(choice) for choice in range(2 * num_prompts))]
+
+
+@pytest.mark.parametrize("echo", ["", "x"])
+def test_token_ids_are_in_a_completion_where_vllm_has_them(echo: str) -> None:
+    def form() -> CompletionChunks:
+        return CompletionChunks(IDS_HEAD, [echo] * 4, UsageSum(2, False))
+
+    events = chunks_with_ids(2)
+    chunks, answer = chunks_of(form(), events), object_of(form(), events)
+    for choice, whole in enumerate(answer["choices"]):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice]
+        assert [part.get("prompt_token_ids") for part in own] == [list(PROMPTS[choice // 2]), None, None, None]
+        assert whole["prompt_token_ids"] == own[0]["prompt_token_ids"]
+        assert [part["token_ids"] for part in own] == [[choice, 1], [choice, 2, 3], [choice, 4, 2], []]
+        assert whole["token_ids"] == [choice, 1, choice, 2, 3, choice, 4, 2]
+        assert whole["text"] == "".join(part["text"] for part in own) == f"{echo}abc"
+
+
+def test_token_ids_are_in_a_chat_where_vllm_has_them() -> None:
+    def form() -> ChatChunks:
+        return ChatChunks(IDS_HEAD, 2, UsageSum(2, False))
+
+    events = chunks_with_ids(1)
+    chunks, answer = chunks_of(form(), events), object_of(form(), events)
+    assert answer["prompt_token_ids"] == list(PROMPTS[0])
+    for choice, whole in enumerate(answer["choices"]):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice]
+        assert [chunk.get("prompt_token_ids") for chunk in own] == [list(PROMPTS[0]), *[None] * 4]
+        assert "prompt_token_ids" not in {*whole, *own[0]["choices"][0]}
+        parts = [chunk["choices"][0]["token_ids"] for chunk in own]
+        assert parts == [[], [choice, 1], [choice, 2, 3], [choice, 4, 2], []]
+        assert whole["token_ids"] == [choice, 1, choice, 2, 3, choice, 4, 2]
+        assert whole["message"]["content"] == "abc"
+
+
+def test_each_token_id_comes_once_beside_calls_of_tools() -> None:
+    events: list[Event] = []
+    for index, chunk in enumerate(CALLS):
+        events.append(TokenChunk(token_ids=[index, 10 + index]))
+        events[-1].MergeFrom(chunk)
+    events += [TokenChunk(token_ids=[20]), end(num_calls=2)]
+    chunks = chunks_of(ChatChunks(IDS_HEAD, 1, UsageSum(1, False)), events)
+    found = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
+    (whole,) = object_of(ChatChunks(IDS_HEAD, 1, UsageSum(1, False)), events)["choices"]
+    assert whole["token_ids"] == found == [0, 10, 1, 11, 2, 12, 3, 13, 20]
+    assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == ['{"a": 1}', "{}"]
+
+
 def test_an_object_keeps_no_log_probability_but_its_json() -> None:
     entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
     pieces = json_pieces(folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)]))
