@@ -37,7 +37,7 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 	$(MAKE) --no-print-directory test-main test-kernels
 
 # In CI, after `make vllm`: of tests/vllm, the contract of the engine. The others start two or three engines for minutes.
-WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_verified_kv.py)
+WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_verified_kv.py test_model_families.py)
 
 test-main: setup  ## The tests of `make test` but those of test-kernels
 	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
@@ -50,7 +50,7 @@ vllm: setup  ## Install vLLM's CPU build, and the default model for it, under th
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.install_peers vllm
 
-test-vllm: vllm  ## The tests of workers with real vLLM inside (6 minutes)
+test-vllm: vllm  ## The tests of workers with real vLLM inside (8 minutes)
 	$(BIN)/python -m pytest -q tests/vllm
 
 demo: setup  ## Three questions through two pools, with a waterfall of each

@@ -122,7 +122,7 @@ class Chunks(AnswerForm):
 
     def fields(self, choice: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         """A chunk, without the fields that all have in common."""
-        token_ids = {"token_ids": []} if self.head.with_token_ids else {}
+        token_ids: dict[str, Any] = {"token_ids": []} if self.head.with_token_ids else {}
         return {"index": choice, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
 
     # ---- a stream

@@ -288,8 +288,9 @@ def test_token_ids_are_in_a_chat_where_vllm_has_them() -> None:
 def test_each_token_id_comes_once_beside_calls_of_tools() -> None:
     events: list[Event] = []
     for index, chunk in enumerate(CALLS):
-        events.append(TokenChunk(token_ids=[index, 10 + index]))
-        events[-1].MergeFrom(chunk)
+        event = TokenChunk(token_ids=[index, 10 + index])
+        event.MergeFrom(chunk)
+        events.append(event)
     events += [TokenChunk(token_ids=[20]), end(num_calls=2)]
     chunks = chunks_of(ChatChunks(IDS_HEAD, 1, UsageSum(1, False)), events)
     found = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
