@@ -76,14 +76,18 @@ class ValidationThreads:
         try:
             async with asyncio.timeout(timeout_s):
                 await queue.free_threads.acquire(owner)
-                result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
-                result.add_done_callback(partial(_end, queue.free_threads))
-                # Without the shield, a call that ends early would free a thread that still works.
-                return await asyncio.shield(result)
+                # Without the shield, a call that ends early would free a thread that still works. No variable holds the
+                # future: its exception holds this frame, and the input would stay until the next garbage collection.
+                return await asyncio.shield(self._start(queue, partial(function, *args, **kwargs)))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request was validated") from None
         finally:
             pending.add(owner, -1)
+
+    def _start(self, queue: _Queue, call: Callable[[], R]) -> asyncio.Future[R]:
+        result = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        result.add_done_callback(partial(_end, queue.free_threads))
+        return result
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

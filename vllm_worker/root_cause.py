@@ -27,7 +27,7 @@ def root_cause(error: BaseException, output: str) -> str:
     """The last error in `output` that names a cause, if `error` only points to one; else `error`. One line."""
     told = f"{type(error).__name__}: {error}"
     cause = _last_error(output) if _POINTS_ELSEWHERE.search(told) else ""
-    return shortened(escaped(cause or told), MAX_CAUSE_CHARS)
+    return shortened(escaped(cause or told), MAX_CAUSE_CHARS - 3)  # and three dots
 
 
 def _last_error(output: str) -> str:

@@ -46,6 +46,28 @@ async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool:
         await pool.run(CLIENT, 5.0, LONG, _refuse)
 
 
+async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collection(pool: ValidationThreads) -> None:
+    class Body:
+        pass
+
+    def refuse(_: Body) -> None:
+        raise InvalidRequest("text", "no")
+
+    async def read() -> weakref.ref[Body]:
+        body = Body()
+        with pytest.raises(InvalidRequest):
+            await pool.run(CLIENT, 5.0, LONG, refuse, body)
+        return weakref.ref(body)
+
+    gc.disable()
+    try:
+        bodies = [await read() for _ in range(3)]
+        await pool.run(CLIENT, 5.0, LONG, int)  # the thread lets go of the last call when it takes another one
+        assert [body() for body in bodies] == [None] * 3
+    finally:
+        gc.enable()
+
+
 async def test_a_call_runs_in_a_thread_unless_it_is_very_short(pool: ValidationThreads) -> None:
     own = threading.get_ident()
     assert await pool.run(CLIENT, 5.0, MAX_INLINE_BYTES, threading.get_ident) == own

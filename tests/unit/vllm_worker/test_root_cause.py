@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_worker.root_cause import MAX_CAUSE_CHARS, root_cause
@@ -46,6 +46,7 @@ def test_an_error_that_names_its_cause_or_a_log_without_one_is_told_as_it_is() -
     assert root_cause(POINTER, "vLLM says nothing") == f"RuntimeError: {POINTER}"
 
 
+@example("\x80" * 150, [])
 @given(
     st.text(max_size=300), st.lists(st.sampled_from([AT, "Traceback (most recent call last)", "\n", " ", "\x1b[2J"]))
 )
