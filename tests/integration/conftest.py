@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
 
 from core.config import EngineConfig
+from tests.support.deployment import Deployment
 from tests.support.ports import kept_port
 from tests.support.reference import CoLocatedEngine
 
@@ -23,6 +25,14 @@ def engine(model: str) -> Iterator[CoLocatedEngine]:
     engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
     yield engine
     engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
+    """The `running` deployment of the file, idle and with empty caches for every test."""
+    yield running
+    await running.settle()
+    running.drop_caches(running.workers)
 
 
 @pytest.fixture

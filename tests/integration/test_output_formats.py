@@ -57,13 +57,6 @@ async def running(model: str) -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
-    yield running
-    await running.settle()
-    running.drop_caches(running.workers)
-
-
 def expected(engine: CoLocatedEngine, prompt: tuple[int, ...], form: str, **sampling: Any) -> list[int]:
     return engine.tokens(prompt, NUM_OUTPUT, ignore_eos=False, grammar=format_grammar(FORMATS[form]), **sampling)
 

@@ -51,13 +51,6 @@ async def running(model: str, oracle: Oracle) -> AsyncIterator[Deployment]:  # n
         yield deployment
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
-    yield running
-    await running.settle()
-    running.drop_caches(running.workers)
-
-
 def read(oracle: Oracle, engine: CoLocatedEngine, prompt: tuple[int, ...], draw: str) -> list[int]:
     """The tokens of one engine that computes no guesses. From now on the oracle knows them."""
     given = dict(DRAWS[draw])

@@ -33,14 +33,6 @@ async def running() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
-    """Idle, and with empty caches, for every test."""
-    yield running
-    await running.settle()
-    running.drop_caches(running.workers)
-
-
 async def call(
     deployment: Deployment, request: inference_pb2.GenerateRequest
 ) -> tuple[dict[str, str], dict[str, str], list[Any]]:

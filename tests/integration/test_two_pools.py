@@ -26,14 +26,6 @@ async def running(model: str) -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
-    """Idle, and with empty caches, for every test."""
-    yield running
-    await running.settle()
-    running.drop_caches(running.workers)
-
-
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 async def test_greedy_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine, length: int) -> None:
     prompt = random_prompt(length)
