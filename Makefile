@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image clients screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -96,6 +96,10 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 
 image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
 	tools/build_image.sh
+
+clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.clients
 
 soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
 	$(BIN)/python -m tools.soak

@@ -6,7 +6,8 @@
     smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM and Dynamo
 
 Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
-when it holds the file `complete`; an incomplete one is removed and installed again.
+when it holds the file `complete`; an incomplete one is removed and installed again. benchmarks/clients.py installs each
+client in the same way, into <cache>/tandem/clients.
 """
 
 from __future__ import annotations
