@@ -68,21 +68,23 @@ def load(data: bytes | str) -> object:
 
 def read_whole(body: bytes) -> Answer:
     """The answer of a call without `stream`."""
-    answer = Answer()
-    _take(answer, body)
+    answer, texts = Answer(), list[str]()
+    _take(answer, texts, body)
+    answer.text = "".join(texts)
     return answer
 
 
 def read_stream(body: bytes) -> Answer:
     """The answer of a call with `stream`, as far as it came."""
-    answer = Answer()
+    answer, texts = Answer(), list[str]()
     for data in events_of(body):
         if answer.num_done and data != "[DONE]":
             answer.faults.append("an event after [DONE]")
         if data == "[DONE]":
             answer.num_done += 1
         else:
-            _take(answer, data)
+            _take(answer, texts, data)
+    answer.text = "".join(texts)
     return answer
 
 
@@ -98,7 +100,8 @@ def events_of(body: bytes) -> Iterator[str]:
             lines = []
 
 
-def _take(answer: Answer, data: bytes | str) -> None:
+def _take(answer: Answer, texts: list[str], data: bytes | str) -> None:
+    """`texts` collects the text: a long one in tiny events would be copied for each event."""
     try:
         message = load(data)
     except ValueError:
@@ -113,16 +116,16 @@ def _take(answer: Answer, data: bytes | str) -> None:
     if isinstance(fields.get("id"), str):
         answer.ids.add(str(fields["id"]))
     for choice in map(dict_of, list_of(fields.get("choices"))):
-        _take_choice(answer, choice)
+        _take_choice(answer, texts, choice)
     usage = dict_of(fields.get("usage"))
     if usage:
         _take_usage(answer, usage)
 
 
-def _take_choice(answer: Answer, choice: dict[str, object]) -> None:
+def _take_choice(answer: Answer, texts: list[str], choice: dict[str, object]) -> None:
     message = dict_of(choice.get("delta")) or dict_of(choice.get("message"))
     answer.num_roles += message.get("role") is not None
-    answer.text += text_of(choice.get("text")) + text_of(message.get("content"))
+    texts += text_of(choice.get("text")), text_of(message.get("content"))
     if choice.get("finish_reason") is not None:
         answer.finish_reasons.append(text_of(choice["finish_reason"]))
     logprobs = dict_of(choice.get("logprobs"))

@@ -19,6 +19,7 @@ import httptools
 
 MAX_REPLY_BYTES = 16 << 20  # of one reply of a checked stack, with its head; beyond: the check closes the connection
 _PIECE_BYTES = 1 << 16
+_EVENT = b"data:"
 
 
 class End(Enum):
@@ -57,9 +58,13 @@ class Endpoint:
         )
 
     @property
-    def url(self) -> str:
+    def authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.path}"
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.tls else ''}://{self.authority}{self.path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Call:
     def encode(self, endpoint: Endpoint) -> bytes:
         lines = [
             f"{'POST' if self.body else 'GET'} {endpoint.path}{self.path} HTTP/1.1",
-            f"host: {endpoint.host}:{endpoint.port}",
+            f"host: {endpoint.authority}",
             "connection: close",
             *(f"{name}: {value}" for name, value in self.headers),
         ]
@@ -95,10 +100,7 @@ class Reply:
     seconds: float = 0.0  # until the last byte, or until the check gave up
     first_s: float | None = None  # until the first byte of the body
     longest_gap_s: float = 0.0  # between two arrivals of the body
-
-    @property
-    def num_events(self) -> int:
-        return self.body.count(b"data:")
+    num_events: int = 0  # server-sent ones that have begun
 
 
 Observe = Callable[[Reply], bool]  # True: enough, leave
@@ -123,7 +125,10 @@ class _Parser:
         self._reply.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
+        seen = len(self._reply.body)
         self._reply.body += body
+        # What ends in these bytes: the start of a mark may have come before.
+        self._reply.num_events += self._reply.body.count(_EVENT, max(0, seen - len(_EVENT) + 1))
 
     def on_message_complete(self) -> None:
         self.complete = self._reply.status >= 200

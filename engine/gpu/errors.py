@@ -57,6 +57,7 @@ def sort_error(error: BaseException) -> TandemError | None:
 
 
 def sorted_error(error: Exception) -> Exception:
+    """The `TandemError` behind an exception of a step on a device, else the exception itself."""
     return sort_error(error) or error
 
 

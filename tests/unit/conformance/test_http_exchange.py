@@ -53,6 +53,16 @@ async def test_an_answer_ends_as_it_was_sent(pieces: tuple[bytes, ...], end: End
     assert (reply.end, bytes(reply.body)) == (end, body)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 100])
+async def test_events_are_counted_however_they_are_cut(size: int) -> None:
+    body = b"data: a\n\ndata:data: b\n\n"
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
+    async with server(HEAD, b"transfer-encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n") as endpoint:
+        reply = await exchange(endpoint, Call("/"), 10.0)
+    assert (reply.end, reply.num_events) == (End.COMPLETE, 3)
+
+
 async def test_a_silent_server_and_one_without_end_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server(HEAD, b"content-length: 5\r\n\r\nab", closes=False) as endpoint:
         reply = await exchange(endpoint, Call("/"), 0.05)
@@ -73,6 +83,7 @@ async def test_nobody_there_and_enough_seen_are_ends_too() -> None:
 
 def test_an_address_is_read_or_refused() -> None:
     assert Endpoint.parse("https://[::1]:9/a/v1/") == Endpoint("::1", 9, tls=True, path="/a")
+    assert b"\r\nhost: [::1]:9\r\n" in Call("/").encode(Endpoint.parse("https://[::1]:9"))
     assert Endpoint.parse("host").url == "http://host:80"
     for wrong in ("ftp://a", "http://", "http://a b", "http://a:x", "a\r\nx: y"):
         with pytest.raises(ValueError, match=r"."):
