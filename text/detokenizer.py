@@ -10,14 +10,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
+from core.errors import InvalidRequest
+
+MAX_TEXT_CHARS = 8 * 1024 * 1024
+TOKENS_PER_STEP = (
+    4096  # so that the bytes of a million tokens never lie in as many objects, nor one step hold the interpreter lock
+)
 DetokenizerState = tuple[bytes, int]
 TokenBytes = Callable[[int], bytes]  # token id -> its bytes; b"" for a token that has no text
-
-
-def decode_tokens(token_ids: Sequence[int], token_bytes: TokenBytes, *, strip_first_space: bool = False) -> str:
-    """The text of all tokens, without its first character if that is a space and `strip_first_space` is set."""
-    text = b"".join(map(token_bytes, token_ids)).decode("utf-8", errors="replace")
-    return text.removeprefix(" ") if strip_first_space else text
 
 
 class IncrementalDetokenizer:
@@ -44,3 +44,19 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """The rest of the text: U+FFFD if the last character is incomplete, else nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def decode_tokens(token_ids: Sequence[int], token_bytes: TokenBytes, *, strip_first_space: bool = False) -> str:
+    """The text of all tokens, without its first character if that is a space and `strip_first_space` is set.
+
+    `token_ids` may come from a client, who names a long token a million times. Raises `InvalidRequest` for a text of
+    more than `MAX_TEXT_CHARS`.
+    """
+    detokenizer, pieces, num_chars = IncrementalDetokenizer(token_bytes), list[str](), 0
+    for at in range(0, len(token_ids), TOKENS_PER_STEP):
+        pieces.append(detokenizer.push(token_ids[at : at + TOKENS_PER_STEP]))
+        num_chars += len(pieces[-1])
+        if num_chars > MAX_TEXT_CHARS:
+            raise InvalidRequest("token_ids", f"must stand for a text of at most {MAX_TEXT_CHARS} characters")
+    text = "".join([*pieces, detokenizer.flush()])
+    return text.removeprefix(" ") if strip_first_space else text

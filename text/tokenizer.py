@@ -130,7 +130,7 @@ class ModelTokenizer:
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
         """The text of tokens. Special tokens have none, unless `with_special`.
 
-        Raises `InvalidRequest` for an id outside the vocabulary.
+        Raises `InvalidRequest` for an id outside the vocabulary, and as `decode_tokens`.
         """
         for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size:

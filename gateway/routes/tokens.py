@@ -23,6 +23,7 @@ from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, Tok
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
 IDS_PER_STEP = 16 * 1024
+CHARS_PER_STEP = 64 * 1024
 
 TOKENIZE = {
     "add_special_tokens": FieldRule(
@@ -90,12 +91,19 @@ async def detokenize(request: Request) -> Response:
     model = fleets_of(request).resolve(body.model, 0, context.tag)
     with named({"prompt": "tokens"}):
         found = await while_connected(request.receive, model.router.detokenize(wire, context.metadata))
-    return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")
+    answer = await beside_the_loop(request, found.ByteSize(), _detokenize_answer, found.text)
+    return Response(answer, 200, {}, "application/json")
 
 
 def _detokenize_request(body: DetokenizeBody) -> DetokenizeRequest:
     check_extra(body.model_extra, {})
     return DetokenizeRequest(token_ids=body.tokens)
+
+
+def _detokenize_answer(text: str) -> bytes:
+    """Call it in a thread. No step of it holds the interpreter lock for more than `CHARS_PER_STEP` characters."""
+    steps = (json_bytes(text[at : at + CHARS_PER_STEP])[1:-1] for at in range(0, len(text), CHARS_PER_STEP))
+    return b'{"prompt":"%b"}' % b"".join(steps)
 
 
 ROUTES = [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]

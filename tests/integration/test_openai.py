@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.fleets import Fleets
+from gateway.routes.tokens import CHARS_PER_STEP
 from tandem_client.stubs.inference_pb2 import ToolCallDelta
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
@@ -246,7 +247,9 @@ async def test_a_prompt_comes_back_from_its_tokens(url: str) -> None:
         assert (found["count"], found["max_model_len"]) == (len("Grüße".encode()), 8192)
         back = (await http.post("/detokenize", json={"tokens": found["tokens"]})).json()
         chat = (await http.post("/tokenize", json={"messages": HELLO})).json()
+        escaped = (await http.post("/detokenize", json={"tokens": list(b'"\n') * CHARS_PER_STEP})).json()
     assert back == {"prompt": "Grüße"}
+    assert escaped == {"prompt": '"\n' * CHARS_PER_STEP}
     assert chat["count"] > len("Hello")
 
 

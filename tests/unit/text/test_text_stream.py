@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text.detokenizer import IncrementalDetokenizer
+from core.errors import InvalidRequest
+from text.detokenizer import MAX_TEXT_CHARS, TOKENS_PER_STEP, IncrementalDetokenizer, decode_tokens
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
 from text.tokenizer import load_tokenizer
@@ -158,3 +159,12 @@ def test_special_tokens_have_no_text() -> None:
 
 def test_text_of_many_scripts_survives_the_round_trip() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(TRICKY)) == TRICKY
+
+
+def test_the_text_of_many_tokens_has_whole_characters_and_a_bound() -> None:
+    text = "a\u00e9\U0001f600" * TOKENS_PER_STEP  # a step ends within a character
+    assert decode_tokens(text.encode(), lambda byte: bytes((byte,))) == text
+    longest = b" " * 1024
+    assert len(decode_tokens([0] * (MAX_TEXT_CHARS // 1024), lambda _: longest)) == MAX_TEXT_CHARS
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_TEXT_CHARS} characters"):
+        decode_tokens([0] * (MAX_TEXT_CHARS // 1024 + 1), lambda _: longest)
