@@ -63,7 +63,8 @@ def model_of(name: str, traces: Path) -> Model:
 @cache
 def workload_of(name: str, traces: Path, limit: int, seed: int) -> Workload:
     if name == AGENTS:
-        return workloads.agent_sessions(traces / "agent_sessions.jsonl", seed=seed, limit=limit)
+        sessions = workloads.agent_sessions(traces / "agent_sessions.jsonl", seed=seed)
+        return workloads.repeated_sessions(sessions, max(1, limit // len(sessions.requests)))
     return workloads.mooncake(traces / CONVERSATION, limit)
 
 
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", type=float, help="(default: three of each workload)")
     parser.add_argument("--speeds", nargs="+", type=float, default=[2.0, 10.0, 50.0], help="of each path, in GB/s")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--requests", type=int, default=2000, help="of each workload")
+    parser.add_argument("--requests", type=int, default=2000, help="of each workload, in whole sets of sessions")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()

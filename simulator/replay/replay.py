@@ -1,14 +1,16 @@
 """Replays a workload: routers and workers, as their production machines, in virtual time with a cost model.
 
 Arrivals keep the times of the workload, or are scaled to a rate, or to the share of the time in which the prefill
-workers would be busy if nothing were cached. Each request goes to a random router, or, with `sticky`, each conversation
-does. A seed decides arrivals, routers, network delays and the noise of step times.
+workers would be busy if nothing were cached. A turn of a session arrives at its time, or when the turn before it has
+ended, whatever is later: its prompt has the answer to that one. Each request goes to a random router, or, with
+`sticky`, each conversation does. A seed decides arrivals, routers, network delays and the noise of step times.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -115,17 +117,24 @@ class Replay:
     def _run(self, on_progress: Callable[[int], None]) -> ReplayResult:
         chance = random.Random(f"routers of {self.config.seed}")
         of_conversation: dict[int, int] = {}
+        latest: dict[int, str] = {}  # session -> its turn before this one
         for number, request in enumerate(self.trace):
             choice = chance.randrange(len(self.routers))
             if self.config.sticky:
                 choice = of_conversation.setdefault(request.conversation, choice)
-            self.world.at(START_S + request.arrives_at, partial(self._arrive, number, choice))
+            arrive = partial(self._arrive, number, choice)
+            if request.session is not None:
+                if request.session in latest:
+                    arrive = partial(self.clients.after, latest[request.session], arrive)
+                latest[request.session] = f"r{number}"
+            self.world.at(START_S + request.arrives_at, arrive)
         self.world.after(PROGRESS_S, partial(self._report_progress, on_progress))
         self.world.after(SAMPLE_S, self._sample_pools)
         if self.config.check_every_s:
             self.world.after(self.config.check_every_s, self._check_again)
-        timeout_s = self.config.router.default_timeout_s
-        self.world.run_until(START_S + self.trace[-1].arrives_at + timeout_s + SETTLE_S, done=self._is_done)
+        num_turns = max(Counter(r.session for r in self.trace if r.session is not None).values(), default=1)
+        longest_s = self.trace[-1].arrives_at + num_turns * self.config.router.default_timeout_s
+        self.world.run_until(START_S + longest_s + SETTLE_S, done=self._is_done)
         if not self._is_done():
             num_open = len(self.trace) - self.clients.num_ended
             raise SimulationError(f"seed {self.config.seed}: {num_open} requests have no end")
@@ -191,13 +200,13 @@ class Replay:
         for one in served:
             gaps.add_all(one.gaps_s)
         last_token_at = max((one.last_token_at for one in served), default=0.0)
-        duration_s = max(last_token_at - START_S, self.trace[-1].arrives_at)
+        duration_s = max(last_token_at, served[-1].arrived_at) - START_S
         num_tokens = sum(request.num_tokens for request in self.trace)
         return ReplayResult(
             requests=tuple(_record(one) for one in served),
             slo_ttft_s=config.slo_ttft_s,
             slo_tpot_s=config.slo_tpot_s,
-            arrivals_s=self.trace[-1].arrives_at,
+            arrivals_s=served[-1].arrived_at - START_S,
             duration_s=duration_s,
             infinite_hit_ratio=infinite_cache_tokens(self.trace, config.layout.block_size) / num_tokens,
             itl_s={percent: gaps.percentile(percent) for percent in PERCENTS},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import TandemError
@@ -48,6 +49,8 @@ class ServedRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._open: dict[str, Served] = {}
+        self._ended: set[str] = set()
+        self._then: dict[str, Callable[[], None]] = {}  # by the request whose end they wait for
         self.all: list[Served] = []  # by arrival
         self.num_ended = 0
 
@@ -56,6 +59,13 @@ class ServedRequests:
         served = Served(request.request_id, request.num_prompt_tokens, router, self._world.now)
         self._open[request.request_id] = served
         self.all.append(served)
+
+    def after(self, request_id: str, call: Callable[[], None]) -> None:
+        """Call once when this request, which may arrive later, has ended. At most one call waits for it."""
+        if request_id in self._ended:
+            call()
+        else:
+            self._then[request_id] = call
 
     def dispatched(self, dispatch_id: str, worker_id: str) -> None:
         pass
@@ -75,4 +85,7 @@ class ServedRequests:
 
     def _end(self, request_id: str, end: events.Outcome | TandemError) -> None:
         self._open.pop(request_id).end = end
+        self._ended.add(request_id)
         self.num_ended += 1
+        if request_id in self._then:
+            self._world.after(0.0, self._then.pop(request_id))

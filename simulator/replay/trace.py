@@ -8,9 +8,9 @@ exactly where they have a common prefix of hash ids.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,43 @@ class TraceRequest:
 def at_rate(
     requests: Sequence[TraceRequest], duration_s: float, granularity_s: float, chance: random.Random
 ) -> list[TraceRequest]:
-    """The same requests within `duration_s`, by time of arrival.
+    """The same requests, by time of arrival: those without a session, and first turns, arrive within `duration_s`.
 
     A trace rounds its times to `granularity_s`: each request arrives at a random time of its interval.
     """
-    spread = [request.arrives_at + chance.uniform(0.0, granularity_s) for request in requests]
-    first, scale = min(spread), duration_s / max(max(spread) - min(spread), 1e-9)
-    moved = [replace(r, arrives_at=(at - first) * scale) for r, at in zip(requests, spread, strict=True)]
-    return sorted(moved, key=lambda request: request.arrives_at)
+    spread = [replace(r, arrives_at=r.arrives_at + chance.uniform(0.0, granularity_s)) for r in requests]
+    starts = [request.arrives_at for request in _first_turns(spread)]
+    first, scale = min(starts), duration_s / max(max(starts) - min(starts), 1e-9)
+    return _moved(spread, lambda start: (start - first) * scale)
 
 
 def poisson_arrivals(requests: Sequence[TraceRequest], duration_s: float, chance: random.Random) -> list[TraceRequest]:
-    """The same requests in the same order, with random gaps: about `duration_s` from the first one to the last."""
-    gap_s, at = duration_s / max(1, len(requests) - 1), 0.0
+    """As `at_rate`, with random gaps from one start to the next in their order, of about `duration_s` in all."""
+    gap_s = duration_s / max(1, len(_first_turns(requests)) - 1)
+    times = accumulate((chance.expovariate(1.0) * gap_s for _ in requests), initial=0.0)
+    return _moved(requests, lambda _: next(times))
+
+
+def _first_turns(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The requests without a session, and the first one of each session."""
+    sessions = set[int]()
+    return [r for r in requests if r.session is None or not (r.session in sessions or sessions.add(r.session))]
+
+
+def _moved(requests: Sequence[TraceRequest], new_start: Callable[[float], float]) -> list[TraceRequest]:
+    """Later turns keep their distance from the first: at a higher load more sessions are open, none acts faster."""
+    starts: dict[int, tuple[float, float]] = {}  # session -> start before and now
     moved = []
     for request in requests:
-        moved.append(replace(request, arrives_at=at))
-        at += chance.expovariate(1.0) * gap_s
-    return moved
+        old = new = request.arrives_at
+        if request.session in starts:
+            old, new = starts[request.session]
+        else:
+            new = new_start(old)
+            if request.session is not None:
+                starts[request.session] = old, new
+        moved.append(replace(request, arrives_at=new + request.arrives_at - old))
+    return sorted(moved, key=lambda request: request.arrives_at)
 
 
 def infinite_cache_tokens(requests: Iterable[TraceRequest], block_size: int) -> int:

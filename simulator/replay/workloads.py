@@ -104,6 +104,34 @@ def agent_sessions(
     return Workload(path.stem, _from_zero(requests))
 
 
+def repeated_sessions(workload: Workload, times: int) -> Workload:
+    """The sessions `times` over, one set after the other, as other work of the same agents.
+
+    Blocks that several sessions have, as the instructions of an agent, keep their ids; others get new ones.
+    """
+    session_of: dict[int, int | None] = {}
+    common = {
+        hash_id
+        for request in workload.requests
+        for hash_id in request.hash_ids
+        if session_of.setdefault(hash_id, request.session) != request.session
+    }
+    num_ids, num_sessions = max(session_of) + 1, 1 + max(r.session or 0 for r in workload.requests)
+    first_turns = {request.session: request.arrives_at for request in reversed(workload.requests)}
+    span_s = max(first_turns.values()) * len(first_turns) / max(1, len(first_turns) - 1)
+    requests = [
+        replace(
+            request,
+            arrives_at=request.arrives_at + turn * span_s,
+            hash_ids=tuple(one if one in common else one + turn * num_ids for one in request.hash_ids),
+            session=(request.session or 0) + turn * num_sessions,
+        )
+        for turn in range(times)
+        for request in workload.requests
+    ]
+    return Workload(workload.name, _from_zero(requests))
+
+
 def by_curve(
     workload: Workload, rate_at: Callable[[float], float], highest_rate: float, duration_s: float, seed: int = 0
 ) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -83,6 +84,20 @@ def test_every_number_of_routers_gets_the_same_arrivals() -> None:
         for count in (1, 4)
     ]
     assert arrivals[0] == arrivals[1]
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+def test_a_turn_of_a_session_waits_for_the_end_of_the_turn_before_it(has_sessions: bool) -> None:
+    trace = [
+        TraceRequest(0.01 * turn, (1, 2 + turn), 1024, 20, session=7 if has_sessions else None) for turn in range(4)
+    ]
+    replay = Replay(Workload("hasty turns", trace), replace(ONE_OF_EACH, load=None))
+    result = replay.run()
+    assert (result.num_requests, result.num_failed) == (4, 0)
+    clients = replay.clients.all
+    waited = [later.arrived_at >= earlier.last_token_at for earlier, later in pairwise(clients)]
+    assert waited == [has_sessions] * 3
+    assert result.arrivals_s == pytest.approx(clients[-1].arrived_at - clients[0].arrived_at)
 
 
 def test_one_worker_hits_every_full_block_of_earlier_turns() -> None:

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.replay.trace import TraceRequest, at_rate, infinite_cache_tokens
-from simulator.replay.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+from simulator.replay.trace import TraceRequest, at_rate, infinite_cache_tokens, poisson_arrivals
+from simulator.replay.workloads import (
+    Synthetic,
+    Workload,
+    agent_sessions,
+    azure,
+    mooncake,
+    repeated_sessions,
+    synthetic,
+)
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109
@@ -205,6 +213,28 @@ def test_a_trace_is_spread_over_the_asked_duration() -> None:
     assert times[-1] == pytest.approx(10.0)
     assert all(earlier < later for earlier, later in pairwise(times))
     assert {request.hash_ids for request in moved} == {request.hash_ids for request in trace}
+
+
+@pytest.mark.parametrize("is_poisson", [True, False])
+def test_sessions_begin_faster_at_a_higher_rate_and_their_turns_do_not(is_poisson: bool) -> None:
+    trace = [TraceRequest(10.0 * n + 3.0 * turn, (n,), 9, 1, session=n) for n in range(400) for turn in range(3)]
+    chance = random.Random(0)
+    moved = poisson_arrivals(trace, 40.0, chance) if is_poisson else at_rate(trace, 40.0, 0.0, chance)
+    times: dict[int | None, list[float]] = {}
+    for request in moved:
+        times.setdefault(request.session, []).append(request.arrives_at)
+    assert all(later - earlier == pytest.approx(3.0) for own in times.values() for earlier, later in pairwise(own))
+    assert max(own[0] for own in times.values()) == pytest.approx(40.0, rel=0.2 if is_poisson else 1e-9)
+    assert [r.arrives_at for r in moved] == sorted(r.arrives_at for r in moved)
+
+
+def test_repeated_sessions_share_what_the_sessions_share() -> None:
+    first = [TraceRequest(1.0 * n, (0, 1 + n), 20, 1, tokens_per_hash_id=16, session=n) for n in range(2)]
+    later = repeated_sessions(Workload("agents", first), 3).requests
+    assert [request.arrives_at for request in later] == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert {request.session for request in later} == set(range(6))
+    assert {request.hash_ids[0] for request in later} == {0}
+    assert len({request.hash_ids[1] for request in later}) == 6
 
 
 prompts = st.lists(
