@@ -30,6 +30,7 @@ from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTranspor
 from kv_transfer.transports.transport import PoolMemory, Transport
 from model_files.model_source import content_digest, resolve_model
 from router.routing.policy import Policy, SecondsPolicy
+from runtime.large_blocks import give_large_blocks_back
 from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
@@ -77,6 +78,7 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
 
         front = functools.partial(http_front, config, http_host(config, placement.host))
     parts = RouterParts(load, load_policy(router), front)
+    give_large_blocks_back()
     return RouterService(router, parts, telemetry, place, config.security, config.api_keys)
 
 

@@ -21,6 +21,7 @@ from core.errors import TandemError
 from gateway.fleets import Fleets
 from gateway.router_calls import RouterCalls
 from gateway.server import HttpServer
+from runtime.large_blocks import give_large_blocks_back
 from runtime.log_lines import log_to_stderr
 from runtime.rpc.security import load_credentials
 from tandem_client import Credentials as ClientCredentials
@@ -47,6 +48,7 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
     """Serve until Ctrl-C or SIGTERM. Raises `TandemError` if the gateway does not start."""
 
     log_to_stderr(logging.WARNING)
+    give_large_blocks_back()
 
     async def main(config: TandemConfig) -> None:
         interrupted = asyncio.Event()

@@ -55,8 +55,8 @@ def poisson_arrivals(requests: Sequence[TraceRequest], duration_s: float, chance
 
 def _first_turns(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The requests without a session, and the first one of each session."""
-    sessions = set[int]()
-    return [r for r in requests if r.session is None or not (r.session in sessions or sessions.add(r.session))]
+    first = {request.session: request for request in reversed(requests)}
+    return [request for request in requests if request.session is None or first[request.session] is request]
 
 
 def _moved(requests: Sequence[TraceRequest], new_start: Callable[[float], float]) -> list[TraceRequest]:

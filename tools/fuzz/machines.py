@@ -57,6 +57,7 @@ MESSAGES = [
 def hand_offs(rng: random.Random, count: int) -> Outcomes:
     """Notifications between the agents of a hand-off, as bytes."""
     outcomes, pair = _engine_addresses(rng, count // 10), Pair()
+    pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)  # a forged READY may name any block
     pair.offer([0, 1, 2, 3], last=False)
     pair.pull([0, 1, 2, 3])
     known = list(MESSAGES)
