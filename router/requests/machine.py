@@ -172,7 +172,7 @@ class RouterMachine:
             return []
         if isinstance(event.result, TandemError):
             return self._on_prefill_failed(routed, event.result, now)
-        self._dispatches.end_prefill(routed)
+        worker_id = self._dispatches.end_prefill(routed)
         dispatch_of(routed).prefill = event.result
         self._dispatches.end_read(dispatch_of(routed), event.result.read_tokens, now)
         routed.kv_block_seconds += event.result.kv_block_seconds
@@ -181,9 +181,12 @@ class RouterMachine:
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
         actions = self._dispatches.hand_over(routed, event.result, now)
         self._deliver_new(routed, actions, now)
-        if event.result.finish_reason is not None:
-            return actions + self._finish(routed, event.result.finish_reason, now)
-        return actions + self._finish_if_complete(routed, now)
+        if event.result.finish_reason is None:
+            return actions + self._finish_if_complete(routed, now)
+        if not dispatch_of(routed).first_index <= event.result.index < len(routed.delivered):
+            lost = WorkerUnavailable(f"the prefill worker ended at token {event.result.index}, which it did not send")
+            return actions + self._retry(routed, lost, worker_id, now)
+        return actions + self._finish(routed, event.result.finish_reason, now)
 
     def _on_prefill_failed(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
         prefill_worker = self._dispatches.end_prefill(routed)

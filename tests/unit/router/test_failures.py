@@ -51,6 +51,13 @@ a request finishes if its decode worker dies after its result and before the fir
   lost D                                -> peers P left D
   prefilled r#1 10 logprob=-1           -> deliver r 0: 10 logprobs; finish r length, disaggregated, 1 tokens
 
+a prompt does not end at a token that its worker did not send
+  fleet P1 P2 D
+  arrives r                            -> decode r#1 D from P1/1; prefill r#1 P1 for D/1
+  prefilled r#1 11 index=3 ends=length -> cancel r#1; decode r#2 D from P2/2; prefill r#2 P2 for D/2
+  prefilled r#2 11 ends=length         -> deliver r 0: 11; cancel r#2
+                                       -> finish r length, recomputed, 1 tokens, attempts 2, recomputed 8
+
 after a failed hand-off the next attempt avoids both workers
   fleet P1 P2 D1 D2
   arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
