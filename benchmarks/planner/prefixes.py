@@ -38,7 +38,7 @@ from simulator.shells.cost_model import H100_8B, LinkCost, layout_8b
 NEVER, AUTO, ALWAYS, INFINITE = "never", "auto", "always", "infinite"
 POLICIES = (NEVER, AUTO, ALWAYS, INFINITE)
 AGENTS, CONVERSATIONS = "agents", "conversation"
-LOADS = {AGENTS: (1.0, 2.0, 4.0), CONVERSATIONS: (0.4, 0.8, 1.2)}
+LOADS = {AGENTS: (1.0, 4.0, 16.0), CONVERSATIONS: (0.4, 0.8, 1.2)}
 NUM_WORKERS = 8  # of each role
 LATENCY_S = 20e-6  # of a path
 ENDLESS_TOKENS, ENDLESS_BYTES_PER_S = 20_000_000, 1e15
@@ -111,15 +111,16 @@ class PrefixRun:
     trace: str
     load: float
     speed_gb: float
+    pools: float
     policy: str
     seed: int
     traces: Path
     limit: int
 
     @property
-    def beside(self) -> tuple[str, str, float, float]:
+    def beside(self) -> tuple[str, str, float, float, float]:
         """Runs that differ in policy or seed only have it in common."""
-        return self.model, self.trace, self.load, self.speed_gb
+        return self.model, self.trace, self.load, self.speed_gb, self.pools
 
     def config(self) -> ReplayConfig:
         model, is_endless = model_of(self.model, self.traces), self.policy == INFINITE
@@ -143,6 +144,11 @@ class PrefixRun:
                 max_batched_tokens=8192, max_running=256, max_waiting=4096, slo_itl_ms=model.slo_tpot_s * 1e3
             ),
         )
+        config = replace(
+            config,
+            prefill_pool_tokens=int(config.prefill_pool_tokens * self.pools),
+            decode_pool_tokens=int(config.decode_pool_tokens * self.pools),
+        )
         if self.policy == ALWAYS:
             return replace(config, new_policy=lambda: AlwaysPull(config.router))
         if is_endless:
@@ -165,8 +171,8 @@ def table(runs: Sequence[PrefixRun], results: Sequence[PrefixResult]) -> str:
     for run, result in zip(runs, results, strict=True):
         by_row.setdefault((*run.beside, run.policy), []).append(result)
     lines = [
-        "| model | trace | load | GB/s | policy | hits / infinite | TTFT p50, ms | p90, ms | goodput, /s | inside |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | trace | load | GB/s | pools | policy | hits | TTFT p50, ms | p90, ms | goodput, /s | inside |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row, found in by_row.items():
         cells = [
@@ -192,6 +198,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--loads", nargs="+", type=float, help="(default: three of each workload)")
     parser.add_argument("--speeds", nargs="+", type=float, default=[2.0, 10.0, 50.0], help="of each path, in GB/s")
+    parser.add_argument("--pools", nargs="+", type=float, default=[1.0, 0.15], help="sizes, as shares of an H100's")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=2000, help="of each workload, in whole sets of sessions")
     parser.add_argument("--seeds", type=int, default=1)
@@ -200,11 +207,12 @@ def main() -> None:
     if not options.traces.is_dir():
         sys.exit(f"no traces in {options.traces}: benchmarks/traces.py names them")
     runs = [
-        PrefixRun(model, trace, load, speed, policy, seed, options.traces, options.requests)
+        PrefixRun(model, trace, load, speed, pools, policy, seed, options.traces, options.requests)
         for model in options.models
         for trace in options.workloads
         for load in options.loads or LOADS[trace]
         for speed in options.speeds
+        for pools in options.pools
         for policy in options.policies
         for seed in range(options.seeds)
     ]

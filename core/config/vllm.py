@@ -15,6 +15,8 @@ OWN_ARGUMENTS = {
     "generation-config": "[engine] generation_config",
     "tensor-parallel-size": "[vllm] tensor_parallel",
     "kv-transfer-config": "[vllm] lease_s and verify_every; Tandem chooses the connector",
+    "kv-offloading-size": "[cache] of Tandem's own engine: vLLM drops the connector of hand-offs for it",
+    "kv-offloading-backend": "[cache] of Tandem's own engine: vLLM drops the connector of hand-offs for it",
     "kv-events-config": "nothing: routers need the events",
     "logits-processors": "nothing: Tandem draws the tokens",
     "async-scheduling": "nothing: Tandem's draws need every token before the next step",

@@ -81,6 +81,7 @@ def test_options_that_vllm_would_ignore_are_refused_in_a_joined_cluster_too(
         ("--no-async-scheduling", "every token before the next step"),
         ("--max-model-len=4", "max_context"),
         ("--kv-transfer-config.kv_role", "lease_s"),  # vLLM's parser drops the connector for it
+        ("--kv-offloading-size=8", "drops the connector"),
         ("--max_model=4", "max_context"),  # vLLM's parser takes the beginning of a name
         ("-t", "tensor_parallel"),
         ("--no-enable-logging-iteration-details", "time of each step"),
