@@ -296,11 +296,11 @@ class BlockPool:
         sound = {id(_FREE), id(_CACHED)}  # claims in the right column; blocks share them, so each is looked at once
         free, num_entries = set(), 0
         for block, (claims, entry) in enumerate(zip(self._claims, self._entries, strict=True)):
+            if entry is None and claims is _FREE:
+                free.add(block)
+                continue
             counts[claims.column] += 1
             if entry is None:
-                if claims is _FREE:
-                    free.add(block)
-                    continue
                 assert claims is not _CACHED, f"block {block}"
             else:
                 num_entries += 1
@@ -313,6 +313,7 @@ class BlockPool:
                 assert claims == _changed(block, claims, 0, 0, 0) != _FREE, f"block {block}"
                 assert not claims.num_incoming or claims == _INCOMING, f"block {block}"
                 sound.add(id(claims))
+        counts[Column.FREE] += len(free)
         assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
         assert len(self._free) + len(self._freed) == len(free)
         assert free == {*self._free, *self._freed}

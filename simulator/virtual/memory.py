@@ -12,6 +12,7 @@ depends on the worker. `Continuation` computes the same without a memory: whethe
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping
 
@@ -151,7 +152,7 @@ class Memory:
 
     def _sample(self, chunk: ScheduledChunk) -> tuple[SampledToken, ...]:
         sampling, end = chunk.sequence.sampling, chunk.start + chunk.num_tokens
-        folded = _fold(self._slot(chunk, position) for position in range(end))
+        folded = _fold(self._slots(chunk, end))
         logprob = None if sampling.num_logprobs is None else -1.0
         sampled = [SampledToken(_token_from(folded, sampling.seed, self._rounding), logprob)]
         for position, guess in enumerate(chunk.drafts, end):
@@ -166,7 +167,7 @@ class Memory:
         chance, view = self._guesses, chunk.sequence
         end = chunk.start + chunk.num_tokens + len(sampled) - 1
         slot = self._slot(chunk, end - 1)
-        folded = _fold(self._slot(chunk, position) for position in range(end))
+        folded = _fold(self._slots(chunk, end))
         guesses: list[int] = []
         token_id = sampled[-1].token_id
         for _ in range(chance.randrange(6)):
@@ -175,6 +176,11 @@ class Memory:
             token_id = _token_from(folded, view.sampling.seed, self._rounding)
             guesses.append(token_id if chance.random() < self._draft_accuracy else (token_id + 1) % VOCAB_SIZE)
         return Proposal.copied(tuple(guesses), match=8)
+
+    def _slots(self, chunk: ScheduledChunk, end: int) -> Iterable[int]:
+        """Of the first `end` positions."""
+        blocks = map(self._blocks.__getitem__, chunk.sequence.block_table)
+        return itertools.islice(itertools.chain.from_iterable(blocks), end)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]

@@ -160,27 +160,6 @@ def lossy_drains(scenario: Scenario) -> Scenario:
     return replace(draining(scenario), calm=False, network=NetworkFaults(delay_s=0.001, loss=0.3))
 
 
-@pytest.mark.parametrize(
-    ("change", "num_seeds", "happens", "least"),
-    [
-        (without_digests, 3, "", 0),
-        (breaking_streams, 9, "", 0),
-        (dying_routers, 3, "", 0),
-        (crowded, 3, "", 0),
-        (shared_by_tenants, 3, "tenants share a worker", 20),
-        (draining, 3, "moved", 0),
-        (lossy_drains, 3, "moved", 0),
-    ],
-)
-def test_unbroken_machines_hold_in_each_world(
-    change: Callable[[Scenario], Scenario], num_seeds: int, happens: str, least: int
-) -> None:
-    """In as many seeds as most broken machines of that world need."""
-    for seed in range(1, 1 + num_seeds):
-        counts = run_scenario(change(make_scenario(seed))).counts
-        assert not happens or counts[happens] > least
-
-
 # ---- the broken machines
 
 
@@ -190,11 +169,11 @@ class Broken:
     patches: tuple[tuple[Any, str, Any], ...]  # (class or module, attribute, value)
     change: Callable[[Scenario], Scenario] = unchanged
     make: Callable[[int], Scenario] = make_scenario
-    first_seed: int = 1
+    first_seed: int = 1  # the first that shows it today; the search goes on with all others
 
     def first_failure(self) -> str:
         """The message of the first seed that fails; empty where none does."""
-        for seed in range(self.first_seed, MAX_SEEDS):
+        for seed in (*range(self.first_seed, MAX_SEEDS), *range(1, self.first_seed)):
             try:
                 run_scenario(self.change(self.make(seed)))
             except SimulationError as error:
@@ -224,7 +203,7 @@ TWO_AUTHORS = (
 
 BROKEN = {
     "a router that finishes at the end of a call without its last tokens": Broken(
-        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams
+        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=9
     ),
     "a router that waits for a broken token stream": Broken(
         ("has no token stream",), ((RouterMachine, "_on_stream_lost", do_nothing),), breaking_streams
@@ -236,10 +215,10 @@ BROKEN = {
     ),
     "a pool that forgets to unlease": Broken(("AssertionError: block",), ((BlockPool, "unlease", ignore),)),
     "an owner that never ends a lease": Broken(
-        ("still has",), ((Owner, "on_tick", do_nothing), (Owner, "deadlines", do_nothing))
+        ("still has",), ((Owner, "on_tick", do_nothing), (Owner, "deadlines", do_nothing)), first_seed=9
     ),
     "a machine that asks for the same tick for ever": Broken(
-        ("no end after 10000 events",), ((world, "MAX_EVENTS", 10_000), (Owner, "on_tick", do_nothing))
+        ("no end after 10000 events",), ((world, "MAX_EVENTS", 10_000), (Owner, "on_tick", do_nothing)), first_seed=3
     ),
     "an owner that frees blocks under a reader": Broken(  # its lease is nothing, while readers go on
         ("is right",),
@@ -251,7 +230,7 @@ BROKEN = {
         without_digests,
     ),
     "a scheduler that plans ahead of guesses": Broken(  # the step ahead starts where the chunk without drafts had ended
-        ("",), ((_StepInFlight, "has_drafts", False), (Scheduler, "check", ignore))
+        ("",), ((_StepInFlight, "has_drafts", False), (Scheduler, "check", ignore)), first_seed=19
     ),
     "a client that gives up with its router": Broken(
         ("was lost with its router, though its client resumes",),
@@ -259,15 +238,16 @@ BROKEN = {
         dying_routers,
     ),
     "a vLLM worker that numbers a resumed stream from zero": Broken(
-        ("",), ((_Call, "next_index", property(lambda call: call.num_tokens)),), make=make_vllm_scenario
+        ("",), ((_Call, "next_index", property(lambda call: call.num_tokens)),), make=make_vllm_scenario, first_seed=2
     ),
     "a vLLM worker that waits for a hung engine": Broken(
         ("DeadlineExceeded",),
         ((VllmMachine, "next_deadline", lambda self: self.open_calls.deadlines.next()),),
         make=make_vllm_scenario,
+        first_seed=4,
     ),
     "an engine that keeps KV for ever": Broken(
-        ("prompts kept for others",), ((VllmShell, "_expire", ignore),), make=make_vllm_scenario
+        ("prompts kept for others",), ((VllmShell, "_expire", ignore),), make=make_vllm_scenario, first_seed=2
     ),
     "a worker that samples on after it has handed over": Broken(
         ("are in steps at the same time",), (TWO_AUTHORS,), draining
@@ -308,7 +288,7 @@ def a_router_that_delivers_twice(deliver: Any, self: RouterMachine, _: Any, acti
     actions += actions[-1:]
 
 
-@broken("is right", method=RoutedRequest.accept)
+@broken("is right", method=RoutedRequest.accept, first_seed=2)
 def a_router_that_takes_repeated_tokens_for_new_ones(
     _: Any, self: RoutedRequest, _index: int, token_id: int, logprobs: SampledToken | None
 ) -> None:
@@ -321,7 +301,7 @@ def a_worker_that_keeps_the_calls_of_a_broken_token_stream(_: Any, self: WorkerS
     self.token_streams.pop(stream.call_id, None)
 
 
-@broken("is right", method=Puller.on_read_finished)
+@broken("is right", method=Puller.on_read_finished, first_seed=11)
 def a_transfer_that_accepts_wrong_digests(end: Any, self: Puller, event: Any, now: float) -> Actions:
     found: Actions = end(self, replace(event, digests=()), now)
     return found
@@ -337,6 +317,7 @@ READ_ENDS = {name: getattr(Puller, name) for name in ("on_read_finished", "on_re
         (Puller, name, lambda s, e, now, m=method: m(s, e, now) if e.read_id in s._pull_of_read else [])
         for name, method in READ_ENDS.items()
     ),
+    first_seed=2,
 )
 def a_puller_that_gives_targets_back_before_its_reads_end(
     _: Any,
@@ -360,7 +341,7 @@ def a_decode_worker_that_forgets_a_cancelled_call(
     return self._fail_call(request_id, error) if request_id in self._calls else []
 
 
-@broken("has not asked", method=PullQueue._is_behind_a_prompt)
+@broken("has not asked", method=PullQueue._is_behind_a_prompt, first_seed=10)
 def a_hand_off_that_waits_behind_every_older_prompt(_: Any, self: PullQueue, pull: PulledPrompt) -> bool:
     """Of a decode worker that computes prompts, too, in a pool with room for all."""
     older = [s for s in self._scheduler.waiting if s.rank < pull.sequence.rank]
@@ -404,7 +385,7 @@ BROKEN |= {
 }
 
 
-@broken("failed without cause: QueueFull", method=RouterMachine._retry, change=crowded)
+@broken("failed without cause: QueueFull", method=RouterMachine._retry, change=crowded, first_seed=4)
 def a_router_that_refuses_a_choice_when_others_have_tokens(
     retry: Any, self: RouterMachine, routed: RoutedRequest, error: TandemError, worker_id: str, now: float
 ) -> RouterActions:
@@ -450,7 +431,7 @@ def a_client_that_forgets_a_token(
     arrive(self, *arguments, delivered=delivered[:-1])
 
 
-@broken("is right", "finished by", method=FakeCore.submit, make=make_vllm_scenario)
+@broken("is right", "finished by", method=FakeCore.submit, make=make_vllm_scenario, first_seed=2)
 def an_engine_that_loads_the_kv_of_another_prompt(submit: Any, self: FakeCore, prompt: Prompt) -> None:
     """The KV has other tokens, and their number."""
     kept = self._cluster.kept
@@ -467,7 +448,7 @@ def an_engine_that_loads_the_kv_of_another_prompt(submit: Any, self: FakeCore, p
     method=Moves._hand_over_if_still,
     also=((Moves, "check", ignore), *((Authorship, name, ignore) for name in ("step_begins", "step_ended", "emitted"))),
     change=draining,
-    first_seed=10,  # the seeds before it do not show it
+    first_seed=15,
 )
 def a_worker_that_writes_the_block_it_has_handed_over(hand_over: Any, self: Moves, move: Move, now: float) -> Any:
     """It samples on at once in the block that the reader reads."""
@@ -481,6 +462,7 @@ def a_worker_that_writes_the_block_it_has_handed_over(hand_over: Any, self: Move
     method=Moves.on_offer_ended,
     also=((Moves, "_lease_s", 1e6),),
     change=lossy_drains,
+    first_seed=10,
 )
 def a_worker_that_waits_for_ever_for_the_reader(
     end: Any, self: Moves, ended: OfferEnded, now: float
@@ -560,3 +542,20 @@ def test_it_is_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     failure = machine.first_failure()
     assert failure
     assert any(sign in failure for sign in machine.signs), failure
+
+
+# What has to happen in a world, and how often at least.
+HAPPENS = {shared_by_tenants: ("tenants share a worker", 21), draining: ("moved", 1), lossy_drains: ("moved", 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "seed"),
+    dict.fromkeys((m.make, m.change, m.first_seed) for m in BROKEN.values() if m.change not in (unchanged, never_calm)),
+)
+def test_unbroken_machines_hold_in_each_world_that_shows_a_broken_one(
+    make: Callable[[int], Scenario], change: Callable[[Scenario], Scenario], seed: int
+) -> None:
+    """test_seeds.py runs the unchanged worlds."""
+    counts = run_scenario(change(make(seed))).counts
+    happens, least = HAPPENS.get(change, ("", 0))
+    assert counts[happens] >= least
