@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from cli.credentials import client_of, find_credentials
 from cli.screens.fleet_health import services_without
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import worker_pb2
+from tests.faults.test_ray import end_of
 from tests.support.command import PATIENCE_S, Served, serving, tandem
 from tests.support.faults import Prompt, prompt_of
 from tests.support.served_answers import Answer, Load
@@ -47,8 +48,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     path.write_text(CONFIG)
     async with serving("--routers", "2", "--config", str(path), "--http", str(HTTP_PORT)) as fleet:
         yield fleet
-        fleet.process.send_signal(signal.SIGINT)
-        assert await fleet.ended() == (0, [])
 
 
 async def router_of(client: AsyncClient) -> str:
@@ -301,7 +300,7 @@ async def test_a_second_fleet_cannot_take_the_port_that_routers_share(served: Se
 async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes_no_request(
     served: Served, tmp_path: Path
 ) -> None:
-    """Stands last: the services have other names afterwards."""
+    """Stands late: the services have other names afterwards."""
     (tmp_path / "new.toml").write_text(CONFIG + "max_queued = 77\n")
     load = Load(served.address, NUM_CLIENTS)
     code, rolled, err = await tandem("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
@@ -323,3 +322,10 @@ async def test_a_roll_to_an_option_that_services_share_is_refused_before_anythin
     code, _, err = await tandem("apply", str(tmp_path / "new.toml"), "--router", served.address)
     assert code == 1
     assert err.startswith("error: config: start `tandem serve` again to change [engine] dtype")
+
+
+async def test_a_gcs_server_of_ray_that_dies_takes_no_request_with_it_and_its_fleet_ends_with_the_reason(
+    served: Served,
+) -> None:
+    """Stands last: it ends the fleet of this file."""
+    await end_of(replace(served, family=psutil.Process(served.process.pid).children(recursive=True)), "gcs_server")
