@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from core.handoff import Ready, TransferId
 from core.kv_layout import KVLayout
-from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
+from kv_transfer.protocol.digests import Digests, of_pieces
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory
 
@@ -40,7 +40,7 @@ class _QueuedReady:
 class OfferedDigests:
     def __init__(self, name: str, pool: PoolMemory, enabled: bool, wake: Callable[[], None]) -> None:
         """The thread calls `wake` when digests are ready."""
-        self._layout = pool.layout
+        self._pool, self._layout = pool, pool.layout
         self._view = pool.view if enabled else None
         self._memory = pool.memory if enabled and pool.view is None else None
         self._wake = wake
@@ -64,8 +64,7 @@ class OfferedDigests:
                 (block, (self._num_jobs, digest)) for block, digest in zip(blocks, digests, strict=True)
             )
             return
-        assert self._view is not None
-        self._jobs.append(self._thread.submit(self._compute, self._view, blocks, self._num_jobs))
+        self._jobs.append(self._thread.submit(self._compute, blocks, self._num_jobs))
 
     def when_ready(self, ready: Ready, peer: KVLayout, send: Callable[[Digests], None]) -> None:
         """Call `send` with the digests of a READY once they are computed; with () where digests are off."""
@@ -121,13 +120,13 @@ class OfferedDigests:
 
     # ---- on the thread
 
-    def _compute(self, memory: memoryview, blocks: tuple[int, ...], job: int) -> None:
+    def _compute(self, blocks: tuple[int, ...], job: int) -> None:
         turn, rest = blocks[:BLOCKS_PER_TURN], blocks[BLOCKS_PER_TURN:]
-        for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
+        for block, digest in zip(turn, self._pool.digests(turn), strict=True):
             if block not in self._digests or self._digests[block][0] < job:
                 self._digests[block] = (job, digest)
         if self._queues:
             self._wake()
         os.sched_yield()
         if rest and not self._closed:
-            self._jobs.append(self._thread.submit(self._compute, memory, rest, job))
+            self._jobs.append(self._thread.submit(self._compute, rest, job))

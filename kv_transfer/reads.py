@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason
-from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
+from kv_transfer.protocol.digests import Digests, of_pieces
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory, Transport
@@ -61,6 +61,7 @@ class Reads:
     """The call that ends a read returns it, once. Afterwards nothing writes into its targets."""
 
     def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
+        self._pool = pool
         self._view = pool.view if verify_digests else None
         self._memory = pool.memory if verify_digests and pool.view is None else None
         self._block_bytes = pool.layout.block_bytes
@@ -145,7 +146,7 @@ class Reads:
             return self._memory.digests(targets, self._block_bytes)
         assert self._view is not None
         if not read.action.pieces:
-            return of_blocks(self._view, targets, self._block_bytes)
+            return self._pool.digests(targets)
         moved = zip(read.action.pieces[first:end], targets, strict=True)
         return of_pieces(self._view, (read.plan.target_spans(piece, target) for piece, target in moved))
 

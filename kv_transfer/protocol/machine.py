@@ -32,7 +32,6 @@ from core.handoff import (
 )
 from core.machine import Tick
 from core.paths import PathStatus, PeerJoined, PeerLeft
-from core.scheduling.block_pool import BlockPool
 from core.scheduling.ledger import Claim
 from kv_transfer.protocol.events import (
     Actions,
@@ -46,6 +45,7 @@ from kv_transfer.protocol.events import (
     ReadTimedOut,
     TransferEvent,
 )
+from kv_transfer.protocol.leasing_pool import LeasingPool
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.paths import Paths
 from kv_transfer.protocol.peers import Peers, TransferCounters, short_name
@@ -53,7 +53,7 @@ from kv_transfer.protocol.puller import Puller
 
 
 class TransferMachine:
-    def __init__(self, config: TransferConfig, pool: BlockPool, address: AgentAddress) -> None:
+    def __init__(self, config: TransferConfig, pool: LeasingPool, address: AgentAddress) -> None:
         self.address = address
         self._peers = Peers(address)
         self.owner = Owner(config, pool, self._peers)

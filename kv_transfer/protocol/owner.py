@@ -35,8 +35,8 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol.events import Actions, CaughtUp, ComputeDigests, OfferEnded
+from kv_transfer.protocol.leasing_pool import LeasingPool
 from kv_transfer.protocol.offer import Offer
 from kv_transfer.protocol.peers import Drop, Peers, transfer_name
 from kv_transfer.protocol.plan import TransferPlan
@@ -59,7 +59,7 @@ class _EarlyMessage:
 
 
 class Owner:
-    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers) -> None:
+    def __init__(self, config: TransferConfig, pool: LeasingPool, peers: Peers) -> None:
         self.config = config
         self.pool = pool
         self.offers: dict[TransferId, Offer] = {}  # alive

@@ -37,7 +37,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.block_pool import Column
 from kv_transfer.protocol.events import (
     Actions,
     PullCompleted,
@@ -49,6 +49,7 @@ from kv_transfer.protocol.events import (
     StartRead,
     TargetsNeeded,
 )
+from kv_transfer.protocol.leasing_pool import LeasingPool
 from kv_transfer.protocol.paths import Paths
 from kv_transfer.protocol.peers import Drop, Peers, TransferMessage, transfer_name
 from kv_transfer.protocol.plan import TransferPlan, plan_from
@@ -66,7 +67,7 @@ class _Heartbeats:
 
 
 class Puller:
-    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers, paths: Paths) -> None:
+    def __init__(self, config: TransferConfig, pool: LeasingPool, peers: Peers, paths: Paths) -> None:
         self.config = config
         self.pool = pool
         self.pulls: dict[TransferId, Pull] = {}  # alive

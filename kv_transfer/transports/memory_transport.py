@@ -143,8 +143,10 @@ class MemoryTransport:
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        with self.fabric.lock:
+            self._connected(peer)
         assert self._pool is not None
-        return self.start_read(peer, self._pool.block_runs(sources, targets))
+        return self.start_read(peer, self._pool.block_runs(self._peers[peer], sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         assert handle in self._reads

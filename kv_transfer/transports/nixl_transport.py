@@ -159,7 +159,9 @@ class NixlTransport:
             return self._start(peer, self._agent.initialize_xfer("READ", ours, theirs, peer))
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        known = self._connected(peer)
+        known, pool = self._connected(peer), self._pool
+        if pool is not None and pool.num_parts > 1:
+            return self.start_read(peer, pool.block_runs(known.address, sources, targets))
         with _errors_mapped(f"read from {peer}"):
             return self._start(
                 peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)

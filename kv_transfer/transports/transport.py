@@ -12,7 +12,7 @@ tests/integration/test_transports.py checks for every transport:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,8 @@ from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from kv_transfer.device.device_memory import DeviceMemory
-from kv_transfer.protocol.plan import Runs, runs_of_blocks
+from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
+from kv_transfer.protocol.plan import Runs, Span, merged, runs_of_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class PoolMemory:
 
     `view` covers all bytes of a pool in host memory; None: `memory` reaches the pool's device. The bytes behind the
     last block hold no KV: a probe reads those of a peer into ours.
+
+    With `num_parts`, a block is no single run of bytes but equal parts, each in an array of its own: part 0 of all
+    blocks, then part 1 of all blocks, and so on. Only pools with equal layouts and as many parts exchange blocks.
     """
 
     address: int  # of block 0
@@ -38,8 +42,11 @@ class PoolMemory:
     device: int | None = None  # CUDA device; None = host
     probe_bytes: int = 0  # a whole number of blocks
     memory: DeviceMemory | None = None  # of a pool on a device; None: only the transport reaches the pool
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
+        if self.layout.block_bytes % self.num_parts:
+            raise ValueError(f"{self.layout.block_bytes} bytes of a block do not divide into {self.num_parts} parts")
         if self.view is not None and (self.view.nbytes, self.view.format) != (self.num_bytes, "B"):
             raise ValueError(f"the view must hold the pool's {self.num_bytes} bytes, holds {self.view.nbytes}")
 
@@ -57,9 +64,31 @@ class PoolMemory:
         size = self.layout.block_bytes
         return self.view[index * size : (index + 1) * size]
 
-    def block_runs(self, sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Runs from blocks of a pool with equal blocks into blocks of this one."""
-        return runs_of_blocks(zip(sources, targets, strict=True), self.layout.block_bytes)
+    def block_runs(
+        self, peer: AgentAddress, sources: Sequence[int], targets: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        """Runs from blocks of a peer's pool with equal blocks into blocks of this one."""
+        pairs = list(zip(sources, targets, strict=True))
+        if self.num_parts == 1:
+            return runs_of_blocks(pairs, self.layout.block_bytes)
+        size = self.layout.block_bytes // self.num_parts
+        starts = [(part * peer.num_blocks, part * self.num_blocks) for part in range(self.num_parts)]
+        return merged(
+            ((theirs + source) * size, (ours + target) * size, size)
+            for theirs, ours in starts
+            for source, target in pairs
+        )
+
+    def digests(self, blocks: Iterable[int]) -> Digests:
+        """XXH3_64 of each block of a pool in host memory, part by part."""
+        assert self.view is not None, "a device computes the digests of its own memory"
+        if self.num_parts == 1:
+            return of_blocks(self.view, blocks, self.layout.block_bytes)
+        return of_pieces(self.view, map(self._spans, blocks))
+
+    def _spans(self, block: int) -> list[Span]:
+        size = self.layout.block_bytes // self.num_parts
+        return [((part * self.num_blocks + block) * size, size) for part in range(self.num_parts)]
 
 
 @dataclass(frozen=True, slots=True)

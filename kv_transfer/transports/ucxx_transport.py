@@ -170,7 +170,7 @@ class UcxxTransport:
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         assert self._pool is not None
-        return self.start_read(peer, self._pool.block_runs(sources, targets))
+        return self.start_read(peer, self._pool.block_runs(self._connected(peer).address, sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]

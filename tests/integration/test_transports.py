@@ -11,19 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from core.errors import PeerDisconnected, TransportError
 from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
-from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, real_transport
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
+from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, known_bytes, real_transport
 from tests.integration.transport_ends import SIZE, Ends, blocks
 from tests.support.unreliable_transport import Faults
 
 ROOT = Path(__file__).parents[2]
 
 
-def opener(kind: str) -> Callable[[str], Transport]:
+NUM_PARTS = 4
+
+Opening = Callable[[str], Transport]
+
+
+def opener(kind: str) -> Opening:
     fabric = MemoryFabric()
     if kind == "memory":
         return lambda name: MemoryTransport(name, fabric)
@@ -33,8 +39,13 @@ def opener(kind: str) -> Callable[[str], Transport]:
 
 
 @pytest.fixture(params=["memory", "unreliable", "nixl", "ucxx"])
-def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    both = Ends(opener(request.param))
+def opening(request: pytest.FixtureRequest) -> Opening:
+    return opener(request.param)
+
+
+@pytest.fixture
+def ends(opening: Opening) -> Iterator[Ends]:
+    both = Ends(opening)
     yield both
     both.a.close()
     both.b.close()
@@ -57,6 +68,30 @@ class TestContract:
         for source, target in zip(sources, targets, strict=True):
             expected[target] = known_bytes(source)
         assert np.array_equal(ends.bytes_b, expected)
+
+    def test_blocks_in_parts_move_by_their_numbers_between_pools_of_two_sizes(self, opening: Opening) -> None:
+        """Part p of block b is at [p, b] of a pool, so the same part of one block lies elsewhere in a larger pool."""
+        arrays = {}
+
+        def pool(num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
+            arrays[num_blocks] = array = np.zeros((NUM_PARTS, num_blocks, SIZE // NUM_PARTS), np.uint8)
+            memory = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, array.reshape(-1).data, num_parts=NUM_PARTS)
+            return array.reshape(num_blocks, SIZE), memory
+
+        sizes = iter((NUM_BLOCKS, NUM_BLOCKS + 7))
+        ends = Ends(opening, lambda: pool(next(sizes)))
+        theirs, ours = arrays[NUM_BLOCKS], arrays[NUM_BLOCKS + 7]
+        theirs[:] = np.random.default_rng(1).integers(0, 256, theirs.shape, np.uint8)
+        sources, targets = [3, 4, 5, 9, 63], [10, 11, 12, 2, 70]
+        handle = ends.b.start_block_read("a", sources, targets)
+        assert ends.poll_until(bool) == [ReadDone(handle)]
+        expected = np.zeros_like(ours)
+        expected[:, targets] = theirs[:, sources]
+        assert np.array_equal(ours, expected)
+        assert ends.pool_a.digests(sources) == ends.pool_b.digests(targets)
+        assert ends.pool_a.digests([3]) == (xxhash.xxh3_64_intdigest(theirs[:, 3].tobytes()),)
+        ends.a.close()
+        ends.b.close()
 
     def test_a_run_may_span_blocks(self, ends: Ends) -> None:
         ends.read([ByteRun(2 * SIZE, 5 * SIZE, 3 * SIZE)])
@@ -174,4 +209,4 @@ def test_the_contract_holds_over_tcp() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "38 passed" in result.stdout
+    assert "40 passed" in result.stdout

@@ -21,13 +21,13 @@ class Ends:
 
     def __init__(self, open_transport: Callable[[str], Transport], open_pool: OpenPool = host_pool) -> None:
         self.a, self.b = open_transport("a"), open_transport("b")
-        self.bytes_a, pool_a = open_pool()
-        self.bytes_b, pool_b = open_pool()
+        self.bytes_a, self.pool_a = open_pool()
+        self.bytes_b, self.pool_b = open_pool()
         for block in range(NUM_BLOCKS):
             self.bytes_a[block] = known_bytes(block)
-        self.a.register(pool_a)
-        self.b.register(pool_b)
-        self.address_a, self.address_b = address_of(self.a, pool_a), address_of(self.b, pool_b)
+        self.a.register(self.pool_a)
+        self.b.register(self.pool_b)
+        self.address_a, self.address_b = address_of(self.a, self.pool_a), address_of(self.b, self.pool_b)
         self.a.connect(self.address_b)
         self.b.connect(self.address_a)
 

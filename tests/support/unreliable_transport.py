@@ -53,6 +53,7 @@ class UnreliableTransport:
         self._random = random.Random(f"{faults.seed} {self.name.partition('.')[0]}")  # without the incarnation
         self._log = os.open(faults.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._pool: PoolMemory | None = None
+        self._peers: dict[str, AgentAddress] = {}
         self._runs: dict[int, Runs] = {}  # of the reads that have not ended, by handle
         self._late: list[tuple[int, Notification]] = []  # and the polls until it arrives
 
@@ -66,6 +67,7 @@ class UnreliableTransport:
     def connect(self, peer: AgentAddress) -> None:
         self._begin_operation(peer.name)
         self._transport.connect(peer)
+        self._peers[peer.name] = peer
 
     def disconnect(self, peer: str) -> None:
         self._transport.disconnect(peer)
@@ -80,7 +82,7 @@ class UnreliableTransport:
         assert self._pool is not None
         self._begin_operation(peer)
         handle = self._transport.start_block_read(peer, sources, targets)
-        self._runs[handle] = self._pool.block_runs(sources, targets)
+        self._runs[handle] = self._pool.block_runs(self._peers[peer], sources, targets)
         return handle
 
     def try_complete(self, handle: int) -> bool:
