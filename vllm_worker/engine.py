@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from core.handoff import AgentAddress, TransferId
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.request import Request
@@ -26,7 +27,17 @@ class EngineInfo:
     eos_token_ids: frozenset[int]
     context_length: int
     max_step_tokens: int
+    agent: AgentAddress | None = None  # its transfer agent; None: vLLM's own connector moves the blocks
     address: bytes = b""  # where engines that read from it shake hands with it; empty: at the first hand-off
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTransfer:
+    """A hand-off of our protocol: an offer to a reader, or a pull from an owner."""
+
+    transfer_id: TransferId
+    peer: AgentAddress
+    is_offer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,7 @@ class Prompt:
     request: Request
     offers: bool  # sample one token, and keep the KV for another engine
     handoff: bytes = b""  # of the engine that has the KV; empty: compute the prompt
+    transfer: EngineTransfer | None = None  # in place of `handoff`, if the engine has a transfer agent
 
 
 # ---- what an engine reports
@@ -53,6 +65,8 @@ class EngineOutput(NamedTuple):
     scheduled_at: float = 0.0  # start of the first step, on the monotonic clock of the machine; 0 = not known
     error: str = ""
     invalid: bool = False  # the request itself is at fault
+    num_pulled_tokens: int = 0  # 1: the first token came with the pull, so the tokens of this engine begin behind it
+    first_token: int | None = None  # that token, with the last output
 
 
 class EngineStep(NamedTuple):

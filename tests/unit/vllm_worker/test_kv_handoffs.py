@@ -1,0 +1,365 @@
+"""Hand-offs of vLLM's scheduler: no block is used while a peer may read or write it, and every load ends once.
+
+Two engines in any interleaving, whose schedulers are as strict as vLLM's. The real one is in tests/vllm/.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.config import TransferConfig
+from core.handoff import AbortReason, AgentAddress, Ready
+from core.kv_layout import KVLayout
+from core.machine import Tick
+from kv_transfer.protocol.events import AgentAction, MessageReceived, ReadFailed, ReadFinished, SendMessage, StartRead
+from vllm_worker.engine import EngineTransfer
+from vllm_worker.kv.handoffs import Handoffs
+from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
+from vllm_worker.kv.parameters import encode_transfer
+from vllm_worker.kv.transfers import Command, EngineTransfers
+
+BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
+LAYOUT = KVLayout("m", "float32", num_layers=1, num_kv_heads=1, block_size=BLOCK_SIZE, head_dim=2)
+ADDRESSES = {name: AgentAddress(name, 1, b"", 0, NUM_BLOCKS, LAYOUT, LEASE_S) for name in ("owner", "reader")}
+
+
+class Pool:
+    """vLLM's: a block without references is free."""
+
+    def __init__(self) -> None:
+        self.blocks: Sequence[Any] = [SimpleNamespace(block_id=number, references=0) for number in range(NUM_BLOCKS)]
+
+    def allocate(self, count: int) -> list[int] | None:
+        free = [block for block in self.blocks if not block.references][:count]
+        if len(free) < count:
+            return None
+        self.touch(free)
+        return [block.block_id for block in free]
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            block.references += 1
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        for block in ordered_blocks:
+            assert block.references, "a reference is given back twice"
+            block.references -= 1
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        assert all(self.blocks[block].references for block in block_ids)
+
+    def free(self, block_ids: list[int]) -> None:
+        self.free_blocks([self.blocks[block] for block in block_ids])
+
+    @property
+    def num_free(self) -> int:
+        return sum(not block.references for block in self.blocks)
+
+
+class Engine:
+    """A scheduler, and the transfers whose commands wait in `commands`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.failure, self.pool = name, "", Pool()
+        self.machine = EngineTransfers(TransferConfig(lease_s=LEASE_S, max_blocks_per_read=1), ADDRESSES[name])
+        self.handoffs = Handoffs(self, BLOCK_SIZE)
+        self.handoffs.bind(self.pool)
+        self.commands: deque[Command] = deque()
+        self.reads: dict[int, StartRead] = {}
+        self.content = dict.fromkeys(range(NUM_BLOCKS), 0)
+        self.tables: dict[str, list[int]] = {}  # blocks of requests
+        self.loading: set[str] = set()
+        self.outcomes: dict[str, bool] = {}  # of loads: whether the blocks came
+
+    def post(self, command: Command) -> None:
+        self.commands.append(command)
+
+
+class World:
+    """Nothing moves unless the test draws it."""
+
+    def __init__(self, num_tokens: int, is_flipping: bool) -> None:
+        self.now, self.is_flipping = 0.0, is_flipping
+        self.owner, self.reader = Engine("owner"), Engine("reader")
+        self.mail: deque[tuple[Engine, Engine, Any]] = deque()
+        self.requests = {}
+        for engine, other in ((self.owner, self.reader), (self.reader, self.owner)):
+            transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner)
+            self.requests[engine.name] = SimpleNamespace(
+                request_id="r", kv_transfer_params=encode_transfer(transfer), num_prompt_tokens=num_tokens,
+                num_computed_tokens=0, num_in_flight_tokens=0, num_output_tokens=0, output_token_ids=[],
+                status=SimpleNamespace(name="RUNNING"), is_finished=lambda: False, max_tokens=1, sampling_params=None,
+                prefill_stats=SimpleNamespace(set=lambda **_: None),
+            )  # fmt: skip
+        self.begun: set[str] = set()
+        self.ended: set[str] = set()
+
+    # ---- what may happen next
+
+    def begin(self, engine: Engine) -> None:
+        if engine.name not in self.begun:
+            self.begun.add(engine.name)
+            engine.handoffs.on_new_request(self.requests[engine.name])
+
+    def step_owner(self) -> None:
+        """A chunk of one block and a half."""
+        engine, request = self.owner, self.requests["owner"]
+        engine.handoffs.take_back()
+        if engine.name not in self.begun or engine.name in self.ended:
+            return
+        num_blocks = -(-request.num_prompt_tokens // BLOCK_SIZE)
+        if "r" not in engine.tables:
+            blocks = engine.pool.allocate(num_blocks)
+            assert blocks is not None
+            engine.tables["r"] = blocks
+        engine.handoffs.begin_step({"r"}, lambda name: engine.tables[name])
+        request.num_computed_tokens = min(request.num_prompt_tokens, request.num_computed_tokens + 6)
+        for position, block in enumerate(engine.tables["r"]):
+            if (position + 1) * BLOCK_SIZE <= request.num_computed_tokens or position == num_blocks - 1:
+                engine.content[block] = 100 + position
+        if request.num_computed_tokens == request.num_prompt_tokens:
+            request.num_output_tokens, request.output_token_ids = 1, [9]
+            self.end(engine, "FINISHED_LENGTH_CAPPED")
+        engine.handoffs.end_step()
+
+    def step_reader(self) -> None:
+        engine, request = self.reader, self.requests["reader"]
+        engine.handoffs.take_back()
+        if engine.name in self.begun and engine.name not in self.ended and "r" not in engine.tables:
+            num_tokens = engine.handoffs.num_to_load(request, 0)
+            assert num_tokens in (0, request.num_prompt_tokens)
+            if num_tokens and (blocks := engine.pool.allocate(-(-num_tokens // BLOCK_SIZE))) is not None:
+                engine.tables["r"] = blocks
+                engine.loading.add("r")
+                engine.handoffs.place(request, blocks, num_tokens)
+        loads = engine.handoffs.loads()
+        assert loads.failed <= loads.received <= engine.loading, "vLLM ends the engine"
+        for name in loads.received:
+            engine.loading.remove(name)
+            engine.outcomes[name] = name not in loads.failed
+            if name not in loads.failed:
+                assert [engine.content[block] for block in engine.tables[name]] == [
+                    100 + position for position in range(len(engine.tables[name]))
+                ]
+            engine.pool.free(engine.tables[name])
+        engine.handoffs.check()
+
+    def end(self, engine: Engine, status: str) -> None:
+        """vLLM frees the blocks of a request that has ended, but not those of a load."""
+        if engine.name in self.begun and engine.name not in self.ended:
+            self.ended.add(engine.name)
+            request = self.requests[engine.name]
+            request.status = SimpleNamespace(name=status)
+            engine.handoffs.finish(request, engine.tables.get("r", []))
+            if "r" in engine.tables and "r" not in engine.loading and "r" not in engine.outcomes:
+                engine.pool.free(engine.tables["r"])
+
+    def transfer(self, engine: Engine) -> None:
+        if engine.commands:
+            self.act(engine, engine.machine.handle(engine.commands.popleft(), self.now))
+
+    def deliver(self, lost: bool = False) -> None:
+        if self.mail:
+            sender, receiver, message = self.mail.popleft()
+            if not lost:
+                self.act(receiver, receiver.machine.handle(MessageReceived(sender.name, message), self.now))
+
+    def end_read(self, fails: bool = False) -> None:
+        for read_id in list(self.reader.reads)[:1]:
+            read = self.reader.reads.pop(read_id)
+            event: Any = ReadFailed(read_id, AbortReason.READ_FAILED, "the test said so")
+            if not fails:
+                flip = 1000 if self.is_flipping else 0
+                for source, target in read.pairs:
+                    assert self.owner.pool.blocks[source].references, "a block is read that may be used again"
+                    assert self.reader.pool.blocks[target].references, "a read writes into a free block"
+                    self.reader.content[target] = self.owner.content[source] + flip
+                digests = tuple(self.reader.content[target] + 1 for _, target in read.pairs)
+                event = ReadFinished(read_id, digests, 0.01)
+            self.act(self.reader, self.reader.machine.handle(event, self.now))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for engine in (self.owner, self.reader):
+            self.act(engine, engine.machine.handle(Tick(), self.now))
+
+    def act(self, engine: Engine, actions: list[AgentAction]) -> None:
+        other = self.reader if engine is self.owner else self.owner
+        for action in actions:
+            if isinstance(action, SendMessage):
+                self.mail.append((engine, other, _with_digests(engine, action.message)))
+            elif isinstance(action, StartRead):
+                engine.reads[action.read_id] = action
+        engine.machine.check()
+
+    def settle(self) -> None:
+        """Everything that can happen happens, then every lease ends."""
+        for engine in (self.owner, self.reader):
+            self.begin(engine)
+        for _ in range(60):
+            self.step_owner()
+            self.step_reader()
+            for engine in (self.owner, self.reader):
+                self.transfer(engine)
+            self.deliver()
+            self.end_read()
+        for _ in range(12):
+            self.wait(LEASE_S / 4)
+            for _ in range(20):
+                self.deliver()
+                self.end_read()
+                self.step_owner()
+                self.step_reader()
+        self.end(self.reader, "FINISHED_STOPPED")
+        for _ in range(3):
+            self.transfer(self.reader)
+            self.step_reader()
+
+
+def _with_digests(engine: Engine, message: Any) -> Any:
+    if not isinstance(message, Ready):
+        return message
+    from dataclasses import replace
+
+    digests = tuple(engine.content[block] + 1 for block in message.blocks.blocks)
+    return replace(message, blocks=replace(message.blocks, digests=digests))
+
+
+STEPS = [
+    "begin owner", "begin reader", "step_owner", "step_reader", "transfer owner", "transfer reader", "deliver", "lose",
+    "end_read", "fail_read", "wait", "abort owner", "abort reader",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(num_tokens=st.integers(1, 30), is_flipping=st.booleans(), steps=st.lists(st.sampled_from(STEPS), max_size=60))
+def test_every_block_comes_back_and_no_wrong_one_is_used(num_tokens: int, is_flipping: bool, steps: list[str]) -> None:
+    world = World(num_tokens, is_flipping)
+    engines = {"owner": world.owner, "reader": world.reader}
+    troubles: Counter[str] = Counter()
+    for step in steps:
+        word, _, name = step.partition(" ")
+        troubles[word] += 1
+        match word:
+            case "begin" | "transfer":
+                getattr(world, word)(engines[name])
+            case "abort":
+                world.end(engines[name], "FINISHED_ABORTED")
+            case "lose":
+                world.deliver(lost=True)
+            case "fail_read":
+                world.end_read(fails=True)
+            case "wait":
+                world.wait(3.0)
+            case _:
+                getattr(world, word)()
+    world.settle()
+    assert world.owner.pool.num_free == world.reader.pool.num_free == NUM_BLOCKS
+    assert not world.reader.loading
+    assert not world.owner.handoffs.has_lent_blocks
+    if (
+        not troubles["abort"]
+        and not is_flipping
+        and not (troubles["lose"] or troubles["fail_read"] or troubles["wait"])
+    ):
+        assert world.reader.outcomes == {"r": True}
+    if is_flipping:
+        assert True not in world.reader.outcomes.values()
+
+
+def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:
+    world = World(num_tokens=16, is_flipping=False)  # three steps
+    world.begin(world.reader)
+    world.begin(world.owner)
+    world.step_owner()
+    world.step_reader()
+    for _ in range(20):
+        world.transfer(world.owner)
+        world.transfer(world.reader)
+        world.deliver()
+        world.end_read()
+    assert "owner" not in world.ended
+    assert [world.reader.content[block] for block in world.reader.tables["r"]] == [100, 0, 0, 0]
+    world.settle()
+    assert world.reader.outcomes == {"r": True}
+
+
+class Interface(ModuleType):
+    def __init__(self, without: str = "") -> None:
+        super().__init__("base")
+        names = {*SCHEDULER_HOOKS, *RANK_HOOKS, *CLASS_HOOKS} - {without}
+        self.KVConnectorBase_V1 = type("Base", (), dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("version", "without", "lacking", "words"),
+    [
+        ("0.32.0+cpu", "", "", ""),
+        ("0.33.0", "", "", "vLLM 0.33.0 is not tested, 0.32.0 is"),
+        ("0.32.0", "on_new_request", "", "this vLLM lacks the hook on_new_request of KV connectors (called before"),
+        ("0.32.0", "", "touch", "the block pool of this vLLM lacks touch"),
+    ],
+)
+def test_another_vllm_is_refused_with_the_line_that_it_breaks(
+    version: str, without: str, lacking: str, words: str
+) -> None:
+    pool = type("Pool", (), dict.fromkeys(set(POOL_METHODS) - {lacking}))
+    found = unmet(version, Interface(without), pool)
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+def configs(**changes: Any) -> tuple[Any, Any]:
+    """vLLM's, of a model with two layers of one head of 8 float32."""
+    told: dict[str, Any] = {
+        "tensor": 1, "asynchronous": False, "device": "cpu", "num_groups": 1, "spec": FullAttentionSpec, "layers": 2,
+        "page_bytes": 1024,
+    } | changes  # fmt: skip
+    group = SimpleNamespace(
+        kv_cache_spec=told["spec"](page_size_bytes=told["page_bytes"]),
+        layer_names=[str(layer) for layer in range(told["layers"])],
+    )
+    model = SimpleNamespace(
+        dtype="torch.float32", quantization=None, get_num_layers=lambda _: 2, get_total_num_kv_heads=lambda: 1,
+        get_head_size=lambda: 8,
+    )  # fmt: skip
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=told["tensor"]),
+        scheduler_config=SimpleNamespace(async_scheduling=told["asynchronous"]),
+        device_config=SimpleNamespace(device_type=told["device"]),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+    return vllm_config, SimpleNamespace(kv_cache_groups=[group] * told["num_groups"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"tensor": 2}, "tensor parallelism: get_transfer_results must hear of all ranks"),
+        ({"asynchronous": True}, "asynchronous scheduling: update_connector_output must come before"),
+        ({"device": "cuda"}, "a KV cache on a device: register_kv_caches must give host memory"),
+        ({"num_groups": 2}, "2 groups of KV caches: update_state_after_alloc must give one list"),
+        ({"spec": SimpleNamespace}, "a KV cache of SimpleNamespace: register_kv_caches must give keys and values"),
+        ({"layers": 1}, "1 KV caches for 2 layers: register_kv_caches must give one for each"),
+        ({"page_bytes": 512}, "512 bytes in a block of a layer: register_kv_caches must give float32 and no more"),
+    ],
+)
+def test_what_the_connector_cannot_move_is_refused_with_the_hook_that_it_breaks(
+    changes: dict[str, Any], words: str
+) -> None:
+    found = unsupported(*configs(**changes))
+    assert found.startswith(words)
+    assert bool(found) == bool(words)

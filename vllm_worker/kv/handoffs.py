@@ -1,0 +1,274 @@
+"""The hand-offs of a vLLM engine, as its scheduler sees them. All calls come from the engine's thread.
+
+    an offer    on_new_request -> begin_step, end_step ... -> finish   the blocks stay lent until the reader has them
+    a pull      on_new_request -> num_to_load -> place -> loads()      vLLM schedules the request after its load
+
+The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
+
+  - a load that was placed ends exactly once, in `loads`, also if its request was aborted meanwhile: vLLM keeps the
+    blocks until then, because reads may still write into them;
+  - a load that was not placed is never named.
+
+A block is offered behind the end of the step that wrote it, whichever request wrote it. vLLM enters a block into its
+prefix cache when it schedules the step, so a second request with the same prefix may join that step with blocks that
+count as computed and are not written yet. So nothing is offered while a step runs: `begin_step` notes the blocks of its
+requests, `end_step` offers them.
+
+`request` is vLLM's `Request` everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from core.handoff import TransferId
+from kv_transfer.protocol.events import PullCompleted, PullFailed
+from vllm_worker.kv.parameters import decode_transfer
+from vllm_worker.kv.transfers import (
+    BlocksComputed,
+    Command,
+    EngineTransfers,
+    OfferBegun,
+    OfferCancelled,
+    PullBegun,
+    PullCancelled,
+    TargetsGiven,
+)
+
+COMPUTED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})  # the ends of requests that have a token
+
+logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
+
+
+class Transfers(Protocol):
+    """`TransferThread`."""
+
+    machine: EngineTransfers
+    failure: str
+
+    def post(self, command: Command) -> None: ...
+
+
+class LendingPool(Protocol):
+    """vLLM's `BlockPool`."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Offer:
+    transfer_id: TransferId
+    request: Any
+    num_published: int = 0  # full blocks
+
+
+@dataclass(slots=True)
+class _Pull:
+    transfer_id: TransferId
+    request: Any
+    num_local_tokens: int = 0
+    is_placed: bool = False
+
+
+@dataclass(slots=True)
+class Loads:
+    """Loads that have ended, by request. A failed one is computed again by vLLM."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # of `received`
+
+
+class Handoffs:
+    def __init__(self, transfers: Transfers, block_size: int) -> None:
+        self._transfers, self._block_size = transfers, block_size
+        self._pool: LendingPool | None = None
+        self._offers: dict[str, _Offer] = {}  # by request id
+        self._num_lent = 0  # references to blocks that transfers have
+        self._step: dict[str, Sequence[int]] = {}  # the blocks of offers in the step that runs, by request id
+        self._pulls: dict[str, _Pull] = {}  # by request id
+        self._puller_of: dict[TransferId, str] = {}  # request ids
+        self._first_tokens: dict[str, int] = {}  # by id of a request that has got its first token with its blocks
+
+    def bind(self, pool: LendingPool) -> None:
+        self._pool = pool
+
+    # ---- requests
+
+    def on_new_request(self, request: Any) -> None:
+        self.take_back()
+        transfer = decode_transfer(request.kv_transfer_params)
+        if transfer is None:
+            return
+        request_id, transfer_id = request.request_id, transfer.transfer_id
+        if transfer.is_offer:
+            self._offers[request_id] = _Offer(transfer_id, request)
+            self._transfers.post(OfferBegun(transfer_id, transfer.peer))
+        elif transfer_id not in self._puller_of:
+            self._pulls[request_id], self._puller_of[transfer_id] = _Pull(transfer_id, request), request_id
+            self._transfers.post(PullBegun(transfer_id, transfer.peer))
+
+    def finish(self, request: Any, block_ids: Sequence[int]) -> int | None:
+        """The request has ended; vLLM frees its blocks after this call, but keeps those that are lent.
+
+        Returns the first token of the output, if it came with the blocks.
+        """
+        offer = self._offers.pop(request.request_id, None)
+        if offer is not None:
+            self._finish_offer(offer, block_ids)
+        pull = self._pulls.get(request.request_id)
+        if pull is not None:
+            self._cancel(request.request_id, pull)
+        return self._first_tokens.pop(request.request_id, None)
+
+    # ---- offers
+
+    def begin_step(self, scheduled: Collection[str], block_ids_of: Callable[[str], Sequence[int]]) -> None:
+        """`scheduled`: requests of the step."""
+        self._step = {request_id: block_ids_of(request_id) for request_id in self._offers.keys() & scheduled}
+
+    def end_step(self) -> None:
+        """Offer the blocks that ended steps have filled. A request that has ended with the step is none of them."""
+        for request_id, block_ids in self._step.items():
+            if (offer := self._offers.get(request_id)) is not None:
+                num_ready = _num_settled(offer.request) // self._block_size
+                self._lend(offer, block_ids[:num_ready])
+        self._step = {}
+
+    def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> None:
+        """With a first token, the rest of the blocks follows, with the partly filled one."""
+        request = offer.request
+        num_tokens = request.num_prompt_tokens
+        is_computed = request.status.name in COMPUTED and _num_settled(request) == num_tokens
+        if not is_computed or not request.num_output_tokens:
+            self._transfers.post(OfferCancelled(offer.transfer_id))
+            return
+        num_blocks = -(-num_tokens // self._block_size)
+        self._lend(offer, block_ids[:num_blocks], token_ids=(int(request.output_token_ids[0]),))
+
+    def _lend(self, offer: _Offer, block_ids: Sequence[int], token_ids: tuple[int, ...] = ()) -> None:
+        """Lend the blocks that were not lent before. After a preemption, the earlier ones stay those of before it."""
+        pool, first = self._pool, offer.num_published
+        assert pool is not None
+        new = tuple(enumerate(block_ids[first:], first))
+        if not new and not token_ids:
+            return
+        pool.touch([pool.blocks[block] for _, block in new])
+        self._num_lent += len(new)
+        offer.num_published = first + len(new)
+        self._transfers.post(BlocksComputed(offer.transfer_id, new, bool(token_ids), token_ids))
+
+    def take_back(self) -> None:
+        """Give vLLM the blocks that no reader needs any more."""
+        if self._transfers.failure:
+            raise RuntimeError(f"the KV transfers of this engine have ended: {self._transfers.failure}")
+        blocks, pool = self._transfers.machine.blocks, self._pool
+        if pool is None:
+            return
+        if corrupt := _taken(blocks.corrupt):
+            pool.evict_blocks(set(corrupt))
+        if freed := _taken(blocks.freed):
+            pool.free_blocks([pool.blocks[block] for block in freed])
+            self._num_lent -= len(freed)
+
+    @property
+    def has_lent_blocks(self) -> bool:
+        """Until they are back, the engine must step: vLLM calls its connector in steps only."""
+        return self._num_lent > 0
+
+    # ---- pulls
+
+    def num_to_load(self, request: Any, num_local_tokens: int) -> int:
+        """Tokens that come from another engine, behind those that are cached here. No side effects."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.is_placed:
+            return 0
+        return int(request.num_prompt_tokens) - num_local_tokens
+
+    def place(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """vLLM has allocated blocks for all tokens. Without external ones, this is the step after the load."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.is_placed:
+            return
+        if not num_external_tokens:  # vLLM computes the prompt by itself
+            self._cancel(request.request_id, pull)
+            return
+        pull.is_placed = True
+        num_tokens = request.num_prompt_tokens
+        pull.num_local_tokens = num_tokens - num_external_tokens
+        first = pull.num_local_tokens // self._block_size
+        end = -(-num_tokens // self._block_size)
+        self._transfers.post(TargetsGiven(pull.transfer_id, dict(enumerate(block_ids[first:end], first))))
+
+    def loads(self) -> Loads:
+        """The loads that have ended since the last call."""
+        ended = Loads()
+        for outcome in _taken(self._transfers.machine.outcomes):
+            request_id = self._puller_of.pop(outcome.transfer_id, None)
+            pull = None if request_id is None else self._pulls.pop(request_id, None)
+            if request_id is None or pull is None:
+                continue
+            if isinstance(outcome, PullFailed):
+                if not pull.request.is_finished():
+                    why = outcome.detail or outcome.reason.value
+                    logger.warning("vLLM computes the prompt of request %s: its KV did not come (%s)", request_id, why)
+                ended.failed |= {request_id} if pull.is_placed else set()
+            if pull.is_placed:
+                ended.received.add(request_id)
+                if isinstance(outcome, PullCompleted) and not pull.request.is_finished():
+                    self._take_first_token(pull, *outcome.token_ids)
+        return ended
+
+    def _take_first_token(self, pull: _Pull, token_id: int) -> None:
+        """Make the first token a part of the prompt, so that the next step samples the second one.
+
+        Where it ends the output, vLLM samples it again, and ends the request. The statistics of the request tell the
+        worker which of the two it is.
+        """
+        request = pull.request
+        num_tokens, sampling = request.num_prompt_tokens, request.sampling_params
+        is_last = request.max_tokens < 2 or token_id in (sampling.stop_token_ids or ())
+        num_cached = num_tokens - 1 if is_last else num_tokens
+        request.prefill_stats.set(
+            num_prompt_tokens=num_tokens,
+            num_local_cached_tokens=pull.num_local_tokens,
+            num_external_cached_tokens=num_cached - pull.num_local_tokens,
+        )
+        if is_last:
+            return
+        request.prompt_token_ids.append(token_id)
+        request._all_token_ids.append(token_id)
+        request.num_prompt_tokens += 1
+        request.max_tokens -= 1
+        request.update_block_hashes()
+        self._first_tokens[request.request_id] = token_id
+
+    def _cancel(self, request_id: str, pull: _Pull) -> None:
+        """A load that was placed goes on until its outcome."""
+        self._transfers.post(PullCancelled(pull.transfer_id))
+        if not pull.is_placed:
+            del self._pulls[request_id]
+            del self._puller_of[pull.transfer_id]
+
+    def check(self) -> None:
+        """Every pull has a request, and every request at most one."""
+        assert {pull.transfer_id: request_id for request_id, pull in self._pulls.items()} == self._puller_of
+
+
+def _num_settled(request: Any) -> int:
+    """Tokens of the prompt whose KV no step writes any more."""
+    num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, min(int(num_computed), int(request.num_prompt_tokens)))
+
+
+def _taken(queue: Any) -> list[Any]:
+    """What is in a deque now; another thread may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]

@@ -1,0 +1,180 @@
+"""The transfers of one vLLM engine: the owner and the puller of our protocol, between vLLM's scheduler and the agent.
+
+    engine's thread --commands--> EngineTransfers --AgentAction--> agent
+                    <--outcomes, LentBlocks.freed--'  <--AgentEvent--'
+
+    OfferBegun -> BlocksComputed ... -> BlocksComputed(last)        or OfferCancelled
+    PullBegun -> TargetsGiven -> one outcome                        or PullCancelled -> one outcome
+
+Each `PullBegun` has exactly one outcome, whatever happens. After it, no read writes into the targets. vLLM allocates
+the blocks of a whole prompt at once, so a pull gets all of its targets before the owner announces a block.
+
+The commands go one way: whatever is refused ends as a failed outcome, or gives the lent blocks back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.config import TransferConfig
+from core.errors import LayoutMismatch, TandemError
+from core.handoff import AbortReason, AgentAddress, PullerState, TransferId
+from core.machine import Tick
+from kv_transfer.protocol.events import (
+    Actions,
+    AgentAction,
+    AgentEvent,
+    AgentFailed,
+    CaughtUp,
+    OfferEnded,
+    PullCompleted,
+    PullEnded,
+    PullFailed,
+    PullGivenUp,
+    TargetsNeeded,
+)
+from kv_transfer.protocol.machine import TransferMachine
+from vllm_worker.kv.lent_blocks import LentBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class OfferBegun:
+    """A prompt will be computed for this reader."""
+
+    transfer_id: TransferId
+    reader: AgentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksComputed:
+    """More blocks of an offer, (position, block) each. The engine has taken a reference for each of them.
+
+    Nothing writes to them any more. `is_last` carries `token_ids`, those that the reader lacks.
+    """
+
+    transfer_id: TransferId
+    blocks: tuple[tuple[int, int], ...]
+    is_last: bool = False
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferCancelled:
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class PullBegun:
+    """A request waits for the blocks of this owner."""
+
+    transfer_id: TransferId
+    owner: AgentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class TargetsGiven:
+    """The engine has allocated the blocks: position -> block, for those that it has not cached."""
+
+    transfer_id: TransferId
+    targets: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PullCancelled:
+    transfer_id: TransferId
+
+
+Command = OfferBegun | BlocksComputed | OfferCancelled | PullBegun | TargetsGiven | PullCancelled
+EngineTransferEvent = Command | AgentEvent | Tick
+
+
+class EngineTransfers:
+    """`outcomes` is for the engine's thread, as the queues of `blocks` are."""
+
+    def __init__(self, config: TransferConfig, address: AgentAddress) -> None:
+        self.blocks = LentBlocks()
+        self.transfers = TransferMachine(config, self.blocks, address)
+        self.outcomes: deque[PullEnded] = deque()
+        self._targets: dict[TransferId, tuple[int, ...]] = {}
+
+    def handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
+        """An `AgentFailed` never arrives here: it ends the engine."""
+        match event:
+            case OfferBegun(transfer_id, reader):
+                return self._begin_offer(transfer_id, reader, now)
+            case BlocksComputed(transfer_id, blocks, is_last, token_ids):
+                self.blocks.lend(block for _, block in blocks)
+                actions = self.transfers.owner.add_ready(transfer_id, blocks, is_last, token_ids, now)
+                self.blocks.return_spare()
+                return self._apply(actions)
+            case OfferCancelled(transfer_id):
+                return self._apply(self.transfers.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
+            case PullBegun(transfer_id, owner):
+                return self._begin_pull(transfer_id, owner, now)
+            case TargetsGiven(transfer_id, targets):
+                return self._apply(self._give_targets(transfer_id, targets, now))
+            case PullCancelled(transfer_id):
+                return self._apply(self.transfers.puller.cancel(transfer_id, AbortReason.CANCELLED, now))
+            case AgentFailed():
+                raise AssertionError("the shell ends the engine")
+            case _:
+                return self._apply(self.transfers.handle(event, now))
+
+    def next_deadline(self) -> float | None:
+        return self.transfers.next_deadline()
+
+    def _begin_offer(self, transfer_id: TransferId, reader: AgentAddress, now: float) -> list[AgentAction]:
+        """A refused offer is none: the blocks come back, and the reader's WANT stays without an answer."""
+        try:
+            self._refuse_other_layout(reader)
+            return self._apply(self.transfers.offer(transfer_id, reader, now))
+        except TandemError:
+            return []
+
+    def _begin_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> list[AgentAction]:
+        try:
+            self._refuse_other_layout(owner)
+            return self._apply(self.transfers.reserve_pull(transfer_id, owner, now))
+        except TandemError as error:
+            reason = AbortReason.LAYOUT_MISMATCH if isinstance(error, LayoutMismatch) else AbortReason.OVERLOADED
+            self.outcomes.append(PullFailed(transfer_id, PullerState.FAILED, reason, str(error)))
+            return []
+
+    def _refuse_other_layout(self, peer: AgentAddress) -> None:
+        """The blocks of vLLM move whole: only vLLM knows the order of their bytes."""
+        if differences := self.transfers.address.layout.differences(peer.layout):
+            raise LayoutMismatch(differences)
+
+    def _give_targets(self, transfer_id: TransferId, targets: Mapping[int, int], now: float) -> Actions:
+        """Nothing to do if the pull has failed meanwhile: its outcome is there."""
+        puller = self.transfers.puller
+        if transfer_id not in puller.pulls:
+            return []
+        self._targets[transfer_id] = tuple(targets.values())
+        self.blocks.begin_incoming(targets.values())
+        actions = puller.start(transfer_id, targets, now)
+        if transfer_id in puller.pulls:
+            actions += puller.add_targets(transfer_id, targets, now)
+        return actions
+
+    def _apply(self, actions: Actions) -> list[AgentAction]:
+        """Keep the results, and return what the agent must do."""
+        for_agent: list[AgentAction] = []
+        for action in actions:
+            match action:
+                case PullCompleted(transfer_id) | PullFailed(transfer_id):
+                    self.blocks.end_incoming(self._targets.pop(transfer_id, ()))
+                    self.outcomes.append(action)
+                case TargetsNeeded():
+                    raise AssertionError("every position has its target before it is announced")
+                case PullGivenUp() | OfferEnded() | CaughtUp():
+                    pass  # the outcome follows; the blocks are back; no offer of an engine grows
+                case _:
+                    for_agent.append(action)
+        return for_agent
+
+    def check(self) -> None:
+        self.transfers.check()
+        assert self._targets.keys() <= self.transfers.puller.pulls.keys()
