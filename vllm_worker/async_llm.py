@@ -15,14 +15,18 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from core.config import TransferConfig
 from core.errors import ConfigError, TandemError, WorkerUnavailable
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.step import SampledToken
+from protos.agent_codec import decode_agent
+from tandem_client.stubs import worker_pb2
 from vllm_worker.adapters import adapter_arguments
 from vllm_worker.engine import (
     BlocksChanged,
@@ -35,6 +39,7 @@ from vllm_worker.engine import (
     Prompt,
 )
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
+from vllm_worker.kv.parameters import decode_first_token, encode_transfer
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
@@ -42,6 +47,7 @@ from vllm_worker.root_cause import output_tail, root_cause
 from vllm_worker.sampling import sampling_arguments
 
 DRAWS = "vllm_worker.draws:TandemDraws"
+TANDEM_CONNECTOR = "TandemConnector"
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 # What a prefill engine is asked for: keep the KV, and say where it is.
 OFFER = {
@@ -64,6 +70,9 @@ class EngineArguments:
     offers: bool  # a prefill worker
     lease_s: float
     verify_every: int
+    connector: str  # of `VllmConfig`
+    transfer: TransferConfig  # of the connector "tandem"
+    worker: str  # role and ordinal
     tensor_parallel: int
     on_gpu: bool
     host: str  # where other workers reach the side channel of the connector
@@ -104,7 +113,8 @@ class AsyncEngine:
         except Exception as error:
             raise TandemError(f"vLLM did not start: {root_cause(error, output_tail())}") from error
         config = self._llm.vllm_config
-        layout = _layout(config, arguments.info)
+        agent = await self._transfer_agent()
+        layout = _layout(config, arguments.info) if agent is None else agent.layout
         self._prefix_cache = PrefixCache(layout.block_size)
         await self._load_adapters()
         await self._warm_up()
@@ -116,8 +126,16 @@ class AsyncEngine:
             eos_token_ids=arguments.info.eos_token_ids,
             context_length=config.model_config.max_model_len,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
-            address=_address(config, arguments) if arguments.offers else b"",
+            agent=agent,
+            address=_address(config, arguments) if arguments.offers and agent is None else b"",
         )
+
+    async def _transfer_agent(self) -> AgentAddress | None:
+        """The address of the agent in the engine's process; None if vLLM's own connector moves the blocks."""
+        if self._llm.vllm_config.kv_transfer_config.kv_connector != TANDEM_CONNECTOR:
+            return None
+        encoded = (await self._llm.collective_rpc("tandem_transfer_agent"))[0]
+        return decode_agent(worker_pb2.AgentAddress.FromString(encoded)) if encoded else None
 
     async def _load_adapters(self) -> None:
         from vllm.lora.request import LoRARequest
@@ -175,7 +193,10 @@ class AsyncEngine:
         arguments = sampling_arguments(
             request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0
         )
-        transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
+        if prompt.transfer is not None:
+            transfer: dict[str, Any] | None = encode_transfer(prompt.transfer)
+        else:
+            transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
         if transfer is not None:
             arguments["extra_args"] = {**(arguments.get("extra_args") or {}), "kv_transfer_params": transfer}
         sampling = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
@@ -197,22 +218,27 @@ class AsyncEngine:
     def _output_of(self, prompt: Prompt, output: Any) -> EngineOutput:
         completion = output.outputs[0]
         tokens = tuple(_sampled_tokens(completion.token_ids, completion.logprobs, prompt.request.sampling.num_logprobs))
-        error, finish_reason, handoff = "", None, b""
+        error, finish_reason, handoff, first_token = "", None, b"", None
         if output.finished:
             finish_reason = FINISH.get(completion.finish_reason)
             if finish_reason is None:
                 error = f"it ended with {completion.finish_reason!r}"
-            if prompt.offers and output.kv_transfer_params:
+            if prompt.transfer is not None:
+                first_token = decode_first_token(output.kv_transfer_params)
+            elif prompt.offers and output.kv_transfer_params:
                 handoff = encode_handoff(output.kv_transfer_params)
+        num_cached_tokens = output.num_cached_tokens or 0
         metrics = output.metrics
         return EngineOutput(
             prompt.request_id,
             tokens,
             finish_reason,
-            output.num_cached_tokens or 0,
+            num_cached_tokens,
             handoff,
             scheduled_at=0.0 if metrics is None else metrics.scheduled_ts,
             error=error,
+            num_pulled_tokens=_num_pulled_tokens(prompt, num_cached_tokens),
+            first_token=first_token,
         )
 
     # ---- handshakes
@@ -309,13 +335,32 @@ def _own_arguments(arguments: EngineArguments, events: str) -> list[str]:
 
 
 def _connector(arguments: EngineArguments) -> dict[str, Any]:
-    """vLLM's KVTransferConfig."""
+    """vLLM's KVTransferConfig. The options of vLLM's connector are there also if Tandem's takes its place: it gives way
+    to the other one for a model that it does not support."""
+    connector = _nixl_connector(arguments)
+    if arguments.connector == "tandem" and _can_hand_off(arguments):
+        connector["kv_connector_extra_config"]["tandem"] = {
+            "worker": arguments.worker,
+            "model": arguments.info.fingerprint,
+            "transfer": json.dumps(asdict(arguments.transfer)),
+        }
+        connector |= {
+            "kv_connector": TANDEM_CONNECTOR,
+            "kv_connector_module_path": "vllm_worker.kv.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+    return connector
+
+
+def _nixl_connector(arguments: EngineArguments) -> dict[str, Any]:
     name, path = ("NixlConnector", "") if arguments.on_gpu else ("WaitingNixlConnector", "vllm_worker.connector")
     options: dict[str, Any] = {"kv_lease_duration": arguments.lease_s}
-    verifies = arguments.verify_every > 0 and _can_verify()
+    every = arguments.verify_every or int(arguments.connector == "tandem")
+    verifies = every > 0 and _can_verify()
     if verifies:
         options["verified_kv"] = {
-            "inner": name, "inner_module_path": path, "required": False, "every": arguments.verify_every,
+            "inner": name, "inner_module_path": path, "required": False, "every": every,
             "host": arguments.host,
         }  # fmt: skip
         name, path = "VerifiedConnector", "verified_kv.connector"
@@ -331,6 +376,20 @@ def _connector(arguments: EngineArguments) -> dict[str, Any]:
         connector["kv_buffer_device"] = "cpu"
         options["num_threads"] = 1
     return connector
+
+
+def _can_hand_off(arguments: EngineArguments) -> bool:
+    """Whether TandemConnector can move the blocks, as far as it is known before vLLM has read the model."""
+    try:
+        import vllm_worker.kv.connector  # noqa: F401
+    except ImportError as error:  # another version of vLLM
+        problem = str(error)
+    else:
+        problem = "a KV cache on a device" if arguments.on_gpu else "tensor parallelism"
+        if not arguments.on_gpu and arguments.tensor_parallel == 1:
+            return True
+    logger.warning("vLLM's own connector moves the KV blocks, not Tandem's: %s", problem)
+    return False
 
 
 def _can_verify() -> bool:
@@ -407,6 +466,12 @@ def _address(config: Any, arguments: EngineArguments) -> bytes:
 
 
 # ---- vLLM's reports
+
+
+def _num_pulled_tokens(prompt: Prompt, num_cached_tokens: int) -> int:
+    """An engine that samples the first token computes at least one token of the prompt for it."""
+    is_pull = prompt.transfer is not None and not prompt.transfer.is_offer
+    return int(is_pull and num_cached_tokens == len(prompt.request.token_ids))
 
 
 def _sampled_tokens(

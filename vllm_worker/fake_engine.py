@@ -18,6 +18,7 @@ import xxhash
 
 from core.block_hash import pack_token_ids, root_hash, sequence_hashes
 from core.errors import TandemError
+from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.request import Request
@@ -30,6 +31,7 @@ from vllm_worker.engine import (
     EngineOutput,
     EngineReport,
     EngineStep,
+    EngineTransfer,
     HandshakeEnded,
     Prompt,
 )
@@ -54,11 +56,21 @@ def next_token(request: Request, token_ids: list[int]) -> int:
     return xxhash.xxh3_64_intdigest(adapted, seed=seed) % VOCAB_SIZE
 
 
+def handoff_of(transfer: EngineTransfer) -> bytes:
+    return transfer.transfer_id.to_bytes(16)
+
+
 @dataclass(slots=True)
 class FakeCluster:
-    """The KV that engines keep for each other: hand-off -> name of the owner, and tokens; and who has met whom."""
+    """The KV that engines keep for each other: hand-off -> name of the owner, and tokens; and who has met whom.
+
+    The hand-off of a transfer is its id. Its reader may be there before the KV is.
+    """
 
     kept: dict[bytes, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    over: set[bytes] = field(default_factory=set)  # transfers that one of the two sides has ended
+    agents: set[str] = field(default_factory=set)  # names of the agents of engines that live
+    num_agents: int = 0
     met: set[tuple[str, str]] = field(default_factory=set)  # (reader, owner)
     num_handoffs: int = 0
     num_late_handshakes: int = 0  # at the first hand-off of a pair
@@ -69,11 +81,28 @@ class FakeCluster:
         self.kept[handoff] = (owner, tuple(token_ids))
         return handoff
 
+    def keep_for(self, owner: str, transfer: EngineTransfer, token_ids: tuple[int, ...]) -> None:
+        """`token_ids`: with the first token behind the KV."""
+        self.num_handoffs += 1
+        if handoff_of(transfer) not in self.over:
+            self.kept[handoff_of(transfer)] = (owner, token_ids)
+
+    def end_transfer(self, transfer: EngineTransfer) -> None:
+        """As a RELEASE or an ABORT."""
+        self.over.add(handoff_of(transfer))
+        self.kept.pop(handoff_of(transfer), None)
+
     def forget(self, owner: str) -> None:
         """The owner has ended."""
         for handoff in [handoff for handoff, (name, _) in self.kept.items() if name == owner]:
             del self.kept[handoff]
         self.met = {pair for pair in self.met if owner not in pair}
+
+    def open_agent(self, name: str, info: EngineInfo) -> AgentAddress:
+        self.num_agents += 1
+        agent = AgentAddress(f"{name}.{self.num_agents}", self.num_agents, b"", 0, info.num_blocks, info.layout, 1.0)
+        self.agents.add(agent.name)
+        return agent
 
 
 @dataclass(slots=True)
@@ -82,15 +111,24 @@ class _Sequence:
     token_ids: list[int]  # in the KV
     num_cached: int
     num_uncomputed: int  # of the prompt
+    waits: bool = False  # for the KV of its transfer
+    first_token: int | None = None  # came with that KV
 
 
 class FakeCore:
-    """`name` owns the KV that this engine keeps."""
+    """`name` owns the KV that this engine keeps. `has_agent`: it moves KV by transfers of our protocol."""
 
     def __init__(
-        self, cluster: FakeCluster, name: str = "", info: EngineInfo = INFO, next_token: NextToken = next_token
+        self,
+        cluster: FakeCluster,
+        name: str = "",
+        info: EngineInfo = INFO,
+        next_token: NextToken = next_token,
+        has_agent: bool = False,
     ) -> None:
-        self.name, self.info = name, replace(info, address=name.encode())
+        self.name, self.info = name, replace(info, address=b"" if has_agent else name.encode())
+        if has_agent:
+            self.info = replace(self.info, agent=cluster.open_agent(name, info))
         self._cluster, self._next_token = cluster, next_token
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
@@ -121,11 +159,12 @@ class FakeCore:
             owner, token_ids = kept
             if not self.meet(owner):
                 self._cluster.num_late_handshakes += 1
-        hashes = self._hashes(request, request.token_ids)
+        hashes = self._hashes(request, request.token_ids[:-1])  # the last token is always computed
         num_hit = next((place for place, one in enumerate(hashes) if one not in self._cached), len(hashes))
         num_cached = num_hit * self.info.layout.block_size
         num_uncomputed = 0 if prompt.handoff else len(token_ids) - num_cached
-        self._sequences[prompt.request_id] = _Sequence(prompt, list(token_ids), num_cached, num_uncomputed)
+        waits = prompt.transfer is not None and not prompt.transfer.is_offer
+        self._sequences[prompt.request_id] = _Sequence(prompt, list(token_ids), num_cached, num_uncomputed, waits)
 
     def meet(self, owner: str) -> bool:
         """Returns whether they have met before."""
@@ -135,18 +174,22 @@ class FakeCore:
 
     def abort(self, request_id: str) -> None:
         self.num_aborted += 1
-        self._sequences.pop(request_id, None)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None and sequence.prompt.transfer is not None:
+            self._cluster.end_transfer(sequence.prompt.transfer)
         self._lost.pop(request_id, None)
 
     def clear(self) -> None:
         """Forget the requests, and the KV for others."""
+        if self.info.agent is not None:
+            self._cluster.agents.discard(self.info.agent.name)
         self._sequences.clear()
         self._lost.clear()
         self._cluster.forget(self.name)
 
     def next_step(self) -> EngineStep:
         """The step that `step` will compute now."""
-        sequences = self._sequences.values()
+        sequences = [sequence for sequence in self._sequences.values() if not sequence.waits]
         num_prompt_tokens = sum(sequence.num_uncomputed for sequence in sequences)
         num_decodes = sum(not sequence.num_uncomputed for sequence in sequences)
         return EngineStep(len(sequences), 0, self._usage, num_decodes, num_prompt_tokens)
@@ -154,9 +197,12 @@ class FakeCore:
     def step(self) -> list[EngineReport]:
         reports: list[EngineReport] = [EngineOutput(name, (), error=why) for name, why in self._lost.items()]
         self._lost.clear()
+        for sequence in self._sequences.values():
+            if sequence.waits:
+                self._load(sequence)
         if self._sequences:
             reports.append(self.next_step())
-        for sequence in list(self._sequences.values()):
+        for sequence in [sequence for sequence in self._sequences.values() if not sequence.waits]:
             reports += self._store(sequence)
             reports.append(self._sample(sequence))
         return reports
@@ -168,11 +214,30 @@ class FakeCore:
         held += [len(token_ids) for owner, token_ids in self._cluster.kept.values() if owner == self.name]
         return min(1.0, sum(map(self.info.layout.num_blocks_for, held)) / self.info.num_blocks)
 
+    def _load(self, sequence: _Sequence) -> None:
+        """The KV of a transfer has come, or will not come: then the prompt is computed."""
+        prompt, transfer = sequence.prompt, sequence.prompt.transfer
+        assert transfer is not None
+        handoff = handoff_of(transfer)
+        kept = self._cluster.kept.pop(handoff, None)
+        if kept is not None and not self.loses_loads:
+            *token_ids, token = kept[1]
+            sequence.token_ids, sequence.num_uncomputed, sequence.waits = token_ids, 0, False
+            ends = prompt.request.sampling.stop_tokens(self.info.eos_token_ids)
+            if token not in ends and len(token_ids) + 1 < prompt.request.max_total_tokens:
+                sequence.token_ids.append(token)
+                sequence.first_token, sequence.num_cached = token, len(token_ids) - 1
+        elif kept is not None or handoff in self._cluster.over or transfer.peer.name not in self._cluster.agents:
+            sequence.waits = False
+
     def _sample(self, sequence: _Sequence) -> EngineOutput:
         prompt, request = sequence.prompt, sequence.prompt.request
         token_id = self._next_token(request, sequence.token_ids)
         handoff, finish_reason = b"", None
-        if prompt.offers:
+        if prompt.transfer is not None and prompt.transfer.is_offer:
+            self._cluster.keep_for(self.name, prompt.transfer, (*sequence.token_ids, token_id))
+            finish_reason = FinishReason.LENGTH
+        elif prompt.offers:
             handoff, finish_reason = self._cluster.keep(self.name, sequence.token_ids), FinishReason.LENGTH
         sequence.token_ids.append(token_id)
         sequence.num_uncomputed = 0
@@ -183,7 +248,15 @@ class FakeCore:
         if finish_reason is not None:
             del self._sequences[prompt.request_id]
         token = SampledToken(token_id, None if request.sampling.num_logprobs is None else -1.0)
-        return EngineOutput(prompt.request_id, (token,), finish_reason, sequence.num_cached, handoff)
+        return EngineOutput(
+            prompt.request_id,
+            (token,),
+            finish_reason,
+            sequence.num_cached,
+            handoff,
+            num_pulled_tokens=int(sequence.first_token is not None),
+            first_token=None if finish_reason is None else sequence.first_token,
+        )
 
     def _store(self, sequence: _Sequence) -> list[BlocksChanged]:
         """The prefix cache has as many blocks as the pool."""
@@ -214,8 +287,9 @@ class FakeEngine(FakeCore):
         name: str = "",
         info: EngineInfo = INFO,
         next_token: NextToken = next_token,
+        has_agent: bool = False,
     ) -> None:
-        super().__init__(cluster, name, info, next_token)
+        super().__init__(cluster, name, info, next_token, has_agent)
         self._step_s = step_s
         self._stepping: asyncio.Task[None] | None = None
         self._work = asyncio.Event()

@@ -4,6 +4,9 @@
     DecodeArrived with a source -> wait for HandoffArrived -> Submit(handoff) -> tokens -> DecodeDone
     DecodeArrived without one ---> Submit ----------------------------------------^
 
+An engine with a transfer agent of its own needs no HandoffArrived: both engines get the transfer with the request, and
+agree about it between themselves (vllm_worker/kv/).
+
 The engine schedules, owns the blocks and moves them. The machine ends each call once, at its deadline at the latest,
 numbers the tokens, and keeps the figures of the report. A hand-off may arrive before its Decode call: two calls of a
 router can overtake each other.
@@ -20,6 +23,7 @@ from typing import assert_never
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LayoutMismatch,
     QueueFull,
     RequestCancelled,
     TandemError,
@@ -27,7 +31,7 @@ from core.errors import (
     WorkerDrains,
     WorkerUnavailable,
 )
-from core.handoff import TransferId
+from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason, Stage
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
@@ -53,6 +57,7 @@ from vllm_worker.engine import (
     EngineOutput,
     EngineReport,
     EngineStep,
+    EngineTransfer,
     HandshakeEnded,
     Prompt,
 )
@@ -111,14 +116,19 @@ VllmAction = Submit | Abort | ShakeHands | Fail | PrefillDone | PrefillFailed | 
 class _Call:
     request: Request
     is_prefill: bool
-    transfer_id: TransferId | None  # of a hand-off that this worker reads
+    transfer_id: TransferId | None  # of a hand-off that vLLM's connector reads
+    transfer: EngineTransfer | None = None  # of our protocol
     submitted: bool = False
-    num_tokens: int = 0  # from this engine
+    num_tokens: int = 0  # from this engine, and from its pull
     num_cached_tokens: int = 0
 
     @property
     def next_index(self) -> int:
-        return len(self.request.token_ids) - self.request.num_prompt_tokens + self.num_tokens
+        return self.first_index + self.num_tokens
+
+    @property
+    def first_index(self) -> int:
+        return len(self.request.token_ids) - self.request.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +183,12 @@ class VllmMachine:
             case EngineDied(detail):
                 return self._on_died(detail)
             case PrefillArrived(request):
-                return self._on_arrived(event, _Call(request, is_prefill=True, transfer_id=None), now)
+                transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
+                return self._on_arrived(event, _Call(request, True, None, transfer), now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
-                return self._on_arrived(event, _Call(request, is_prefill=False, transfer_id=transfer_id), now)
+                transfer = None if source is None else self._transfer(*source, is_offer=False)
+                return self._on_arrived(event, _Call(request, False, None if transfer else transfer_id, transfer), now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
             case MoveArrived() | ResumeArrived():
@@ -239,6 +251,15 @@ class VllmMachine:
         self._waiting[call.transfer_id] = request.request_id
         return []
 
+    def _transfer(self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool) -> EngineTransfer | None:
+        """None if vLLM's own connector moves the blocks. Raises `LayoutMismatch`."""
+        agent = self.info.agent
+        if agent is None:
+            return None
+        if differences := agent.layout.differences(peer.layout):
+            raise LayoutMismatch(differences)
+        return EngineTransfer(transfer_id, peer, is_offer)
+
     def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = self._waiting.pop(transfer_id, None)
         if request_id is not None:
@@ -254,11 +275,12 @@ class VllmMachine:
             self._reported_at = now
         self._num_submitted += 1
         call.submitted = True
-        if handoff:
+        transfer = call.transfer
+        if handoff or (transfer is not None and not transfer.is_offer):
             self.open_calls.enter(request_id, Stage.TRANSFER, now)
         else:
             self.load.add_prompt(request_id, len(call.request.token_ids), now)
-        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff))]
+        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff, transfer))]
 
     # ---- reports of the engine
 
@@ -273,6 +295,7 @@ class VllmMachine:
         actions: list[VllmAction] = []
         call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
         if output.tokens:
+            call.num_tokens = call.num_tokens or output.num_pulled_tokens
             self._note_tokens(call, output, now)
             if call.is_prefill:
                 return self._finish_prefill(call, output)
@@ -282,6 +305,9 @@ class VllmMachine:
             actions.append(EmitTokens(tuple(tokens)))
         if output.finish_reason is None:
             return actions
+        if output.first_token is not None:  # the router has it from the prefill worker, if that has not died
+            event = TokenEvent(output.request_id, call.first_index, SampledToken(output.first_token), None)
+            actions.append(EmitTokens((event,)))
         if call.is_prefill or not call.num_tokens:
             return self._end(
                 output.request_id, TandemError("the engine ended a request without a token"), in_engine=False
@@ -301,7 +327,7 @@ class VllmMachine:
     def _finish_prefill(self, call: _Call, output: EngineOutput) -> list[VllmAction]:
         request, token = call.request, output.tokens[0]
         finish_reason = _finish_reason_after(request, token, self.info.eos_token_ids)
-        if finish_reason is None and not output.handoff:
+        if finish_reason is None and not output.handoff and call.transfer is None:
             return self._end(
                 request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from protos.agent_codec import encode_agent
 from vllm_worker.handoff import EngineAddress
 
 EXTENSION = "vllm_worker.nixl_handshake.WorkerExtension"
@@ -56,6 +57,13 @@ async def _greeted(host: str, port: int) -> None:
 
 class WorkerExtension:
     """A base class of vLLM's worker: no name may be one of vLLM's. The methods return at once."""
+
+    def tandem_transfer_agent(self) -> bytes:
+        """The encoded address of the transfer agent of `TandemConnector` (vllm_worker/kv/); empty without one."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        transfers = getattr(get_kv_transfer_group(), "transfers", None)
+        return b"" if transfers is None else bytes(encode_agent(transfers.address).SerializeToString())
 
     def tandem_begin_handshake(self, engine_id: str, host: str, port: int, **sizes: int) -> str:
         """Begin a handshake on the connector's own thread. Returns why not; empty if it has begun.

@@ -55,8 +55,8 @@ class VllmService(ServingWorker):
         self._begin()
         info = await self._engine.start(self._on_report)
         incarnation = secrets.randbits(63) | 1
-        worker_id = f"{self._role.value}-{self._ordinal}.{incarnation:016x}"
-        address = AgentAddress(
+        worker_id = f"{self._role.value}-{self._ordinal}.{incarnation:016x}" if info.agent is None else info.agent.name
+        address = info.agent or AgentAddress(
             name=worker_id,
             incarnation=incarnation,
             metadata=info.address,

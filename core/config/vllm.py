@@ -14,7 +14,7 @@ OWN_ARGUMENTS = {
     "max-model-len": "[engine] max_context",
     "generation-config": "[engine] generation_config",
     "tensor-parallel-size": "[vllm] tensor_parallel",
-    "kv-transfer-config": "[vllm] lease_s and verify_every; Tandem chooses the connector",
+    "kv-transfer-config": "[vllm] connector, lease_s and verify_every",
     "kv-offloading-size": "[cache] of Tandem's own engine: vLLM drops the connector of hand-offs for it",
     "kv-offloading-backend": "[cache] of Tandem's own engine: vLLM drops the connector of hand-offs for it",
     "kv-events-config": "nothing: routers need the events",
@@ -27,6 +27,7 @@ OWN_ARGUMENTS = {
     "host": "[worker] host",
     "port": "nothing: the port of a worker is free",
 }
+CONNECTORS = ("nixl", "tandem")
 TENSOR_PARALLEL = "tp"  # vLLM's short name
 _ADAPTER_NAME = re.compile(r"[\w./:-]{1,128}", re.ASCII)
 
@@ -39,12 +40,14 @@ class VllmConfig:
     tensor_parallel: int = 1  # GPUs of each worker, on one machine
     # Limit: a prefill worker keeps the KV of a prompt so long for its decode worker; beyond: the KV is freed
     lease_s: float = 30.0
-    verify_every: int = 1  # decode workers verify the KV of each n-th prompt by digests; 0 = none
+    connector: str = "nixl"  # moves the KV: nixl (of vLLM, verified by digests) or tandem (as of our engine)
+    verify_every: int = 1  # with nixl, decode workers verify the KV of each n-th prompt by digests; 0 = none
     start_timeout_s: float = 600.0  # ... in place of [cluster] start_timeout_s, if that is shorter
 
     def __post_init__(self) -> None:
         require_positive(self, "tensor_parallel", "lease_s", "start_timeout_s")
         require_finite_floats(self)
+        require(self.connector in CONNECTORS, f"connector must be {' or '.join(CONNECTORS)}: {self.connector}")
         require(self.verify_every >= 0, f"verify_every must not be negative: {self.verify_every}")
         for argument in self.args:
             name = _own_argument(argument)

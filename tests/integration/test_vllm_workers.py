@@ -46,6 +46,23 @@ async def test_two_pools_give_the_tokens_of_one_engine() -> None:
         await fleet.settle()
 
 
+async def test_engines_with_agents_get_both_calls_at_once_and_the_first_token_is_the_owners() -> None:
+    requests = list(itertools.product((1, 15, 16, 17, 40), (1, 2, 12), (None, 5)))
+    async with deploy_fakes(have_agents=True) as fleet:
+        for num_tokens, max_tokens, seed in requests:
+            sampling = {} if seed is None else {"temperature": 1.0, "seed": seed}
+            answer = await fleet.generate(PROMPT[:num_tokens], max_tokens, **sampling)
+            assert answer.token_ids == expected(PROMPT[:num_tokens], max_tokens, seed)
+            assert (answer.path, answer.num_attempts, answer.finish_reason) == ("disaggregated", 1, "length")
+        assert fleet.cluster.num_handoffs == len(requests)
+        await fleet.settle()
+        assert not fleet.cluster.kept
+        reader = fleet.engines["decode-0"]
+        reader.loses_loads = True
+        answer = await fleet.generate([*PROMPT, 7], 12)
+        assert (answer.token_ids, answer.num_attempts) == (expected([*PROMPT, 7], 12), 1)
+
+
 async def test_a_first_hand_off_finds_its_handshake_done() -> None:
     async with deploy_fakes(num_prefill=2, num_decode=2) as fleet:
         await fleet.have_met()
@@ -97,9 +114,10 @@ def _expected(count: int, max_tokens: int) -> list[tuple[int, ...]]:
     return [expected([*PROMPT, place], max_tokens, None if place % 2 else place) for place in range(count)]
 
 
+@pytest.mark.parametrize("have_agents", [False, True])
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str) -> None:
-    async with deploy_fakes(num_prefill=2, num_decode=2, step_s=0.01) as fleet:
+async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str, have_agents: bool) -> None:
+    async with deploy_fakes(num_prefill=2, num_decode=2, step_s=0.01, have_agents=have_agents) as fleet:
         engine = fleet.engines[victim]
         calls = asyncio.create_task(_answers(fleet, 12, 40))
         await until(lambda: engine.num_open, "the victim has a request")

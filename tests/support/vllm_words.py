@@ -1,6 +1,7 @@
 """The words of transcripts (tests/support/transcripts.py) for VllmMachine.
 
 machine              a new worker; the options are its limits
+                     (`agent`: its engine has a transfer agent)
 prefill, decode      calls arrive; `ticket` is the id of the hand-off that a decode call reads
 output NAME TOKENS   of the engine, `ends` with a reason; `step` is its report of a step
 time                 the clock that `wait` moves, with the Ticks that are due on the way
@@ -9,6 +10,7 @@ time                 the clock that `wait` moves, with the Ticks that are due on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from core.config import SchedulerConfig, WorkerConfig
@@ -41,8 +43,8 @@ def transcripts(text: str, setup: str) -> Callable[[str], None]:
     return transcripts_of(VllmReplay, text, setup)
 
 
-def agent(name: str, metadata: bytes = b"") -> AgentAddress:
-    return AgentAddress(name, 1, metadata, 0, 100, LAYOUT, 1.0)
+def agent_of(name: str, metadata: bytes = b"", heads: int = 1) -> AgentAddress:
+    return AgentAddress(name, 1, metadata, 0, 100, replace(LAYOUT, num_kv_heads=heads), 1.0)
 
 
 def request(name: str, num_tokens: int = 6, delivered: int = 0, **sampling: Any) -> Request:
@@ -55,8 +57,9 @@ class VllmReplay(Replay):
     def __init__(self, max_waiting: int = 8) -> None:
         self.machine(max_waiting=max_waiting)
 
-    def machine(self, max_waiting: int = 8, max_running: int = 0) -> Actions:
-        self.worker, self.now = VllmMachine(INFO, Limits(30.0, max_waiting, max_running)), 0.0
+    def machine(self, max_waiting: int = 8, max_running: int = 0, agent: int = 0) -> Actions:
+        info = replace(INFO, agent=agent_of("ours")) if agent else INFO
+        self.worker, self.now = VllmMachine(info, Limits(30.0, max_waiting, max_running)), 0.0
         return []
 
     def check(self) -> None:
@@ -71,6 +74,10 @@ class VllmReplay(Replay):
         match action:
             case Submit(prompt):
                 handoff = [f"reads {prompt.handoff.decode()}"] if prompt.handoff else []
+                if (transfer := prompt.transfer) is not None:
+                    handoff = [
+                        f"{'to' if transfer.is_offer else 'from'} {transfer.peer.name} by {transfer.transfer_id}"
+                    ]
                 return " ".join(["submit", prompt.request_id, *["offers"] * prompt.offers, *handoff])
             case Abort(request_id):
                 return f"abort {request_id}"
@@ -85,10 +92,10 @@ class VllmReplay(Replay):
 
     def prefill(self, name: str, **options: Any) -> Actions:
         call = CallId("router", 1)
-        return self.post(PrefillArrived(request(name, **options), 5, agent("other"), self.now + TIMEOUT_S, call))
+        return self.post(PrefillArrived(request(name, **options), 5, agent_of("other"), self.now + TIMEOUT_S, call))
 
-    def decode(self, name: str, ticket: int | None = None, **options: Any) -> Actions:
-        source = None if ticket is None else (ticket, agent("other"))
+    def decode(self, name: str, ticket: int | None = None, heads: int = 1, **options: Any) -> Actions:
+        source = None if ticket is None else (ticket, agent_of("other", heads=heads))
         return self.post(DecodeArrived(request(name, **options), source, self.now + TIMEOUT_S, CallId("router", 1)))
 
     def handoff(self, ticket: int) -> Actions:
@@ -120,7 +127,7 @@ class VllmReplay(Replay):
         return self.post(EngineDied("killed"))
 
     def joins(self, name: str, reader: int = 0, address: int = 1) -> Actions:
-        return self.post(PeerJoined(agent(name, f"at-{name}".encode() if address else b""), is_owner=not reader))
+        return self.post(PeerJoined(agent_of(name, f"at-{name}".encode() if address else b""), is_owner=not reader))
 
     def leaves(self, name: str) -> Actions:
         return self.post(PeerLeft(name))

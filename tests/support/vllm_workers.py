@@ -114,6 +114,7 @@ async def deploy_fakes(
     worker: WorkerConfig | None = None,
     step_s: float = 0.002,
     telemetry: TelemetryConfig | None = None,
+    have_agents: bool = False,
     **router: Any,
 ) -> AsyncIterator[FakeFleet]:
     config = tiny_config(telemetry=telemetry, **router)
@@ -133,6 +134,6 @@ async def deploy_fakes(
         stack.push_async_callback(fleet.stop)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):
-                engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}", info, tokens)
+                engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}", info, tokens, have_agents)
                 await fleet.add(role, ordinal, engine, worker or WorkerConfig())
         yield fleet

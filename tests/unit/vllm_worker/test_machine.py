@@ -62,6 +62,27 @@ a cancelled call is aborted in the engine only if the engine has it
   cancel b                    -> fail b RequestCancelled: the router cancelled the call
   output a 3
 
+an engine with a transfer agent gets both calls at once, and moves the blocks by itself
+  machine agent=1
+  prefill a                   -> submit a offers to other by 5
+  output a 3 ends=length      -> done a 0: 3
+  decode b ticket=5           -> submit b from other by 5
+  cancel b                    -> abort b; fail b RequestCancelled: the router cancelled the call
+  decode b ticket=5           -> submit b from other by 5
+  output b 3 num_cached_tokens=5 -> tokens b 0: 3
+
+an engine that got the first token with the blocks samples from the second one on
+  machine agent=1
+  decode a ticket=5           -> submit a from other by 5
+  output a 4 num_pulled_tokens=1 num_cached_tokens=6 -> tokens a 1: 4
+  output a 8                  -> tokens a 2: 8
+  output a 7 ends=stop first_token=3 -> tokens a 3: 7; tokens a 0: 3; done a stop, cached 6
+
+an engine with a transfer agent refuses another layout
+  machine agent=1
+  decode c ticket=6 heads=2   -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
+  decode c                    -> submit c
+
 a deadline ends a call that waits for its hand-off
   decode a ticket=5
   deadline                    -> in 100

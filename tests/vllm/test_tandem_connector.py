@@ -1,0 +1,118 @@
+"""`TandemConnector` in real vLLM: with its scheduler alone, and as the transfer of two pools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from cli.diagnosis.vllm_environment import python_of, variables
+from core.config import VllmConfig
+from core.scheduling.block_pool import Column
+from tandem_client import AsyncClient
+from tests.support.vllm_fleet import BLOCK_SIZE, ROOT, VllmProcess, require_vllm, routed, started_workers
+from tests.support.waiting import until
+
+Workers = dict[str, VllmProcess]
+NUM_SEEDS = 20
+HAPPENED = (
+    "right", "received", "first tokens", "flipped", "failed", "cancelled", "preempted",
+    "joined a step that writes its prefix",
+)  # fmt: skip
+MAX_TOKENS = 16
+TIMEOUT_S = 180.0
+LEASE_S = 3600.0  # no lease ends in these tests
+
+
+@pytest.mark.timeout(600)
+def test_no_wrong_block_and_no_lost_block_with_the_scheduler_of_vllm() -> None:
+    """Chunks, equal prompts, preemptions, flipped bits and cancels, in an order that the seed draws."""
+    done = hand_off(NUM_SEEDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    happened = json.loads(done.stdout.splitlines()[-1])
+    for name in HAPPENED:
+        assert happened.get(name), f"no seed has {name}: {happened}"
+
+
+@pytest.mark.timeout(600)
+def test_a_block_that_is_offered_when_its_step_is_scheduled_is_found() -> None:
+    done = hand_off(NUM_SEEDS, "early")
+    assert done.returncode
+    assert "a block is offered before it is written" in done.stderr
+
+
+def hand_off(num_seeds: int, *planted: str) -> subprocess.CompletedProcess[str]:
+    require_vllm()
+    python = python_of(VllmConfig())
+    command = [str(python), "-m", "tests.support.tandem_schedulers", "0", str(num_seeds), *planted]
+    environment = os.environ | variables(python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    require_vllm()
+    directory = tmp_path_factory.mktemp("tandem")
+    changes = {"vllm": {"connector": "tandem", "lease_s": LEASE_S}}
+    with started_workers(directory, ("prefill", 0), ("decode", 0), changes=changes) as started:
+        yield started
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    draws = random.Random(number)
+    return [draws.randint(1000, 40_000) for _ in range(num_tokens)]
+
+
+LENGTHS = [k * BLOCK_SIZE + edge for k in (1, 2, 8) for edge in (-1, 0, 1)] + [1, 50, 333, 700]
+PROMPTS = [prompt_of(number, num_tokens) for number, num_tokens in enumerate(LENGTHS)] * 2  # then they are cached
+
+
+async def answers(client: AsyncClient) -> list[tuple[int, ...]]:
+    calls = []
+    for place, prompt in enumerate(PROMPTS):
+        sampling = {"temperature": 0.0} if place % 2 else {"temperature": 0.8, "seed": place}
+        max_tokens = (1, 2, MAX_TOKENS)[place % 3]
+        calls.append(client.complete(prompt, TIMEOUT_S, max_tokens=max_tokens, ignore_eos=True, **sampling))  # type: ignore[arg-type]
+    done = await asyncio.gather(*calls)
+    assert {answer.num_attempts for answer in done} == {1}
+    return [answer.token_ids for answer in done]
+
+
+async def test_two_pools_have_the_tokens_of_one_engine(workers: Workers) -> None:
+    async with routed([workers["prefill-0"], workers["decode-0"]], local_prefill="never") as (client, _):
+        handed_off = await answers(client)
+        answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
+        assert (answer.path, answer.num_attempts) == ("disaggregated", 1)
+    log = workers["decode-0"].log.read_text()
+    assert "TandemConnector" in log
+    assert "vLLM computes the prompt" not in log, "the KV of a prompt did not come"
+    async with routed([workers["decode-0"]]) as (client, _):
+        assert await answers(client) == handed_off
+
+
+async def test_a_cancelled_hand_off_leaves_no_block_behind(workers: Workers) -> None:
+    """At any moment, and without another request or the end of a lease."""
+    pools = [workers["prefill-0"], workers["decode-0"]]
+    draws = random.Random(0)
+    async with routed(pools, local_prefill="never") as (client, router):
+        view = router._shell.view
+
+        def held() -> dict[str, int]:
+            records = {worker.name: view.worker(worker.endpoint.service_id) for worker in pools}
+            return {name: record.load.ledger[Column.HELD] for name, record in records.items() if record is not None}
+
+        for number in range(12):
+            async with client.stream(prompt_of(100 + number, 300), TIMEOUT_S, max_tokens=MAX_TOKENS) as stream:
+                try:
+                    async with asyncio.timeout(draws.uniform(0.0, 0.6)):
+                        async for _ in stream:
+                            pass
+                except TimeoutError:
+                    continue
+        await until(lambda: not view.num_in_flight, "the router has open requests", 60.0)
+        await until(lambda: held() == {"prefill-0": 0, "decode-0": 0}, "a worker holds blocks", 60.0)
