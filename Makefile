@@ -40,8 +40,8 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_verified_kv.py test_model_families.py)
 
 test-main: setup  ## The tests of `make test` but those of test-kernels
-	@# three processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30 $(WITH_VLLM))
+	@# four processes on two cores: one computes, three wait most of the time (tests/support/scheduling.py)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30 $(WITH_VLLM))
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/kernels $(if $(CI),--durations=30)

@@ -14,9 +14,15 @@ import gc
 import os
 import re
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+
+    from tests.support.scheduling import OneComputes
 
 pytest.register_assert_rewrite("tests.support")  # a helper's failed assertion shows its values, as a test's does
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
@@ -39,8 +45,7 @@ ALLOWED_SKIPS = {
 }
 
 
-# Files that take longest. They start first, in this order, so that no process computes alone at the end of a run: one
-# that computes beside one that waits.
+# Files that take longest, longest first. A process begins with the first that is left of its kind.
 LONG_FILES = (
     "tests/vllm/test_engine.py",  # two engines compute while they start, and so do the next two files
     "tests/simulation/test_seeds.py",
@@ -68,6 +73,13 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {file: rank for rank, file in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneComputes | None:
+    from tests.support.scheduling import OneComputes
+
+    return OneComputes(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_configure() -> None:
