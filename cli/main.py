@@ -293,6 +293,7 @@ def check(
         str, typer.Option(help="Header for a deadline in milliseconds, such as x-tandem-timeout-ms.")
     ] = "",
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="Longest time of an answer, in seconds.")] = 60.0,
+    whole: Annotated[float, typer.Option(min=1, max=1e6, help="Longest time of the whole check, in seconds.")] = 1800.0,
     seed: Annotated[int | None, typer.Option(help="Decides the prompts. (default: random)")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings into this file.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write JUnit's XML into this file.")] = None,
@@ -314,6 +315,7 @@ def check(
             kill=kill,
             drain=drain,
             limit_s=timeout,
+            whole_s=whole,
             seed=secrets.randbelow(1_000_000) if seed is None else seed,
         )
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Reads the answers of OpenAI's API, whole or streamed, chat or completion, into one form. Pure.
 
-Nothing is believed: each field may be missing, or of another type. What breaks the form is noted in `faults`.
+Nothing is believed: each field may be missing, or of another type. What breaks the form is noted in `faults`. The text
+of an answer is bounded by its bytes, everything else by a number.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+MAX_TOKENS_READ = 4096  # tokens of one answer of a checked stack; beyond: they are left out
+MAX_NOTED = 8  # faults, ids, usages or ends of one such answer; beyond: they are left out
+MAX_COUNT = 1 << 31  # a count of tokens in a usage of a checked stack; beyond: it is no count
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Answer:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)  # empty without log-probabilities
     finish_reasons: list[str] = field(default_factory=list)
-    ids: set[str] = field(default_factory=set)
+    ids: list[str] = field(default_factory=list)  # each once
     num_roles: int = 0
     num_done: int = 0
     usages: list[Usage] = field(default_factory=list)
@@ -55,13 +62,18 @@ class Answer:
 
 
 def load(data: bytes | str) -> object:
-    """JSON as the standard has it. Raises `ValueError`, for deep nesting too."""
+    """JSON as the standard has it. Raises `ValueError`, for deep nesting and for a name twice in an object too."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no JSON")
 
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a name stands twice in an object: readers differ in which they take")
+        return found
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -79,7 +91,7 @@ def read_stream(body: bytes) -> Answer:
     answer, texts = Answer(), list[str]()
     for data in events_of(body):
         if answer.num_done and data != "[DONE]":
-            answer.faults.append("an event after [DONE]")
+            _note(answer.faults, "an event after [DONE]")
         if data == "[DONE]":
             answer.num_done += 1
         else:
@@ -105,16 +117,16 @@ def _take(answer: Answer, texts: list[str], data: bytes | str) -> None:
     try:
         message = load(data)
     except ValueError:
-        answer.faults.append("a message is no JSON")
+        _note(answer.faults, "a message is no JSON, or has a name twice")
         return
     fields = dict_of(message)
     if "error" in fields:
         answer.error = error_of(message)
         if answer.error is None:
-            answer.faults.append("an error without type and message")
+            _note(answer.faults, "an error without type and message")
         return
     if isinstance(fields.get("id"), str):
-        answer.ids.add(str(fields["id"]))
+        _note(answer.ids, str(fields["id"]))
     for choice in map(dict_of, list_of(fields.get("choices"))):
         _take_choice(answer, texts, choice)
     usage = dict_of(fields.get("usage"))
@@ -127,7 +139,7 @@ def _take_choice(answer: Answer, texts: list[str], choice: dict[str, object]) ->
     answer.num_roles += message.get("role") is not None
     texts += text_of(choice.get("text")), text_of(message.get("content"))
     if choice.get("finish_reason") is not None:
-        answer.finish_reasons.append(text_of(choice["finish_reason"]))
+        _add(answer.finish_reasons, text_of(choice["finish_reason"]))
     logprobs = dict_of(choice.get("logprobs"))
     if "content" in logprobs:
         for entry in map(dict_of, list_of(logprobs["content"])):
@@ -143,17 +155,27 @@ def _take_choice(answer: Answer, texts: list[str], choice: dict[str, object]) ->
 def _take_token(answer: Answer, text: object, value: object, tops: list[float | None]) -> None:
     logprob = number_of(value)
     if not isinstance(text, str) or logprob is None:
-        answer.faults.append("a log-probability without token or number")
+        _note(answer.faults, "a log-probability without token or number")
         return
     best = sorted((top for top in tops if top is not None), reverse=True)
-    answer.tokens.append(Token(text, logprob, best[0] - best[1] if len(best) > 1 else None))
+    _add(answer.tokens, Token(text, logprob, best[0] - best[1] if len(best) > 1 else None), MAX_TOKENS_READ)
 
 
 def _take_usage(answer: Answer, usage: dict[str, object]) -> None:
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    prompt, completion, total = (count if type(count) is int else -1 for count in counts)
+    prompt, completion, total = (count_of(count, -1) for count in counts)
     cached = dict_of(usage.get("prompt_tokens_details")).get("cached_tokens")
-    answer.usages.append(Usage(prompt, completion, total, cached if type(cached) is int else None))
+    _add(answer.usages, Usage(prompt, completion, total, None if cached is None else count_of(cached, -1)))
+
+
+def _add(kept: list[T], value: T, limit: int = MAX_NOTED) -> None:
+    if len(kept) < limit:
+        kept.append(value)
+
+
+def _note(kept: list[str], value: str) -> None:
+    if value not in kept:
+        _add(kept, value)
 
 
 def error_of(message: object) -> str | None:
@@ -175,6 +197,10 @@ def list_of(value: object) -> list[object]:
 
 def text_of(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+def count_of(value: object, otherwise: int) -> int:
+    return value if type(value) is int and 0 <= value < MAX_COUNT else otherwise
 
 
 def number_of(value: object) -> float | None:

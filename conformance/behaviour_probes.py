@@ -82,16 +82,13 @@ async def cancel(stack: Stack, source: PromptSource, idle: InUse) -> Finding:
     if not idle.known:
         return CANCEL.not_shown("no page of metrics says what is in use (--metrics)")
     calls = [stack.call_of(ask) for ask in _long_asks(stack, source)]
-    tasks = [asyncio.create_task(exchange(stack.endpoint, call, stack.limit_s)) for call in calls]
-    all_ended = asyncio.gather(*tasks, return_exceptions=True)
-    seen = InUse(None, None)
-    while not seen and not all_ended.done():
-        seen = (await stack.in_use()).beyond(idle)
-        await asyncio.sleep(POLL_S / 5)
-    num_left = sum(not task.done() for task in tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(exchange(stack.endpoint, call, stack.limit_s)) for call in calls]
+        seen = InUse(None, None)
+        while not seen and not all(task.done() for task in tasks):
+            seen = (await stack.in_use()).beyond(idle)
+            await asyncio.sleep(POLL_S / 5)
+        num_left = sum(task.cancel() for task in tasks)  # of those that have not ended
     if not seen or not num_left:
         return CANCEL.not_shown("the metrics saw no request before it had ended")
     left, taken_s = await stack.settled(idle, SETTLE_S)

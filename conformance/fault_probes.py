@@ -12,7 +12,6 @@ import signal
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from conformance.findings import Finding, Question, Severity
 from conformance.http_exchange import End, Reply
@@ -83,16 +82,22 @@ class FaultProbe:
         if bad is not None:
             return question.not_shown(f"without the fault: {bad.what}")
         streams, num_open, status = await self._under_command(asks, command)
-        if status != 0:
-            return question.not_shown(f"the command ended with {status}")
         if not num_open:
-            return question.not_shown("every stream had ended before the command began")
+            return question.not_shown("every stream had ended before the command began: it was not run")
+        if status is None:
+            return question.not_shown(f"the command was killed: it did not end within {self.stack.limit_s:g} s")
+        if status != 0:
+            killed = " (a signal: does the command kill its own shell?)" if status < 0 else ""
+            return question.not_shown(f"the command ended with {status}{killed}")
         served_s = await self._served_again(asks[0])
         sights = [sight_of(one, other, self.bound.value) for one, other in zip(expected, streams, strict=True)]
         return judge(question, sights, streams, served_s)
 
     async def _under_command(self, asks: list[Ask], command: str) -> tuple[list[Record], int, int | None]:
-        """The streams, how many were open when the command began, and its exit status (None: it took too long)."""
+        """The streams, how many were open when the command began, and its exit status (None: it took too long).
+
+        Without an open stream, a fault would show nothing, and is not made.
+        """
         begun, all_begun = set[int](), asyncio.Event()
 
         def watch(number: int, reply: Reply) -> bool:
@@ -105,15 +110,15 @@ class FaultProbe:
         async def stream(number: int) -> Record:
             return await self.stack.try_to_ask(asks[number], lambda reply: watch(number, reply))
 
-        tasks = [asyncio.create_task(stream(number)) for number in range(len(asks))]
-        everything = asyncio.gather(*tasks)
-        started = asyncio.create_task(all_begun.wait())
-        waited_for: list[asyncio.Future[Any]] = [everything, started]
-        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-        num_open = sum(not task.done() for task in tasks)
-        status = await _run(command, self.stack.limit_s)
-        return await everything, num_open, status
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream(number)) for number in range(len(asks))]
+            started = group.create_task(all_begun.wait())
+            ended = group.create_task(asyncio.wait(tasks))
+            await asyncio.wait([ended, started], return_when=asyncio.FIRST_COMPLETED)
+            started.cancel()
+            num_open = sum(not task.done() for task in tasks)
+            status = await run_command(command, self.stack.limit_s) if num_open else None
+        return [task.result() for task in tasks], num_open, status
 
     async def _served_again(self, ask: Ask) -> float | None:
         """Seconds until a new request has a good answer; None if it has none in time."""
@@ -142,8 +147,8 @@ def judge(question: Question, sights: list[Sight], streams: list[Record], served
     return question.fails(why, streams[worst].curl) if hung or lost else question.holds(why)
 
 
-async def _run(command: str, limit_s: float) -> int | None:
-    """The exit status of a shell command. Its output goes nowhere."""
+async def run_command(command: str, limit_s: float) -> int | None:
+    """The exit status of a shell command; None if it took too long. It has no input, and its output goes nowhere."""
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_shell(
         command, stdin=null, stdout=null, stderr=null, start_new_session=True
@@ -154,6 +159,7 @@ async def _run(command: str, limit_s: float) -> int | None:
     except TimeoutError:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            if process.returncode is None:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()

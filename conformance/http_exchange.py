@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-MAX_REPLY_BYTES = 16 << 20  # of one reply of a checked stack, with its head; beyond: the check closes the connection
+MAX_REPLY_BYTES = 4 << 20  # of a page or a list of models of a checked stack; beyond: the check closes the connection
+MAX_HEAD_BYTES = 64 << 10  # of the head of a reply, and of those before it; beyond: as above
 _PIECE_BYTES = 1 << 16
 _EVENT = b"data:"
 
@@ -29,7 +30,7 @@ class End(Enum):
     CUT = "cut off before its end"
     LATE = "not complete in time"
     TOO_LARGE = "too large"
-    MALFORMED = "no HTTP/1.1"
+    MALFORMED = "not one answer of HTTP/1.1"
     UNREACHABLE = "no connection"
     LEFT = "left by this check"
 
@@ -74,6 +75,7 @@ class Call:
     path: str
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
+    max_reply_bytes: int = MAX_REPLY_BYTES
 
     def encode(self, endpoint: Endpoint) -> bytes:
         lines = [
@@ -94,7 +96,7 @@ class Reply:
     """What came so far. Times are seconds after the request was sent."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
+    is_delimited: bool = False  # by its head; else the end of the connection is that of the body
     body: bytearray = field(default_factory=bytearray)
     end: End = End.LATE
     seconds: float = 0.0  # until the last byte, or until the check gave up
@@ -107,22 +109,30 @@ Observe = Callable[[Reply], bool]  # True: enough, leave
 
 
 class _Parser:
-    """Fills a `Reply` from the bytes of a connection, through the callbacks of httptools."""
+    """Fills a `Reply` from the bytes of a connection, through the callbacks of httptools.
+
+    `complete`: one answer has come. Bytes of a second one are malformed: which of the two a client takes is chance.
+    """
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._parser = httptools.HttpResponseParser(self)
-        self.complete = False
+        self.complete = self.has_head = False
 
     def feed(self, data: bytes) -> None:
         """Raises `HttpParserError`."""
         self._parser.feed_data(data)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise httptools.HttpParserError("a second answer")
+
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        self._reply.is_delimited |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
         self._reply.status = self._parser.get_status_code()
+        self.has_head = self._reply.status >= 200
 
     def on_body(self, body: bytes) -> None:
         seen = len(self._reply.body)
@@ -131,7 +141,7 @@ class _Parser:
         self._reply.num_events += self._reply.body.count(_EVENT, max(0, seen - len(_EVENT) + 1))
 
     def on_message_complete(self) -> None:
-        self.complete = self._reply.status >= 200
+        self.complete = self.has_head
 
 
 @contextlib.asynccontextmanager
@@ -153,7 +163,7 @@ async def exchange(endpoint: Endpoint, call: Call, limit_s: float, observe: Obse
     start, parser = clock.time(), _Parser(reply)
     try:
         async with asyncio.timeout(limit_s), connected(endpoint, call) as reader:
-            await _read(reader, parser, reply, lambda: clock.time() - start, observe)
+            await _read(reader, parser, reply, call.max_reply_bytes, lambda: clock.time() - start, observe)
     except TimeoutError:
         reply.end, reply.seconds = End.LATE, clock.time() - start
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -167,6 +177,7 @@ async def _read(
     reader: asyncio.StreamReader,
     parser: _Parser,
     reply: Reply,
+    max_bytes: int,
     elapsed_s: Callable[[], float],
     observe: Observe | None,
 ) -> None:
@@ -174,8 +185,7 @@ async def _read(
     while not parser.complete:
         data = await reader.read(_PIECE_BYTES)
         if not data:
-            unbounded = not reply.headers.keys() & {"content-length", "transfer-encoding"}
-            reply.end = End.COMPLETE if reply.status and unbounded else End.CUT
+            reply.end = End.COMPLETE if parser.has_head and not reply.is_delimited else End.CUT
             return
         before, now = len(reply.body), elapsed_s()
         parser.feed(data)
@@ -186,7 +196,7 @@ async def _read(
                 reply.longest_gap_s = max(reply.longest_gap_s, now - reply.seconds)
             reply.seconds = now
         num_bytes += len(data)
-        if num_bytes > MAX_REPLY_BYTES:
+        if num_bytes > (max_bytes if parser.has_head else MAX_HEAD_BYTES):
             reply.end = End.TOO_LARGE
             return
         if observe is not None and observe(reply):

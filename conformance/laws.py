@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from conformance.findings import Finding, Question, Severity
 from conformance.stack import Record
@@ -21,7 +22,8 @@ def findings_of(records: Sequence[Record], pairs: Sequence[tuple[Record, Record]
     full = [record for record in good if not record.answer.is_empty]
     yield _judge(ANSWERED, records, lambda record: "" if record.is_good else record.what)
     yield _judge(NOT_EMPTY, good, lambda record: "no token, and no error" if record.answer.is_empty else "")
-    yield _judge(EVENTS, full, wrong_events)
+    owners = Counter(name for record in full for name in record.answer.ids)
+    yield _judge(EVENTS, full, lambda record: wrong_events(record, owners))
     prompts = {id(found): expected.answer.usage.prompt for expected, found in pairs if expected.answer.usage}
     yield _judge(USAGE, full, lambda record: wrong_usage(record, prompts.get(id(record))))
 
@@ -39,8 +41,9 @@ def _judge(question: Question, records: Sequence[Record], law: Law) -> Finding:
     )
 
 
-def wrong_events(record: Record) -> str:
-    answer, wrong = record.answer, list(dict.fromkeys(record.answer.faults))
+def wrong_events(record: Record, owners: Mapping[str, int]) -> str:
+    """`owners`: how many answers have an id."""
+    answer, wrong = record.answer, list(record.answer.faults)
     once = {"finish_reason": len(answer.finish_reasons)}
     if record.ask.chat:
         once["role"] = answer.num_roles
@@ -51,6 +54,7 @@ def wrong_events(record: Record) -> str:
         wrong.append(f"{len(answer.usages)} times usage")
     if len(answer.ids) != 1:
         wrong.append(f"{len(answer.ids)} ids")
+    wrong += [f"{owners[name]} answers have the id {name}" for name in answer.ids if owners[name] > 1]
     return ", ".join(wrong)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from conformance.answers import Answer, dict_of, list_of, load, read_stream, read_whole, text_of
-from conformance.findings import curl_of, json_body
+from conformance.answers import Answer, count_of, dict_of, list_of, load, read_stream, read_whole, text_of
+from conformance.findings import MAX_WHY, curl_of, json_body
 from conformance.http_exchange import Call, End, Endpoint, Observe, Reply, exchange
 from conformance.metrics_page import InUse, in_use
 from core.errors import ErrorCode, TandemError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLL_S = 0.25  # pause between two looks at a page of metrics
+MAX_NAME = 256  # characters of the name of its model; beyond: the stack is not checked
+MAX_CONTEXT = 1 << 17  # tokens of its context; beyond: no prompt is sent that exceeds it
+FORM_BYTES = 64 << 10  # of an answer of it, with 4 KiB more for each token; beyond: the check closes the connection
+_TOKEN_BYTES = 4 << 10
 # Fields that not every server takes: outputs of a known length, and margins. The first set that is taken is used.
 _OPTIONAL: tuple[dict[str, object], ...] = ({"ignore_eos": True, "logprobs": 2}, {"logprobs": 2}, {})
 
@@ -75,22 +80,24 @@ class Stack:
     async def meet(self) -> None:
         """Learn the model and which optional fields are taken. Raises `StackError`."""
         reply = await exchange(self.endpoint, Call("/v1/models"), self.limit_s)
-        try:
+        models: list[object] = []  # of a proxy without this route
+        with contextlib.suppress(ValueError):
             models = list_of(dict_of(load(bytes(reply.body))).get("data"))
-        except ValueError:
-            raise StackError(f"{self.endpoint.url}/v1/models: status {reply.status}, {reply.end.value}") from None
         found = [dict_of(model) for model in models if not self.model or dict_of(model).get("id") == self.model]
         first = found[0] if found else {}
         self.model = self.model or text_of(first.get("id"))
-        context = first.get("max_model_len")
-        self.context = context if type(context) is int else None
+        if not 0 < len(self.model) <= MAX_NAME:
+            what = f"{self.endpoint.url}/v1/models: status {reply.status}, {reply.end.value}"
+            raise StackError(f"{what}, and no name of a model (--model)")
+        context = count_of(first.get("max_model_len"), 0)
+        self.context = context if 0 < context <= MAX_CONTEXT else None
         for options in _OPTIONAL:
             self.options = options
             record = await self._send(Ask("The sky is", 4))
             if record.reply.status != 400:  # all other faults are findings
                 break
         if record.reply.end is End.UNREACHABLE or 400 <= record.reply.status < 500:
-            raise StackError(f"{self.endpoint.url}{COMPLETIONS}: {record.what}")
+            raise StackError(f"{self.endpoint.url}{COMPLETIONS}: {record.what}"[:MAX_WHY])
 
     def call_of(self, ask: Ask) -> Call:
         fields: dict[str, object] = {"model": self.model} | self.options
@@ -103,7 +110,8 @@ class Stack:
         fields |= {"max_tokens": ask.max_tokens, "temperature": 0}
         if ask.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        return Call(CHAT if ask.chat else COMPLETIONS, json_body(fields), ask.headers)
+        path, max_bytes = CHAT if ask.chat else COMPLETIONS, FORM_BYTES + ask.max_tokens * _TOKEN_BYTES
+        return Call(path, json_body(fields), ask.headers, max_bytes)
 
     async def ask(self, ask: Ask) -> Record:
         """A question that every stack should answer."""
@@ -122,7 +130,9 @@ class Stack:
         call = self.call_of(ask)
         reply = await exchange(self.endpoint, call, self.limit_s, observe)
         read = read_stream if ask.stream and reply.status == 200 else read_whole
-        return Record(self.endpoint, ask, call, reply, read(bytes(reply.body)))
+        answer = read(bytes(reply.body))
+        reply.body.clear()  # all records are kept
+        return Record(self.endpoint, ask, call, reply, answer)
 
     # ---- metrics
 

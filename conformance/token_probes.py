@@ -14,13 +14,14 @@ from conformance.findings import Finding, Question, Severity
 from conformance.metrics_page import hand_offs
 from conformance.prompts import EDGES, LONG_TOKENS, Prompt, PromptSource, is_edge
 from conformance.stack import Ask, Record, Stack
-from conformance.token_judge import Bound, bound_from, judge_canaries, judge_tokens
+from conformance.token_judge import CANARY, Bound, bound_from, judge_canaries, judge_tokens
 
 ALONE = Question("tokens: a prompt alone, its answer whole", Severity.OUTPUT)
 CACHED = Question("tokens: the prompt again, cached and streamed", Severity.OUTPUT)
 CROWD = Question("tokens: prompts in a crowd", Severity.OUTPUT)
 CHATS = Question("tokens: chats, whole and streamed", Severity.OUTPUT)
 HAND_OFF = Question("tokens: KV was handed over meanwhile", Severity.SERVICE)
+QUESTIONS = (ALONE, CACHED, CROWD, CHATS, CANARY, HAND_OFF)
 MAX_TOKENS = 16
 NUM_CHATS = 3
 _WORDS = 100  # of the prompt that measures how many tokens a word has
@@ -86,7 +87,7 @@ class TokenProbes:
         room = (self.stack.context or 2 * LONG_TOKENS) - 2 * MAX_TOKENS
         short, some = [await self._count(self.source.next(num_words)) for num_words in (0, _WORDS)]
         prompts = [self.source.next(0)]
-        if short is None or some is None or some <= short:  # of the usage, which is a finding of its own
+        if short is None or some is None or some - short < _WORDS // 2:  # a finding about usage, or another alphabet
             return prompts + [self.source.next(num_words) for num_words in range(_WORDS, _WORDS + 8)]
         for target in (*EDGES, LONG_TOKENS):
             num_words = int((target - short) * _WORDS / (some - short)) - _SPARE_WORDS
@@ -100,7 +101,7 @@ class TokenProbes:
         """The tokens of a prompt, by the usage of an answer."""
         record = await self.stack.ask(Ask(prompt.text, 1))
         usage = record.answer.usage if record.is_good else None
-        return usage.prompt if usage else None
+        return usage.prompt if usage and usage.prompt > 0 else None
 
 
 def _ask(prompt: Prompt, stream: bool = False) -> Ask:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.answers import Answer, Token, Usage, read_stream, read_whole
+from conformance.answers import MAX_NOTED, MAX_TOKENS_READ, Answer, Token, Usage, read_stream, read_whole
 from conformance.metrics_page import InUse, hand_offs, in_use
 
 TOPS = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -2.5}]
@@ -36,7 +36,7 @@ def test_whole_and_streamed_chats_and_texts_are_read_alike() -> None:
     last = {"id": "x", "choices": [], "usage": USAGE}
     chats = events({"id": "x", "choices": [{"delta": chat, "logprobs": CHAT} | end]}, last) + b"data: [DONE]\r\n\r\n"
     texts = b": ping\n\n" + events({"id": "x", "choices": [{"text": "a", "logprobs": TEXT} | end]}, last)
-    right = Answer("a", [Token("a", -0.5, 2.0)], ["length"], {"x"}, 1, 0, [Usage(3, 1, 4, 2)])
+    right = Answer("a", [Token("a", -0.5, 2.0)], ["length"], ["x"], 1, 0, [Usage(3, 1, 4, 2)])
     found = [read_whole(json.dumps(whole_chat).encode()), read_stream(chats)]
     assert found == [right, Answer(**(vars_of(right) | {"num_done": 1}))]
     found = [read_whole(json.dumps(whole_text).encode()), read_stream(texts)]
@@ -49,10 +49,21 @@ def vars_of(answer: Answer) -> dict[str, Any]:
 
 def test_faults_of_form_are_noted() -> None:
     assert read_stream(b"data: [DONE]\n\n" + events({})).faults == ["an event after [DONE]"]
-    assert read_whole(b"[" * 200_000).faults == read_whole(b'{"a": NaN}').faults == ["a message is no JSON"]
+    for no_json in (b"[" * 200_000, b'{"a": NaN}', b'{"id": "a", "id": "b"}', b"9" * 5000, b"\xff\xfe"):
+        assert read_whole(no_json).faults == ["a message is no JSON, or has a name twice"]
     assert read_whole(b'{"error": "oops"}').faults == ["an error without type and message"]
     assert read_whole(b'{"error": {"type": "t", "message": "m"}}').error == "t: m"
     assert read_stream(b'data: {"choices"').text == ""  # cut off
+
+
+def test_what_is_kept_of_an_answer_is_bounded() -> None:
+    many = 10_000
+    messages = [{"id": str(number), "choices": [{"finish_reason": "x", "logprobs": TEXT}], "usage": USAGE}
+                for number in range(many)]  # fmt: skip
+    answer = read_stream(events(*messages))
+    assert (len(answer.tokens), len(answer.ids), len(answer.usages)) == (MAX_TOKENS_READ, MAX_NOTED, MAX_NOTED)
+    assert len(answer.finish_reasons) == MAX_NOTED
+    assert read_whole(b'{"usage": {"prompt_tokens": %d}}' % 2**63).usage == Usage(-1, -1, -1, None)
 
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
