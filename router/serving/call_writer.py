@@ -7,15 +7,18 @@ HTTP answer, in the same call of the event loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import grpc.aio
 
 from core.service import Metadata, Sink
 from router.serving.call_messages import CallMessages, Part
-from router.serving.choice_stream import Chunk
+from router.serving.choice_stream import MAX_CHUNK_ITEMS, Chunk
 from router.serving.receipt import initial_metadata, trailing_metadata
 from tandem_client.stubs import inference_pb2
+
+TURN_ITEMS = MAX_CHUNK_ITEMS // 2  # as of MAX_CHUNK_ITEMS: log-probabilities take 7 us each, with their JSON
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LocalSink = Sink[Chunk, inference_pb2.Finished]
@@ -94,7 +97,8 @@ def message_of(part: Part) -> inference_pb2.GenerateResponse:
 class SinkWriter:
     """Gives the parts of a call to `sink` in the loop iteration after they came: the machine has then ended its event.
 
-    While the sink is full, the tokens stay in their choices and go into one chunk later.
+    While the sink is full, the tokens stay in their choices and go into one chunk later. A client that was behind has
+    many: an iteration of the loop gives TURN_ITEMS or one chunk more, and the next iteration goes on.
     """
 
     def __init__(self, sink: LocalSink, metadata: Metadata, timeout_s: float) -> None:
@@ -103,6 +107,7 @@ class SinkWriter:
         self._messages: CallMessages | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._is_scheduled = False
+        self._parts: Iterator[Part] | None = None  # the rest of what was due
 
     def invocation_metadata(self) -> Any:
         return self._metadata
@@ -133,13 +138,25 @@ class SinkWriter:
             sink.when_room(self._give)
             return
         try:
-            for part in messages.due():
-                if isinstance(part, Chunk):
-                    sink.chunk(part)
-                else:
-                    sink.finished(part)
+            self._give_due(messages, sink)
         except Exception as error:  # noqa: BLE001 - of the call, or of the sink: the caller of write_all gets both
             self._ended.set_exception(error)
             return
-        if messages.have_ended:
+        if self._parts is None and messages.have_ended:
             self._ended.set_result(None)
+
+    def _give_due(self, messages: CallMessages, sink: LocalSink) -> None:
+        goes_on, self._parts = self._parts is not None, self._parts or messages.due()
+        num_items = 0
+        for part in self._parts:
+            if not isinstance(part, Chunk):
+                sink.finished(part)
+                continue
+            sink.chunk(part)
+            num_items += part.num_items
+            if num_items >= TURN_ITEMS:
+                self.changed()
+                return
+        self._parts = None
+        if goes_on and messages.is_due:  # tokens that came meanwhile
+            self.changed()

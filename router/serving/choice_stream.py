@@ -43,6 +43,12 @@ class Chunk:
     tool_calls: Sequence[inference_pb2.ToolCallDelta] = ()
     prompt_token_ids: Sequence[int] = ()  # of the first chunk, if the client asks for them
 
+    @property
+    def num_items(self) -> int:
+        """Tokens and log-probabilities, as in MAX_CHUNK_ITEMS, and token ids of the prompt."""
+        of_token = 2 + len(self.logprobs[0].top) if self.logprobs else 1
+        return of_token * len(self.token_ids) + len(self.prompt_token_ids)
+
     def fill(self, message: inference_pb2.TokenChunk) -> None:
         """Fill an empty message."""
         message.choice, message.index, message.text = self.choice, self.index, self.text

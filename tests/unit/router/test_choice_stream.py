@@ -17,7 +17,7 @@ from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.requests.events import Deliver, Fail
 from router.serving.call_messages import CallMessages
-from router.serving.call_writer import SinkWriter, StreamWriter
+from router.serving.call_writer import TURN_ITEMS, SinkWriter, StreamWriter
 from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
@@ -251,6 +251,36 @@ async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() ->
     deliver(stream, 1)
     await asyncio.sleep(0)
     assert len(sink.chunks) == 2, "a cancelled call writes nothing more"
+
+
+async def test_a_client_that_was_behind_gets_its_tokens_in_many_turns_of_the_loop() -> None:
+    """Sixteen choices with log-probabilities took four seconds of one turn."""
+    sink = Collected()
+    writer = SinkWriter(sink, (), 1.0)
+    streams, messages = call_of(writer, num_choices=3)
+    writing = asyncio.create_task(writer.write_all(messages))
+    sink.is_full = True
+    for stream in streams:
+        deliver(stream, *[0] * (2 * MAX_CHUNK_ITEMS + 1))
+    await asyncio.sleep(0)
+    sink.make_room()
+    num_turns = num_before = 0
+    while len(sink.chunks) > num_before:
+        in_turn = sink.chunks[num_before:]
+        assert sum(len(chunk.token_ids) for chunk in in_turn) <= TURN_ITEMS + MAX_CHUNK_ITEMS
+        num_turns, num_before = num_turns + 1, len(sink.chunks)
+        if num_turns == 4:  # choice 0 has been given, choice 2 has not
+            deliver(streams[0], 1)
+            deliver(streams[2], 1)
+        await asyncio.sleep(0)
+    for number, stream in enumerate(streams):
+        given = [token_id for chunk in sink.chunks if chunk.choice == number for token_id in chunk.token_ids]
+        assert given == stream.token_ids
+    deliver(streams[1], 0)
+    streams[1].end(OVER)
+    with pytest.raises(RequestCancelled):
+        await writing
+    assert sum(len(chunk.token_ids) for chunk in sink.chunks) == sum(len(stream.token_ids) for stream in streams)
 
 
 async def test_an_error_of_a_sink_ends_the_call() -> None:
