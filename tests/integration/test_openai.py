@@ -1,4 +1,7 @@
-"""The gateway as the openai client meets it: answers, streams, tools, typed errors, retries and cancellation."""
+"""The gateway as the openai client meets it: answers, streams, tools, typed errors, retries and cancellation.
+
+`test_check.py` asks about whole and streamed answers, deadlines, and clients that leave.
+"""
 
 from __future__ import annotations
 
@@ -83,21 +86,6 @@ def client_of(url: str, **options: Any) -> openai.AsyncOpenAI:
 def no_requests(deployment: Deployment) -> bool:
     shell = deployment.router._shell
     return shell.num_open == 0 and shell.view.num_in_flight == 0
-
-
-async def test_a_stream_has_the_text_of_the_answer_and_the_cached_tokens(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0}
-    answer = await client.chat.completions.create(**options)
-    stream = await client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    chunks = [chunk async for chunk in stream]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == answer.choices[0].message.content
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (12, 16)
 
 
 async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
@@ -347,20 +335,6 @@ async def test_an_unexpected_fault_is_an_error_with_an_id(
     assert 'tandem_gateway_requests_total{route="/v1/chat/completions",status="500"} 1.0' in page
 
 
-@pytest.mark.usefixtures("slow_decode")
-async def test_a_deadline_in_the_middle_of_a_stream_is_an_event(
-    client: openai.AsyncOpenAI, deployment: Deployment
-) -> None:
-    stream = await client.completions.create(
-        model=MODEL, prompt="abc", max_tokens=1000, stream=True,
-        extra_body={"ignore_eos": True}, extra_headers={"x-tandem-timeout-ms": "3000"},
-    )  # fmt: skip
-    assert (await anext(aiter(stream))).choices
-    with pytest.raises(openai.APIError, match="not complete within the time limit"):
-        [chunk async for chunk in stream]
-    await until(lambda: no_requests(deployment), "the router has ended the request")
-
-
 async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model=MODEL, messages=HELLO, max_tokens=2, store=True, metadata={"a": "b"}, service_tier="auto"
@@ -380,17 +354,4 @@ async def test_closing_a_stream_ends_every_request(client: openai.AsyncOpenAI, d
     assert not no_requests(deployment)
     await stream.close()
     await until(lambda: no_requests(deployment), "the router has dropped the requests")
-    await deployment.settle()
-
-
-@pytest.mark.usefixtures("slow_decode")
-async def test_a_client_that_stops_waiting_ends_its_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
-    waiting = asyncio.create_task(
-        client.chat.completions.create(
-            model=MODEL, messages=HELLO, max_tokens=2000, n=2, extra_body={"ignore_eos": True}
-        )
-    )
-    await until(lambda: not no_requests(deployment), "the request has arrived")
-    waiting.cancel()
-    await until(lambda: no_requests(deployment), "the router has dropped the request")
     await deployment.settle()
