@@ -100,7 +100,6 @@ class Reply:
     body: bytearray = field(default_factory=bytearray)
     end: End = End.LATE
     seconds: float = 0.0  # until the last byte, or until the check gave up
-    first_s: float | None = None  # until the first byte of the body
     longest_gap_s: float = 0.0  # between two arrivals of the body
     num_events: int = 0  # server-sent ones that have begun
 
@@ -190,9 +189,7 @@ async def _read(
         before, now = len(reply.body), elapsed_s()
         parser.feed(data)
         if len(reply.body) > before:
-            if reply.first_s is None:
-                reply.first_s = now
-            else:
+            if before:
                 reply.longest_gap_s = max(reply.longest_gap_s, now - reply.seconds)
             reply.seconds = now
         num_bytes += len(data)

@@ -12,7 +12,7 @@ bound is measured on a control: the same engine, no transfer, the same prompt tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -81,12 +81,3 @@ def noise(pairs: Iterable[tuple[Answer, Answer]]) -> float | None:
 
 def bound_of(measured: float) -> float:
     return max(MIN_BOUND, SAFETY * measured)
-
-
-def owner_of(found: Answer, others: Sequence[Answer]) -> int | None:
-    """The first of `others` whose answer this is, token for token: evidence of KV or a stream of another prompt."""
-    words = [token.text for token in found.tokens] or [found.text]
-    for number, other in enumerate(others):
-        if words == ([token.text for token in other.tokens] or [other.text]):
-            return number
-    return None

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.findings import Finding, Question, Severity
-from conformance.oracle import ASSUMED_BOUND, MAX_NOISE, Match, bound_of, compare, noise, owner_of
+from conformance.oracle import ASSUMED_BOUND, MAX_NOISE, Match, bound_of, compare, noise
 from conformance.prompts import Prompt, foreign_code
 from conformance.stack import Record
 
 CANARY = Question("tokens: no answer has the code of another prompt", Severity.OUTPUT)
-CONTROL = Question("tokens: the control agrees with itself", Severity.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,7 @@ def judge_tokens(question: Question, pairs: Sequence[tuple[Record, Record]], bou
     wrong = [(comparison, record) for comparison, record in compared if comparison.match is Match.OTHER]
     if wrong:
         comparison, record = wrong[0]
-        others = [one for one, other in whole if other is not record]
-        owner = owner_of(record.answer, [one.answer for one in others])
-        theirs = f"; it is the answer to note {others[owner].ask.prompt[5:9]}" if owner is not None else ""
-        why = f"{len(wrong)} of {len(whole)} answers; the first: {comparison.what}{theirs}"
-        return question.fails(why, record.curl)
+        return question.fails(f"{len(wrong)} of {len(whole)} answers; the first: {comparison.what}", record.curl)
     counts = Counter(comparison.match for comparison, _ in compared)
     judged = sum(comparison.num_judged for comparison, _ in compared)
     if not compared:
