@@ -22,7 +22,7 @@ REQUESTS = synthetic(Synthetic(num_requests=400, prompt_tokens=20_000, output_to
 def config(num_prefill: int, num_decode: int) -> ReplayConfig:
     router = RouterConfig(max_in_flight_per_worker=1024, slo_ttft_ms=3000.0)
     sizes = {"num_prefill": num_prefill, "num_decode": num_decode}
-    layout = layout_8b(256)  # few blocks, because work with blocks takes most of the time of these tests
+    layout = layout_8b(1024)  # few blocks, because work with blocks takes most of the time of these tests
     return ReplayConfig(
         **sizes,  # type: ignore[arg-type]
         layout=layout,

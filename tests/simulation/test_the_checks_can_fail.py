@@ -545,7 +545,11 @@ def test_it_is_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 # What has to happen in a world, and how often at least.
-HAPPENS = {shared_by_tenants: ("tenants share a worker", 21), draining: ("moved", 1), lossy_drains: ("moved", 1)}
+HAPPENS: dict[Callable[[Scenario], Scenario], tuple[str, int]] = {
+    shared_by_tenants: ("tenants share a worker", 21),
+    draining: ("moved", 1),
+    lossy_drains: ("moved", 1),
+}
 
 
 @pytest.mark.parametrize(
