@@ -62,12 +62,14 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventWriter:
-    """The sink of a streamed answer. Events are held until `attach` gives the connection."""
+    """The sink of a streamed answer. Events are held until `attach` gives the connection: those of one part, because
+    the head and these events wait for a client that does not read."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._connection: BoundedHttpProtocol | None = None
         self._held: list[bytes] = []
+        self._waiting: list[Callable[[], None]] = []  # for the connection
         self._seconds, self._num_parts = 0.0, 0
         self.has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -93,15 +95,20 @@ class EventWriter:
 
     @property
     def is_full(self) -> bool:
-        return self._connection is not None and self._connection.is_full
+        return bool(self._held) if self._connection is None else self._connection.is_full
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        assert self._connection is not None, "a writer without a connection is never full"
-        self._connection.when_room(callback)
+        if self._connection is None:
+            self._waiting.append(callback)
+        else:
+            self._connection.when_room(callback)
 
     def attach(self, connection: BoundedHttpProtocol) -> None:
         """Write to `connection` from now on. The head of the answer must be written."""
         self._connection = connection
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
 
     def take_held(self) -> bytes:
         held, self._held = b"".join(self._held), []

@@ -1,0 +1,77 @@
+"""A streamed answer holds no more than one part for a client that does not read its beginning, and the calls of a
+request begin one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from gateway.formats.form import AnswerForm
+from gateway.http.connection import EventStream, EventWriter
+from gateway.http.http_protocol import CONNECTION
+from router.serving.choice_stream import Chunk
+
+
+class Words:
+    """A form whose events are the texts."""
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        return chunk.text.encode()
+
+    def end(self) -> bytes:
+        return b"."
+
+
+class Client:
+    """A connection whose client reads a message each time `may_read` is released."""
+
+    def __init__(self, num_read: int) -> None:
+        self.may_read = asyncio.Semaphore(num_read)
+        self.is_full = False
+        self.received: list[bytes] = []
+
+    async def send(self, message: Any) -> None:
+        await self.may_read.acquire()
+        self.received.append(message.get("body", b""))
+
+    def write_chunk(self, data: bytes) -> None:
+        self.received.append(data)
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_read", [0, 1])  # the head
+async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(num_read: int) -> None:
+    client, writer = Client(num_read), EventWriter(cast(AnswerForm, Words()))
+    given, words = 0, [f"word{number} " for number in range(9)]
+    ended = asyncio.Event()
+
+    def give() -> None:  # as SinkWriter does
+        nonlocal given
+        while given < len(words) and not writer.is_full:
+            writer.chunk(Chunk(0, given, (1,), words[given]))
+            given += 1
+        if given < len(words):
+            writer.when_room(give)
+        else:
+            ended.set()
+
+    async def generate() -> None:
+        give()
+        await ended.wait()
+
+    stream = EventStream(writer, asyncio.create_task(generate()), {})
+    scope = {"type": "http", "extensions": {CONNECTION: client}}
+    answering = asyncio.create_task(stream(scope, client.receive, client.send))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert given <= 2
+    for _ in words:
+        client.may_read.release()
+    async with asyncio.timeout(5):
+        await answering
+    assert b"".join(client.received) == b"".join(word.encode() for word in words) + b"."
+
