@@ -20,7 +20,13 @@ from gateway.routes.calls import beside_the_loop, call_context, read_body, reque
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
-from gateway.schemas.sampling import check_answer_size, check_num_token_ids, common_request, stream_warnings
+from gateway.schemas.sampling import (
+    check_answer_size,
+    check_echo,
+    check_num_token_ids,
+    common_request,
+    stream_warnings,
+)
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, OutputFormat, TokenIds
 
 MAX_COMMON_BYTES = 64 * 1024  # of a request without its prompt
@@ -67,7 +73,11 @@ async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) 
             check_num_token_ids(num_choices, longest)
     texts = [""] * len(prompts)
     if body.echo or guardrail is not None:
-        texts = [await _text_of(request, prompt, model, context.metadata) for prompt in prompts]
+        texts = []
+        for prompt in prompts:
+            texts.append(await _text_of(request, prompt, model, context.metadata))
+            if body.echo:
+                check_echo(body.num_choices, sum(map(len, texts)))
     if guardrail is not None:
         texts, prompts = await _check(guardrail, texts, prompts)
     call_id = request_id_of("cmpl-", body.request_id, context)

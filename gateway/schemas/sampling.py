@@ -29,6 +29,9 @@ UINT32 = 2**32 - 1
 MAX_ANSWER_LOGPROBS = 2**20  # log-probabilities of an answer in one piece, 80 MB of JSON; beyond: status 400
 MAX_ANSWER_TOKEN_IDS = 2**23  # token ids of the output of an answer in one piece, 60 MB of JSON; beyond: status 400
 
+# Limit: characters of the prompts that the choices of an answer repeat (`echo`), 40 ms to encode; beyond: status 400
+MAX_ECHO_CHARS = 2**21
+
 
 def _bias_token(key: str) -> str:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= UINT32):
@@ -140,6 +143,14 @@ def check_num_token_ids(num_choices: int, max_tokens: int) -> None:
     if count > MAX_ANSWER_TOKEN_IDS:
         message = f"an answer without stream has at most {MAX_ANSWER_TOKEN_IDS} ids; choices x max_tokens is {count}"
         raise refused("return_token_ids", f"{message}: set a lower max_tokens, or stream")
+
+
+def check_echo(num_choices: int, num_chars: int) -> None:
+    """`num_chars`: of all prompts. Raises `ApiError` for more text than an answer may repeat."""
+    count = num_choices * num_chars
+    if count > MAX_ECHO_CHARS:
+        message = f"an answer repeats at most {MAX_ECHO_CHARS} characters; n x those of the prompts is {count}"
+        raise refused("echo", message)
 
 
 def check_answer_size(field: str, num_choices: int, max_tokens: int, num_logprobs: int | None) -> None:

@@ -24,7 +24,7 @@ from gateway.schemas.responses import (
     response_tools,
     text_format,
 )
-from gateway.schemas.sampling import check_answer_size, check_num_token_ids, common_request, stream_warnings
+from gateway.schemas.sampling import check_answer_size, check_echo, check_num_token_ids, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -335,6 +335,13 @@ def test_an_answer_in_one_piece_has_a_bound_of_token_ids() -> None:
     check_num_token_ids(4096, 2048)
     with pytest.raises(ApiError, match=r"return_token_ids: .* at most 8388608"):
         check_num_token_ids(4096, 2049)
+
+
+def test_an_answer_repeats_a_bounded_text() -> None:
+    check_echo(2, 2**20)
+    with pytest.raises(ApiError, match=r"echo: .* at most 2097152") as caught:
+        check_echo(2, 2**20 + 1)
+    assert (caught.value.status, caught.value.param) == (400, "echo")
 
 
 ITEMS = [
