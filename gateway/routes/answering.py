@@ -67,12 +67,16 @@ class Call:
         if len(self.requests) == 1:
             await self._generate_one(self.requests[0], sink)
             return
-        calls, first_choice = [], 0
-        for request in self.requests:
-            call = self._generate_one(request, Renumbered(sink, first_choice))
-            calls.append(asyncio.create_task(call))
-            first_choice += request.n or 1
+        calls: list[asyncio.Task[None]] = []
+        first_choice = 0
         try:
+            for request in self.requests:
+                call = self._generate_one(request, Renumbered(sink, first_choice))
+                calls.append(asyncio.create_task(call))
+                first_choice += request.n or 1
+                await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
+                if calls[-1].done():  # refused
+                    break
             await asyncio.gather(*calls)
         finally:
             for task in calls:

@@ -4,6 +4,7 @@ request begin one after the other."""
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,10 @@ import pytest
 from gateway.formats.form import AnswerForm
 from gateway.http.connection import EventStream, EventWriter
 from gateway.http.http_protocol import CONNECTION
+from gateway.routes.answering import Call
+from gateway.routes.calls import CallContext
 from router.serving.choice_stream import Chunk
+from tandem_client.stubs.inference_pb2 import GenerateRequest
 
 
 class Words:
@@ -75,3 +79,36 @@ async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(
         await answering
     assert b"".join(client.received) == b"".join(word.encode() for word in words) + b"."
 
+
+class CountingRouter:
+    """Begins a call without a pause, as a router does with a short prompt, and refuses call `num_taken`."""
+
+    def __init__(self, num_taken: int) -> None:
+        self.num_begun, self.num_taken = 0, num_taken
+        self.refused = RuntimeError("refused")
+
+    async def generate(self, *_: object) -> None:
+        self.num_begun += 1
+        if self.num_begun > self.num_taken:
+            raise self.refused
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("num_taken", "num_begun"), [(50, 50), (20, 21)])
+async def test_the_prompts_of_a_request_begin_in_turns_of_the_loop_until_one_is_refused(
+    num_taken: int, num_begun: int
+) -> None:
+    """256 prompts at once stopped the router for a second, also where it refused the last ones."""
+    router = CountingRouter(num_taken)
+    model: Any = SimpleNamespace(router=router)
+    requests = [GenerateRequest(n=2) for _ in range(50)]
+    context = CallContext(1.0, (), "", "", False)
+    call = Call("cmpl-a", model, requests, [], None, [], context, {})
+    generating = asyncio.create_task(call.generate(cast(Any, None)))
+    num_before = 0
+    while not generating.done():
+        await asyncio.sleep(0)
+        assert router.num_begun <= num_before + 1
+        num_before = router.num_begun
+    assert generating.exception() is (router.refused if num_taken < 50 else None)
+    assert router.num_begun == num_begun
