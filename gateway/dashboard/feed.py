@@ -1,6 +1,7 @@
 """The data behind the page: fetched once for all viewers of one fleet, at most twice a second.
 
-A viewer sees what the router lets its key see: viewers with different keys share nothing.
+A viewer sees what the router lets its key see: viewers with different keys share nothing. What viewers share is JSON
+already: 512 requests are 330 KB, which take 15 ms of the loop to encode.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from core.errors import DeadlineExceeded, TandemError
 from core.service import Metadata
 from gateway.dashboard.views import Json, answering_router, fleet_view, request_view, trace_view
+from gateway.formats.encoded import EncodedItems, EncodedValue, json_bytes
 from gateway.router_calls import RouterCalls
 
 MAX_AGE_S = 0.5  # an answer younger than this is shared
@@ -40,8 +42,8 @@ class Feed:
         self._failing_since: float | None = None
         self._router = ""
         self._newest = 0
-        self._requests: deque[Json] = deque(maxlen=MAX_REQUESTS)  # oldest first
-        self._fleet: Json = {}
+        self._requests: deque[tuple[int, bytes]] = deque(maxlen=MAX_REQUESTS)  # number and JSON, oldest first
+        self._fleet: Json = {}  # its values are JSON
 
     async def refresh(self) -> None:
         """Fetch, unless a fetch has just ended. Raises `TandemError` as long as the fetches fail."""
@@ -68,9 +70,10 @@ class Feed:
             self._requests.clear()
         answer = await client.list_requests(MAX_REQUESTS, self._newest, self._metadata)
         for summary in reversed(answer.requests):
-            self._requests.append(request_view(summary))
+            self._requests.append((summary.number, json_bytes(request_view(summary))))
             self._newest = max(self._newest, summary.number)
-        self._fleet = fleet_view(fleet) | {"now_unix_ms": time.time() * 1e3}
+        view = fleet_view(fleet) | {"now_unix_ms": time.time() * 1e3}
+        self._fleet = {name: EncodedValue(value) for name, value in view.items()}
 
     def _note_failure(self, error: TandemError) -> None:
         self._failed, self._client = error, None
@@ -88,13 +91,14 @@ class Feed:
         return trace_view(await client.get_trace(id, self._metadata))
 
     def fleet(self) -> Json:
+        """For `json_pieces`, as the requests."""
         return self._fleet
 
     def requests(self, router: str, after: int) -> Json:
         """The requests, oldest first, with a number above `after`: all, if `after` counts another router's requests."""
         newer = after if router == self._router else 0
-        requests = [request for request in self._requests if request["number"] > newer]
-        return {"router": self._router, "requests": requests}
+        requests = [encoded for number, encoded in self._requests if number > newer]
+        return {"router": self._router, "requests": EncodedItems(requests)}
 
 
 class Feeds:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from core.errors import ErrorCode, TandemError, quoted
 from gateway.dashboard.feed import Credentials, Feed, Feeds
 from gateway.dashboard.views import Json
 from gateway.fleets import ModelUnknown, fleets_of
+from gateway.formats.encoded import json_pieces
 from gateway.routes.calls import passed_on
 
 STATIC = Path(__file__).parent / "static"
@@ -56,13 +57,13 @@ async def static_file(request: Request) -> Response:
     return _file(request, request.path_params["name"])
 
 
-async def fleet(request: Request) -> JSONResponse:
+async def fleet(request: Request) -> Response:
     """The newest reports of all workers and routers."""
     models = [listed.name for listed in fleets_of(request).listed() if listed.name == listed.model]
     return await _answer(request, lambda feed: feed.fleet() | {"models": models})
 
 
-async def requests(request: Request) -> JSONResponse:
+async def requests(request: Request) -> Response:
     """The requests that ended after number `after` of this router, oldest first. At most 512."""
     after = request.query_params.get("after", "0")
     if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
@@ -70,7 +71,7 @@ async def requests(request: Request) -> JSONResponse:
     return await _answer(request, lambda feed: feed.requests(request.query_params.get("router", ""), int(after)))
 
 
-async def trace(request: Request) -> JSONResponse:
+async def trace(request: Request) -> Response:
     """The spans of one request, and the candidates that the router compared."""
     try:
         return _json(await _feed(request).trace(request.path_params["trace_id"]))
@@ -80,7 +81,7 @@ async def trace(request: Request) -> JSONResponse:
         return _error(404, "invalid", str(error))
 
 
-async def _answer(request: Request, view: Callable[[Feed], Json]) -> JSONResponse:
+async def _answer(request: Request, view: Callable[[Feed], Json]) -> Response:
     """`view` of the feed for this viewer, with data less than a second old, or the reason why there is none."""
     feed = _feed(request)
     try:
@@ -105,17 +106,18 @@ def _credentials(request: Request) -> Credentials:
     return passed_on(request, ("authorization",))
 
 
-def _failure(error: TandemError, failing_s: float) -> JSONResponse:
+def _failure(error: TandemError, failing_s: float) -> Response:
     status, kind = FAILURES.get(error.code, (502, "other"))
     return _error(status, kind, str(error), failing_s)
 
 
-def _error(status: int, kind: str, message: str, failing_s: float = 0.0) -> JSONResponse:
+def _error(status: int, kind: str, message: str, failing_s: float = 0.0) -> Response:
     return _json({"error": {"kind": kind, "message": message, "failing_s": failing_s}}, status)
 
 
-def _json(content: object, status: int = 200) -> JSONResponse:
-    return JSONResponse(content, status, headers=HEADERS | {"Cache-Control": "no-store"})
+def _json(content: Json, status: int = 200) -> Response:
+    body = b"".join(json_pieces(content))
+    return Response(body, status, HEADERS | {"Cache-Control": "no-store"}, "application/json")
 
 
 @cache

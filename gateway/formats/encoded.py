@@ -47,12 +47,25 @@ class EncodedValue:
         return [self._json]
 
 
+class EncodedItems:
+    """A list of items that are JSON already."""
+
+    def __init__(self, items: Sequence[bytes]) -> None:
+        self._items = items
+
+    def pieces(self) -> list[bytes]:
+        return [b"[", b",".join(self._items), b"]"]
+
+
+Part = Encoded | EncodedValue | EncodedItems
+
+
 def json_pieces(value: Any) -> deque[bytes]:
-    """`value`, which may hold `Encoded` and `EncodedValue`, as JSON in pieces."""
-    found: list[Encoded | EncodedValue] = []
+    """`value`, which may hold a `Part` at any place, as JSON in pieces."""
+    found: list[Part] = []
     mark = secrets.token_hex(16)  # no text of an answer has it
 
-    def marked(part: Encoded | EncodedValue) -> str:
+    def marked(part: Part) -> str:
         found.append(part)
         return mark
 

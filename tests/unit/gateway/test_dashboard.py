@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,6 +40,23 @@ async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_AGE_S", 0.0)
+
+
+async def test_viewers_share_the_encoded_requests(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 viewers who asked at once stopped the router for 1.4 s: each answer was encoded anew."""
+    encoded: list[object] = []
+
+    def encode(value: object) -> bytes:
+        encoded.append(value)
+        return json.dumps(value).encode()
+
+    monkeypatch.setattr(feed, "json_bytes", encode)
+    answers = await asyncio.gather(*(client.get(f"/dashboard/api/requests?after={after}") for after in range(6)))
+    assert [len(answer.json()["requests"]) for answer in answers] == [5] * 6, "no viewer has named the router"
+    router = answers[0].json()["router"]
+    answer = (await client.get("/dashboard/api/requests", params={"router": router, "after": 3})).json()
+    assert [request["number"] for request in answer["requests"]] == [4, 5]
+    assert len(encoded) == 5
 
 
 async def test_the_page_names_files_that_exist_and_allows_no_other_source(client: httpx.AsyncClient) -> None:
