@@ -17,6 +17,7 @@ from router.serving import validation
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.shell import RouterShell
+from runtime.prometheus.metrics_page import SharedPage
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
@@ -47,6 +48,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._control = control
         self._tenants = tenants
         self._grammars = grammars
+        self._metrics_page = SharedPage(lambda: shell.metrics.text())
         self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
@@ -228,8 +230,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
 
     async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: CallContext) -> cluster_pb2.GetMetricsResponse:
-        """In a thread, because a large fleet takes milliseconds."""
-        return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
+        return cluster_pb2.GetMetricsResponse(text=await self._metrics_page.text())
 
 
 async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) -> cluster_pb2.WorkerLedger:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
+import threading
 from collections.abc import Iterable
 
 import pytest
@@ -15,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.config import TelemetryConfig
 from runtime.prometheus.metric_series import Buckets, Series
 from runtime.prometheus.metrics import ALIASES, METRICS, ROUTER_METRICS, TYPES, Metric
-from runtime.prometheus.metrics_page import Metrics, Reading
+from runtime.prometheus.metrics_page import Metrics, Reading, SharedPage
+from tests.support.waiting import until
 
 
 def constants(module: object) -> set[object]:
@@ -157,3 +160,25 @@ def test_a_scrape_copies_series_while_others_are_added() -> None:
         gc.callbacks.remove(add)
     assert len(series.values) > 50, "a collection ran meanwhile"
     assert {f"{number}" for number in range(50)} <= {labels[0] for labels, _ in snapshot}
+
+
+async def test_callers_who_come_while_a_page_is_made_share_the_next_one() -> None:
+    begun: list[int] = []
+    may_end = threading.Event()
+
+    def make() -> str:
+        begun.append(len(begun))
+        may_end.wait(10.0)
+        return str(begun[-1])
+
+    page = SharedPage(make)
+    first = asyncio.create_task(page.text())
+    await until(lambda: bool(begun), "the first page is begun")
+    later = [asyncio.create_task(page.text()) for _ in range(50)]
+    await asyncio.sleep(0)
+    later[0].cancel()
+    assert len(begun) == 1
+    may_end.set()
+    assert await first == "0"
+    assert await asyncio.gather(*later[1:]) == ["1"] * 49
+    assert await page.text() == "2", "no page is older than its call"
