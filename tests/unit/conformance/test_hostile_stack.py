@@ -29,8 +29,10 @@ HERE = Endpoint("127.0.0.1", 9, tls=False)
 NUM_QUESTIONS = 17
 PAGE = "vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 0\nvllm:nixl_bytes_transferred_sum 1\n"
 SHOUT = "\x1b[2J\x9b\u2028\ufffe\uffff\ud800"
-EXTREMES: tuple[Any, ...] = (10**400, -(10**400), 10**4000, 2**63, 10**9, -(10**9), -1, 0, 1, 1e308, -1e308, 0.5, "", SHOUT, "x" * 5000,
-            None, True, [], {}, [{}], [[]], {"error": 1}, "length", "stop")  # fmt: skip
+EXTREMES: tuple[Any, ...] = (
+    10**400, -(10**400), 10**4000, 2**63, 10**9, -(10**9), -1, 0, 1, 1e308, -1e308, 0.5, "", SHOUT, "x" * 5000, None,
+    True, [], {}, [{}], [[]], {"error": 1}, "length", "stop",
+)  # fmt: skip
 Send = Callable[[Call], Reply | None]  # None: not within the time of the check
 
 
