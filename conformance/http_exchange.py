@@ -53,6 +53,7 @@ class Endpoint:
             raise ValueError(f"{url!r} is no URL of HTTP")
         if any(ord(character) < 33 or ord(character) > 126 for character in url + key):
             raise ValueError("a URL and a key have printable ASCII characters only")
+        parts.hostname.encode("idna")  # what a resolver would do; an empty label is a `ValueError`
         tls = parts.scheme == "https"
         return cls(
             parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"), key

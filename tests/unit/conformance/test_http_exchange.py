@@ -115,7 +115,7 @@ def test_an_address_is_read_or_refused() -> None:
     assert Endpoint.parse("https://[::1]:9/a/v1/") == Endpoint("::1", 9, tls=True, path="/a")
     assert b"\r\nhost: [::1]:9\r\n" in Call("/").encode(Endpoint.parse("https://[::1]:9"))
     assert Endpoint.parse("host").url == "http://host:80"
-    for wrong in ("ftp://a", "http://", "http://a b", "http://a:x", "a\r\nx: y"):
+    for wrong in ("ftp://a", "http://", "http://a b", "http://a:x", "http://a..b", "a\r\nx: y"):
         with pytest.raises(ValueError, match=r"."):
             Endpoint.parse(wrong)
     with pytest.raises(ValueError, match="printable"):
