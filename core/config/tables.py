@@ -118,7 +118,7 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
             continue
         if not isinstance(options, dict):
             raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {_repr(options)}")
-        parts[table] = _part(f"[{table}]", type(getattr(TandemConfig(), table)), options)
+        parts[table] = _part(f"[{table}]", known_tables[table].default_factory, options)
     return TandemConfig(**parts)  # type: ignore[arg-type]
 
 
