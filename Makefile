@@ -107,7 +107,7 @@ soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd mes
 	$(BIN)/python -m tools.fuzz --messages 1000000 --seed $(or $(SEED),2)
 	$(BIN)/python -m tools.fuzz --surface costs --messages 10000 --slack 2 --seed $(or $(SEED),2)
 	$(BIN)/python -m simulator --seeds $(or $(SEEDS),30..5029)
-	$(BIN)/python -m simulator --seeds 30..129 --vllm
+	$(BIN)/python -m simulator --seeds 15..129 --vllm
 	$(BIN)/python -m simulator --seeds 0..99 --disk
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000 tests/vllm  # skipped without `make vllm`

@@ -20,7 +20,7 @@ from simulator.search.simulation import Result, run_scenario, run_seed
 NUM_SEEDS = 30
 STILL_SEED = 123  # without its fleet, an answer ends as its router dies, before its client resumes it
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
-VLLM_SEEDS = range(30)  # replay with `python -m simulator --vllm --seed N`
+VLLM_SEEDS = range(15)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10
 
 # What has to have happened in some world, or the worlds prove less than they seem to.
