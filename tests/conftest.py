@@ -45,28 +45,32 @@ ALLOWED_SKIPS = {
 }
 
 
-# Files that take longest, longest first. A process begins with the first that is left of its kind.
+# Files that take longest. A process begins with the first that is left of its kind. Those that start Ray stand apart.
 LONG_FILES = (
-    "tests/vllm/test_engine.py",  # two engines compute while they start, and so do the next two files
-    "tests/simulation/test_seeds.py",
-    "tests/unit/engine/cpu/test_sanitizer.py",
-    "tests/faults/test_processes.py",
+    "tests/vllm/test_engine.py",
     "tests/integration/test_cli.py",
+    "tests/faults/test_processes.py",
     "tests/faults/test_links.py",
+    "tests/integration/test_two_nodes.py",
     "tests/integration/test_transports.py",
-    "tests/faults/test_ray.py",
-    "tests/unit/engine/cpu/test_kernels.py",
-    "tests/integration/test_gpu_placement.py",
-    "tests/simulation/test_the_checks_can_fail.py",
-    "tests/property/test_fuzz.py",
-    "tests/integration/test_cluster.py",
+    "tests/integration/test_path_matrix.py",
+    "tests/faults/test_several_routers.py",
     "tests/integration/test_two_pools.py",
     "tests/faults/test_soak.py",
-    "tests/faults/test_several_routers.py",
-    "tests/integration/test_two_nodes.py",
-    "tests/integration/test_autoscaler.py",
+    "tests/integration/test_gpu_placement.py",
     "tests/faults/test_slow_router.py",
+    "tests/integration/test_cluster.py",
     "tests/integration/test_dashboard_page.py",
+    "tests/integration/test_autoscaler.py",
+    "tests/faults/test_ray.py",
+    # These compute.
+    "tests/simulation/test_seeds.py",
+    "tests/property/test_fuzz.py",
+    "tests/simulation/test_every_move_state.py",
+    "tests/unit/engine/cpu/test_sanitizer.py",
+    "tests/unit/engine/cpu/test_kernels.py",
+    "tests/simulation/test_the_checks_can_fail.py",
+    "tests/simulation/test_elastic.py",
 )
 
 
