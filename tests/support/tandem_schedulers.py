@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -331,8 +331,10 @@ def plant_early_offers() -> None:
     """Offer what counts as computed when a step is scheduled."""
     begin_step = Handoffs.begin_step
 
-    def begin_and_offer(self: Handoffs, *step: Any) -> None:
-        begin_step(self, *step)
+    def begin_and_offer(
+        self: Handoffs, scheduled: Collection[str], block_ids_of: Callable[[str], Sequence[int]]
+    ) -> None:
+        begin_step(self, scheduled, block_ids_of)
         self.end_step()
 
     Handoffs.begin_step = begin_and_offer  # type: ignore[method-assign]
@@ -342,7 +344,7 @@ def main(first: int, end: int, is_early: bool) -> None:
     if is_early:
         plant_early_offers()
     init_none_hash(sha256)
-    vllm_worker.kv.connector.NixlTransport = FlippingTransport
+    vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
     owner, reader = Engine("prefill-0"), Engine("decode-0")
     for seed in range(first, end):
         run_seed(seed, owner, reader)
