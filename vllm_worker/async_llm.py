@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,10 +99,10 @@ class AsyncEngine:
         arguments = self._arguments
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = arguments.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(arguments.side_port)
+        os.environ["VLLM_RPC_BASE_PATH"] = self._guardian.sockets
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        directory = tempfile.mkdtemp(prefix="tandem-vllm-")
-        self._endpoint = f"ipc://{directory}/kv-events"
+        self._endpoint = f"ipc://{self._guardian.sockets}/kv-events"
         engine_args = _parse([*_own_arguments(arguments, self._endpoint), *arguments.args])
         try:
             # Starts processes and waits for them, so it would block the loop.
