@@ -13,6 +13,8 @@ from itertools import islice
 from router.serving.ended_choice import EndedChoice
 
 CAPACITY = 512  # ended requests that a router keeps for `tandem trace`; beyond: the oldest is dropped
+# Limit: choices of one trace in `tandem trace`: any client may name the trace of another; beyond: the newest are shown
+MAX_TRACED = 32
 
 
 class RequestRing:
@@ -32,11 +34,12 @@ class RequestRing:
         return islice(reversed(self._ended), min(limit, num_new))
 
     def find(self, name: str) -> list[tuple[int, EndedChoice]]:
-        """The choices of the newest call with this request id, else of this trace id; by number of the choice."""
+        """The choices of the newest call with this request id, else of this trace id; by number of the choice. At most
+        MAX_TRACED."""
         found = [entry for entry in self._ended if entry[1].request_id == name]
         if found:  # a client may use one request id for several calls
             newest = found[-1][1].arrived_at
             found = [entry for entry in found if entry[1].arrived_at == newest]
         else:
             found = [entry for entry in self._ended if entry[1].trace.trace_id_hex == name.lower()]
-        return sorted(found, key=lambda entry: (entry[1].arrived_at, entry[1].choice))
+        return sorted(found[-MAX_TRACED:], key=lambda entry: (entry[1].arrived_at, entry[1].choice))

@@ -13,7 +13,7 @@ from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.operations.request_metrics import RequestMetrics, reason_of
-from router.operations.request_ring import RequestRing
+from router.operations.request_ring import MAX_TRACED, RequestRing
 from router.operations.request_spans import predicted_s, root_attributes, route_attributes, spans_of
 from router.operations.trace_messages import list_requests, trace_of
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
@@ -235,6 +235,16 @@ def test_a_cache_salt_is_on_no_page_and_in_no_trace() -> None:
         spans_of(salted.ended(13.0), "router"), salted.request,
     ]  # fmt: skip
     assert [part for part in shown if secret in str(part)] == []
+
+
+def test_a_trace_that_clients_share_shows_its_newest_choices() -> None:
+    """A trace of 512 choices, which any client can make, took 0.3 s of the router's loop at each look."""
+    ring, named = RequestRing(), stream()
+    named.result = Finish("r", OUTCOME)
+    for number in range(MAX_TRACED + 3):
+        ring.add(replace(named.ended(13.0), request_id=f"r-{number}"))
+    shown = trace_of(ring, named.trace.trace_id_hex, "router").requests
+    assert [summary.number for summary in shown] == list(range(4, MAX_TRACED + 4))
 
 
 def test_the_label_of_a_tenant_has_no_control_character() -> None:
