@@ -20,6 +20,7 @@ class FakeFleet:
     """Set `failure` to make every call fail, `router_id` and `requests` to play another router."""
 
     router_id: str = "router-0-aa"
+    address: str = "127.0.0.1:50051"
     seed: int = 0
     failure: TandemError | None = None
     key: str = ""  # if set, the one authorization that is accepted
