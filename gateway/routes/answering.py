@@ -75,7 +75,7 @@ class Call:
                 calls.append(asyncio.create_task(call))
                 first_choice += request.n or 1
                 await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
-                if calls[-1].done():  # refused
+                if calls[-1].done() and calls[-1].exception() is not None:
                     break
             await asyncio.gather(*calls)
         finally:
