@@ -138,6 +138,23 @@ async def reads_nothing(target: Target) -> str:
 
 
 @client
+async def reads_late(target: Target) -> str:
+    """All that came meanwhile is then due at once."""
+    body = {"prompt": "a", "n": 16, "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20}
+    async with target.connected() as (reader, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        text = json.dumps(body).encode()
+        writer.write(target.head("/v1/completions", len(text)) + text)
+        await asyncio.sleep(HOLDS_S)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HOLDS_S):
+                while await reader.read(2**16):
+                    pass
+    return "read"
+
+
+@client
 async def asks_for_pages_and_reads_none(target: Target) -> str:
     async with target.connected() as (_, writer):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -211,6 +228,19 @@ async def sends_many_tiny_messages(target: Target) -> str:
 
 
 @client
+async def sends_many_prompts_in_one_body(target: Target) -> str:
+    body = json.dumps({"prompt": [chr(97 + index % 26) for index in range(256)], "n": 16, "max_tokens": 1}).encode()
+    return await target.posts("/v1/completions", body)
+
+
+@client
+async def repeats_long_prompts(target: Target) -> str:
+    prompts = [chr(97 + index) * 100_000 for index in range(8)]
+    body = json.dumps({"prompt": prompts, "n": 16, "max_tokens": 1, "echo": True}).encode()
+    return await target.posts("/v1/completions", body)
+
+
+@client
 async def penalizes_a_long_prompt(target: Target) -> str:
     request = make_request(token_ids=[5 + index % 200 for index in range(6000)], max_tokens=30, n=4)
     request.sampling.repetition_penalty = 1.01
@@ -271,6 +301,18 @@ def _twenty(index: int) -> dict[str, Any]:
 
 
 # ---- what is another's
+
+
+@client
+async def asks_for_pages_under_many_keys(target: Target) -> str:
+    async def ask(path: str, key: int) -> str:
+        async with target.connected() as (reader, writer):
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+            async with asyncio.timeout(ANSWER_S):
+                return (await reader.readline()).decode("latin-1").strip()
+
+    paths = ("/dashboard/api/requests", "/metrics")
+    return ", ".join(sorted(set(await asyncio.gather(*(ask(path, key) for path in paths for key in range(20))))))
 
 
 @client
