@@ -82,6 +82,11 @@ async def cancel(stack: Stack, source: PromptSource, idle: InUse) -> Finding:
     if not idle.known:
         return CANCEL.not_shown("no page of metrics says what is in use (--metrics)")
     calls = [stack.call_of(ask) for ask in _long_asks(stack, source)]
+    left, taken_s = await stack.settled(idle, SETTLE_S)  # else the metrics would show requests of earlier clients
+    if left:
+        return CANCEL.fails(
+            f"{left} still in use {taken_s:.0f} s after all clients left", curl_of(stack.endpoint, calls[0])
+        )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(exchange(stack.endpoint, call, stack.limit_s)) for call in calls]
         seen = InUse(None, None)
