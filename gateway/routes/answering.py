@@ -77,11 +77,12 @@ class Call:
                 await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
                 if calls[-1].done() and calls[-1].exception() is not None:
                     break
-            await asyncio.gather(*calls)
-        finally:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             for task in calls:
-                task.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+                if task.done():
+                    task.result()
+        finally:
+            await _cancel_in_turns(calls)
 
     async def _generate_one(self, request: GenerateRequest, sink: Sink) -> None:
         request.min_interval_ms = self.context.min_interval_ms
@@ -91,6 +92,18 @@ class Call:
 
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id} | warning_headers(self.warnings)
+
+
+async def _cancel_in_turns(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Each turn of the loop ends one call, which takes 2 ms for 16 choices. A second cancellation ends all at once."""
+    try:
+        for task in tasks:
+            if task.cancel():
+                await asyncio.wait((task,))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def usage_of(body: SamplingFields, call: Call) -> tuple[UsageSum, bool]:

@@ -228,12 +228,6 @@ async def sends_many_tiny_messages(target: Target) -> str:
 
 
 @client
-async def sends_many_prompts_in_one_body(target: Target) -> str:
-    body = json.dumps({"prompt": [chr(97 + index % 26) for index in range(256)], "n": 16, "max_tokens": 1}).encode()
-    return await target.posts("/v1/completions", body)
-
-
-@client
 async def repeats_long_prompts(target: Target) -> str:
     prompts = [chr(97 + index) * 100_000 for index in range(8)]
     body = json.dumps({"prompt": prompts, "n": 16, "max_tokens": 1, "echo": True}).encode()

@@ -1,5 +1,5 @@
 """A streamed answer holds no more than one part for a client that does not read its beginning, and the calls of a
-request begin one after the other."""
+request begin and end one after the other."""
 
 from __future__ import annotations
 
@@ -99,11 +99,7 @@ async def test_the_prompts_of_a_request_begin_in_turns_of_the_loop_until_one_is_
 ) -> None:
     """256 prompts at once stopped the router for a second, also where it refused the last ones."""
     router = CountingRouter(num_taken)
-    model: Any = SimpleNamespace(router=router)
-    requests = [GenerateRequest(n=2) for _ in range(50)]
-    context = CallContext(1.0, (), "", "", False)
-    call = Call("cmpl-a", model, requests, [], None, [], context, {})
-    generating = asyncio.create_task(call.generate(cast(Any, None)))
+    generating = asyncio.create_task(call_of(router, 50).generate(cast(Any, None)))
     num_before = 0
     while not generating.done():
         await asyncio.sleep(0)
@@ -111,3 +107,47 @@ async def test_the_prompts_of_a_request_begin_in_turns_of_the_loop_until_one_is_
         num_before = router.num_begun
     assert generating.exception() is (router.refused if num_taken < 50 else None)
     assert router.num_begun == num_begun
+
+
+class EndlessRouter:
+    """Its calls end when they are cancelled. Call `num_taken` is refused, once the others have begun."""
+
+    def __init__(self, num_taken: int) -> None:
+        self.num_begun = self.num_ended = 0
+        self.num_taken, self.refuse, self.refused = num_taken, asyncio.Event(), RuntimeError("refused")
+
+    async def generate(self, *_: object) -> None:
+        self.num_begun += 1
+        if self.num_begun > self.num_taken:
+            await self.refuse.wait()
+            raise self.refused
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_ended += 1
+
+
+@pytest.mark.parametrize("ends_by", ["client", "refusal", "two cancellations"])
+async def test_the_prompts_of_a_request_end_in_turns_of_the_loop(ends_by: str) -> None:
+    """A client that left 1,000 choices stopped the router for 0.4 s."""
+    router = EndlessRouter(40)
+    generating = asyncio.create_task(call_of(router, 41).generate(cast(Any, None)))
+    while router.num_begun < 41:
+        await asyncio.sleep(0)
+    router.refuse.set() if ends_by == "refusal" else generating.cancel()
+    num_before = 0
+    while not generating.done():
+        await asyncio.sleep(0)
+        if ends_by == "two cancellations" and router.num_ended == 3:
+            generating.cancel()
+        elif ends_by != "two cancellations":
+            assert router.num_ended <= num_before + 1
+        num_before = router.num_ended
+    assert router.num_ended == 40
+    assert generating.cancelled() or generating.exception() is router.refused
+
+
+def call_of(router: object, num_prompts: int) -> Call:
+    model: Any = SimpleNamespace(router=router)
+    requests = [GenerateRequest(n=2) for _ in range(num_prompts)]
+    return Call("cmpl-a", model, requests, [], None, [], CallContext(1.0, (), "", "", False), {})
