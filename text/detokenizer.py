@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from core.errors import InvalidRequest
 
 MAX_TEXT_CHARS = 8 * 1024 * 1024
-TOKENS_PER_STEP = (
-    4096  # so that the bytes of a million tokens never lie in as many objects, nor one step hold the interpreter lock
-)
+TOKENS_PER_STEP = 4096  # so that the bytes of a million tokens never lie in as many objects
 DetokenizerState = tuple[bytes, int]
 TokenBytes = Callable[[int], bytes]  # token id -> its bytes; b"" for a token that has no text
 

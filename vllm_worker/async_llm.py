@@ -20,7 +20,6 @@ from typing import Any
 from core.config import TransferConfig
 from core.errors import ConfigError, TandemError, WorkerUnavailable
 from core.handoff import AgentAddress
-from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.step import SampledToken
@@ -38,6 +37,7 @@ from vllm_worker.engine import (
     Prompt,
 )
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
+from vllm_worker.kv.host_pool import layout_of
 from vllm_worker.kv.parameters import decode_first_token, encode_transfer
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
@@ -113,7 +113,7 @@ class AsyncEngine:
             raise TandemError(f"vLLM did not start: {root_cause(error, output_tail())}") from error
         config = self._llm.vllm_config
         agent = await self._transfer_agent()
-        layout = _layout(config, arguments.info) if agent is None else agent.layout
+        layout = layout_of(arguments.info.fingerprint, config) if agent is None else agent.layout
         self._prefix_cache = PrefixCache(layout.block_size)
         await self._load_adapters()
         await self._warm_up()
@@ -431,21 +431,6 @@ def _parse(args: Sequence[str]) -> Any:
         raise
     except (SystemExit, ValueError, TypeError) as error:
         raise ConfigError(f"[vllm] args: {error}") from error
-
-
-def _layout(config: Any, info: ModelInfo) -> KVLayout:
-    """vLLM's blocks have a layout of their own; only the size in tokens and the sizes of the model are Tandem's."""
-    model, parallel = config.model_config, config.parallel_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    return KVLayout(
-        model=info.fingerprint,
-        dtype=dtype,
-        num_layers=model.get_num_layers(parallel),
-        num_kv_heads=model.get_total_num_kv_heads(),
-        block_size=config.cache_config.block_size,
-        head_dim=model.get_head_size(),
-        quantization="none" if model.quantization is None else str(model.quantization),
-    )
 
 
 def _address(config: Any, arguments: EngineArguments) -> bytes:

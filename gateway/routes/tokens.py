@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from starlette.requests import Request
@@ -81,8 +82,8 @@ def _tokenize_request(body: TokenizeBody) -> tuple[TokenizeRequest, list[str]]:
 def _tokenize_answer(found: TokenizeResponse, context_length: int) -> bytes:
     """Call it in a thread. No step of it holds the interpreter lock for more than `IDS_PER_STEP` ids."""
     ids, opening = found.token_ids, {"count": len(found.token_ids), "max_model_len": context_length}
-    steps = (json_bytes(list(ids[at : at + IDS_PER_STEP]))[1:-1] for at in range(0, len(ids), IDS_PER_STEP))
-    return b'%b,"tokens":[%b],"token_strs":null}' % (json_bytes(opening)[:-1], b",".join(steps))
+    tokens = b",".join(_steps(ids, IDS_PER_STEP))
+    return b'%b,"tokens":[%b],"token_strs":null}' % (json_bytes(opening)[:-1], tokens)
 
 
 async def detokenize(request: Request) -> Response:
@@ -102,8 +103,14 @@ def _detokenize_request(body: DetokenizeBody) -> DetokenizeRequest:
 
 def _detokenize_answer(text: str) -> bytes:
     """Call it in a thread. No step of it holds the interpreter lock for more than `CHARS_PER_STEP` characters."""
-    steps = (json_bytes(text[at : at + CHARS_PER_STEP])[1:-1] for at in range(0, len(text), CHARS_PER_STEP))
-    return b'{"prompt":"%b"}' % b"".join(steps)
+    return b'{"prompt":"%b"}' % b"".join(_steps(text, CHARS_PER_STEP))
+
+
+def _steps(value: Sequence[int] | str, size: int) -> Iterator[bytes]:
+    """The JSON of `size` ids or characters at a time, without brackets or quotes."""
+    for at in range(0, len(value), size):
+        step = value[at : at + size]
+        yield json_bytes(step if isinstance(step, str) else list(step))[1:-1]
 
 
 ROUTES = [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]

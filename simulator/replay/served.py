@@ -52,7 +52,10 @@ class ServedRequests:
         self._ended: set[str] = set()
         self._then: dict[str, Callable[[], None]] = {}  # by the request whose end they wait for
         self.all: list[Served] = []  # by arrival
-        self.num_ended = 0
+
+    @property
+    def num_ended(self) -> int:
+        return len(self._ended)
 
     def expect(self, request: Request, router: str) -> None:
         """Record the arrival of a request at this router."""
@@ -86,6 +89,5 @@ class ServedRequests:
     def _end(self, request_id: str, end: events.Outcome | TandemError) -> None:
         self._open.pop(request_id).end = end
         self._ended.add(request_id)
-        self.num_ended += 1
         if request_id in self._then:
             self._world.after(0.0, self._then.pop(request_id))

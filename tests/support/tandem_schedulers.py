@@ -278,7 +278,7 @@ def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
         assert time.monotonic() < deadline, f"seed {seed}: no end, {owner.num_free} of {NUM_BLOCKS - 1} blocks are free"
         moved = [engine.step() for engine in draws.sample((owner, reader), draws.randint(1, 2))]
         if not any(moved):
-            time.sleep(0.0005)
+            time.sleep(0.0005)  # for the transfer threads; what is found does not depend on it
         if draws.random() < 0.1:
             draws.choice((owner, reader)).preempt()
         if draws.random() < 0.1:

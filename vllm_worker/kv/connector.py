@@ -85,7 +85,7 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # ---- in the rank
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        layout = layout_of(self._options.model, self._vllm_config)
+        layout = layout_of(f"{self._options.model}/vllm-layers", self._vllm_config)
         pool = host_pool(kv_caches, self._kv_cache_config.num_blocks, layout)
         identity = AgentIdentity(self._options.worker, secrets.randbits(63) | 1)
         self.transfers = TransferThread(self._options.transfer_config(), identity, pool, NixlTransport)

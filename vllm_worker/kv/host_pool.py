@@ -16,10 +16,13 @@ from kv_transfer.transports.transport import PoolMemory
 
 
 def layout_of(model: str, vllm_config: Any) -> KVLayout:
-    """`model`: fingerprint of the weights. The order of the bytes is part of the name, as no other order may match."""
+    """The size of a block in tokens and the sizes of the model; vLLM alone knows the order of the bytes.
+
+    `model`: names the weights, and the order of the bytes where blocks move as they lie.
+    """
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     return KVLayout(
-        model=f"{model}/vllm-layers",
+        model=model,
         dtype=str(config.dtype).removeprefix("torch."),
         num_layers=config.get_num_layers(parallel),
         num_kv_heads=config.get_total_num_kv_heads(),
