@@ -87,8 +87,9 @@ class RouterShell:
 
     # ---- streams
 
-    def open(self, streams: list[ChoiceStream], deadline: float) -> None:
-        """Pass the choices of a call to the machine, which admits all of them or none.
+    def open(self, streams: list[ChoiceStream], deadline: float, num_following: int = 0) -> None:
+        """Pass the choices of a call to the machine, which admits all of them or none. `num_following`: choices of
+        later calls that are of use only together with this one.
 
         Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, or `WorkerUnavailable` if the machine has failed.
         """
@@ -100,7 +101,9 @@ class RouterShell:
             if deadline <= self.now():
                 raise DeadlineExceeded("the deadline passed before the request could start")
             delivered = tuple(streams[0].token_ids)
-            self._driver.ask(events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others), delivered))
+            self._driver.ask(
+                events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others), delivered, num_following)
+            )
         except TandemError as error:
             for stream in streams:
                 timeline = Timeline(Stage.TOKENIZE, stream.arrived_at)

@@ -26,7 +26,7 @@ from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
 from gateway.schemas.sampling import SamplingFields
-from runtime.rpc.api_keys import SIBLINGS
+from runtime.rpc.api_keys import FOLLOWING
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 SEND_BYTES = 64 * 1024
@@ -70,8 +70,8 @@ class Call:
         calls: list[asyncio.Task[None]] = []
         first_choice = 0
         try:
-            for request in self.requests:
-                call = self._generate_one(request, Renumbered(sink, first_choice))
+            for number, request in enumerate(self.requests, 1):
+                call = self._generate_one(request, Renumbered(sink, first_choice), len(self.requests) - number)
                 calls.append(asyncio.create_task(call))
                 first_choice += request.n or 1
                 await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
@@ -84,9 +84,9 @@ class Call:
         finally:
             await _cancel_in_turns(calls)
 
-    async def _generate_one(self, request: GenerateRequest, sink: Sink) -> None:
+    async def _generate_one(self, request: GenerateRequest, sink: Sink, num_following: int = 0) -> None:
         request.min_interval_ms = self.context.min_interval_ms
-        metadata = (*self.context.metadata, (SIBLINGS, str(len(self.requests))))
+        metadata = (*self.context.metadata, (FOLLOWING, str(num_following)))
         with named(self.names):
             await self.model.router.generate(request, sink, self.context.timeout_s, metadata)
 

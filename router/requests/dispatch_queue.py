@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from core.errors import QueueFull
-from core.request import Request
+from core.errors import InvalidRequest, QueueFull
 from router.requests.admission import QueueWait, refusal
 from router.requests.events import RequestArrived
 from router.requests.request_queue import RequestQueue
@@ -45,18 +44,25 @@ class DispatchQueue:
             if late is not None:
                 raise late
 
-    def displaced_by(self, request: Request, num_queued: int) -> tuple[RoutedRequest, QueueFull] | None:
-        """The queued request that ends with this error so that `request` may join a full queue; None if there is room.
+    def displaced_by(self, event: RequestArrived, num_queued: int) -> tuple[RoutedRequest, QueueFull] | None:
+        """The queued request that ends with this error so that this one may join a full queue; None if there is room.
 
-        Raises `QueueFull` if `request` is of the tenant with most requests, or below all of them in priority.
+        Raises `QueueFull` if its tenant has most requests, or it is below all of them in priority, and `InvalidRequest`
+        if the queue and the workers can never hold what follows.
         """
-        if num_queued < self._workers.config.max_queued:
+        num_following, max_queued = event.num_following, self._workers.config.max_queued
+        num_free, num_places = self._workers.places() if num_following else (0, 0)
+        if num_following >= max_queued + num_places:
+            room = f"workers take {num_places} at once, and max_queued is {max_queued}"
+            raise InvalidRequest("prompt", f"too many: {num_following} choices follow this one, {room}")
+        if num_queued < max_queued and num_queued + num_following < max_queued + num_free:
             return None
-        full = QueueFull(f"{num_queued} requests are queued, and max_queued is {self._workers.config.max_queued}")
-        displaced = self._queue.to_displace(request)
+        follow = f", {num_following} follow this one" if num_following else ""
+        full = QueueFull(f"{num_queued} requests are queued{follow}, and max_queued is {max_queued}")
+        displaced = self._queue.to_displace(event.request)
         if displaced is None:
             raise full
-        return displaced, full
+        return (displaced, full) if num_queued >= max_queued else None
 
     def add(self, routed: RoutedRequest, now: float) -> None:
         routed.hashes, routed.queued_at = None, now

@@ -34,6 +34,7 @@ class RequestArrived:
     deadline: float
     others: tuple[Request, ...] = ()
     delivered: tuple[int, ...] = ()  # by another router: the first tokens of the output, which do not end it
+    num_following: int = 0  # choices of later calls, which are of use only together with this one
 
     def __post_init__(self) -> None:
         assert not (self.others and self.delivered), "each choice is resumed by itself"

@@ -102,7 +102,7 @@ class RouterMachine:
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait and its
         tenant has most of them, or when the wait for room alone is too long, and `InvalidRequest` when no pool can hold
-        the request. `WorkerJoined` raises `LayoutMismatch`."""
+        the request, or the fleet what follows it. `WorkerJoined` raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
         if self._queue:
             actions = actions + self._dispatch_queued(now)
@@ -115,7 +115,7 @@ class RouterMachine:
     # ---- requests arrive and wait
 
     def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
-        displaced = self._queue.displaced_by(event.request, self.view.num_queued)
+        displaced = self._queue.displaced_by(event, self.view.num_queued)
         self.workers.refuse_oversized(event.request)
         self._queue.refuse_arrival(event, now)
         actions = [] if displaced is None else self._fail(*displaced, now)

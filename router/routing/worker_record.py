@@ -143,6 +143,11 @@ class WorkerRecord:
     def serves(self) -> bool:
         return self.load.state is WorkerState.SERVING and not self.leaves
 
+    @property
+    def num_free(self) -> int:
+        """Calls that it could take now."""
+        return max(0, self.max_in_flight - self.view.num_sequences)
+
     def holds(self, num_tokens: int, max_total_tokens: int) -> bool:
         """Whether the whole pool of a prefill worker holds the prompt, that of a decode worker also the output."""
         # The last token is sampled but never computed, so it needs no slot in the pool.

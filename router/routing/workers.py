@@ -223,6 +223,11 @@ class WorkerTable:
             for record in self._pools[role].values()
         )
 
+    def places(self) -> tuple[int, int]:
+        """Of the decode workers that serve, for calls: the free ones, and all."""
+        decode = [record for record in self._pools[ServiceRole.DECODE].values() if record.serves]
+        return sum(record.num_free for record in decode), sum(record.max_in_flight for record in decode)
+
     def refuse_oversized(self, request: Request) -> None:
         """Raise `InvalidRequest` if the whole pool of no decode worker has room for the request."""
         longest = self._longest_request

@@ -15,7 +15,7 @@ from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
-from router.serving.tenant_admission import TenantAdmission
+from router.serving.tenant_admission import TenantAdmission, num_following_calls
 from router.shell import RouterShell
 from runtime.owner_ledger import Owner
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
@@ -110,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await _write(writer, messages, deadline)
                 return
         try:
-            self._shell.open(streams, deadline)
+            self._shell.open(streams, deadline, num_following_calls(writer) * len(streams))
             await _write(writer, messages, deadline)
         finally:
             for stream in streams:

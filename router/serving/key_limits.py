@@ -26,15 +26,15 @@ class KeyLimits:
     def __init__(self) -> None:
         self._use: dict[str, _Use] = {}  # by the name of the key
 
-    def admit(self, key: ApiKeyConfig, now: float, num_siblings: int = 1) -> None:
+    def admit(self, key: ApiKeyConfig, now: float, num_together: int = 1) -> None:
         """Count a request as open until `release`. Raises `KeyLimitReached`, with a hint when to retry.
 
-        `num_siblings`: requests that are only of use together. Raises `InvalidRequest` if the limits never allow them.
+        `num_together`: requests that are only of use together. Raises `InvalidRequest` if the limits never allow them.
         """
         for name, limit in (("max_streams", key.max_streams), ("requests_per_minute", key.requests_per_minute)):
-            if 0 < limit < num_siblings:
+            if 0 < limit < num_together:
                 raise InvalidRequest(
-                    "prompt", f"has {num_siblings} prompts, API key {key.name!r} allows {limit} ({name})"
+                    "prompt", f"has {num_together} prompts, API key {key.name!r} allows {limit} ({name})"
                 )
         use = self._use.setdefault(key.name, _Use())
         while use.admitted_at and use.admitted_at[0] <= now - WINDOW_S:

@@ -17,7 +17,7 @@ from core.config import MAX_PRIORITY, ApiKeyConfig
 from core.request import MAX_CACHE_SALT_CHARS
 from router.serving.key_limits import KeyLimits
 from runtime.owner_ledger import Owner, network_of
-from runtime.rpc.api_keys import AUTHORIZATION, CLIENT, SIBLINGS, ApiKeys, Metadata
+from runtime.rpc.api_keys import AUTHORIZATION, CLIENT, FOLLOWING, ApiKeys
 from tandem_client.stubs import inference_pb2
 
 
@@ -56,12 +56,11 @@ class TenantAdmission:
 
         Raises `KeyLimitReached`, too, and `InvalidRequest` for calls that can never be open together.
         """
-        metadata = context.invocation_metadata() or ()
-        key = self._keys.find(metadata)
+        key = self._keys.find(context.invocation_metadata() or ())
         if key is None:
             yield _owner(None, context)
             return
-        self._limits.admit(key, now, _num_siblings(metadata))
+        self._limits.admit(key, now, 1 + num_following_calls(context))
         try:
             _give(request, key)
             yield _owner(key, context)
@@ -88,10 +87,10 @@ def network_of_peer(peer: str) -> str:
     return network_of(unquote(address).rpartition(":")[0].strip("[]"))
 
 
-def _num_siblings(metadata: Metadata) -> int:
-    """This call, and those that its HTTP request makes beside it."""
-    value = next((str(value) for name, value in metadata if name == SIBLINGS), "1")
-    return int(value) if re.fullmatch("[0-9]{1,4}", value) else 1
+def num_following_calls(context: Caller) -> int:
+    """Calls that the HTTP request of this one makes after it, and that are of use only together with it."""
+    value = next((str(value) for name, value in context.invocation_metadata() or () if name == FOLLOWING), "0")
+    return int(value) if re.fullmatch("[0-9]{1,4}", value) else 0
 
 
 def _give(request: inference_pb2.GenerateRequest, key: ApiKeyConfig) -> None:

@@ -22,7 +22,7 @@ KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
 CLIENT = "tandem-client"  # metadata: the network of the client of an HTTP server, which calls for it
-SIBLINGS = "tandem-sibling-calls"  # metadata: the number of calls that one HTTP request makes at once
+FOLLOWING = "tandem-following-calls"  # metadata: the number of calls that the same HTTP request makes after this one
 
 Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
 

@@ -235,6 +235,15 @@ async def repeats_long_prompts(target: Target) -> str:
 
 
 @client
+async def asks_for_a_thousand_choices_at_once(target: Target) -> str:
+    found = []
+    for num_prompts in (256, 60):
+        body = {"prompt": ["a"] * num_prompts, "n": 16, "max_tokens": 1}
+        found.append(await target.posts("/v1/completions", json.dumps(body).encode()))
+    return ", ".join(found)
+
+
+@client
 async def penalizes_a_long_prompt(target: Target) -> str:
     request = make_request(token_ids=[5 + index % 200 for index in range(6000)], max_tokens=30, n=4)
     request.sampling.repetition_penalty = 1.01

@@ -159,11 +159,14 @@ class DrivenRouter(Replay):
         return self.post(events.RequestArrived(arriving, self.now, self.now + 60.0))
 
     def arrives(self, name: str, prompt: int = 8, max_tokens: int = 4, **options: Any) -> list[RouterAction]:
-        """`others` are the other choices, and `resumed` are the tokens that another router has delivered."""
+        """`others` are the other choices, `following` counts those of later calls, and `resumed` are the tokens that
+        another router has delivered."""
         timeout_s, resumed = options.pop("timeout_s", 60.0), numbers_of(options.pop("resumed", ""))
         names = [name, *(choice for choice in options.pop("others", "").split(",") if choice)]
+        following = options.pop("following", 0)
         first, *choices = [request(each, range(1, prompt + 1), max_tokens, **options) for each in names]
-        return self.post(events.RequestArrived(first, self.now, self.now + timeout_s, tuple(choices), tuple(resumed)))
+        deadline = self.now + timeout_s
+        return self.post(events.RequestArrived(first, self.now, deadline, tuple(choices), tuple(resumed), following))
 
     def prefilled(self, dispatch: str, token: int, index: int = 0, **options: Any) -> list[RouterAction]:
         reason = FinishReason(options["ends"]) if "ends" in options else None

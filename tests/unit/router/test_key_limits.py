@@ -19,7 +19,7 @@ from router.serving.inference_servicer import InferenceServicer
 from router.serving.key_limits import WINDOW_S, KeyLimits
 from router.serving.tenant_admission import TenantAdmission, tenant_salt
 from runtime.owner_ledger import Owner
-from runtime.rpc.api_keys import CLIENT, SIBLINGS, ApiKeys, hash_of
+from runtime.rpc.api_keys import CLIENT, FOLLOWING, ApiKeys, hash_of
 from runtime.rpc.grpc_server import LocalContext
 from tandem_client.stubs import inference_pb2
 
@@ -64,12 +64,12 @@ def test_calls_that_can_never_be_open_together_are_refused_for_good(
     allowed = num_calls - 1
     with (
         pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused,
-        admitted(key, (SIBLINGS, str(num_calls))),
+        admitted(key, (FOLLOWING, str(num_calls - 1))),
     ):
         pass
     assert (refused.value.field, refused.value.retryable) == ("prompt", False)
-    for hint in (str(allowed), "many", "-1", "9" * 5000):
-        with admitted(key, (SIBLINGS, hint)):
+    for hint in (str(allowed - 1), "many", "-1", "9" * 5000):
+        with admitted(key, (FOLLOWING, hint)):
             pass
 
 

@@ -49,6 +49,19 @@ a call is admitted or refused as a whole
   ends c#1                          -> finish c length, local, 2 tokens
   arrives late others=later         -> decode late#1 D
 
+choices that follow are refused with the first that cannot be of use without them
+  config max_in_flight_per_worker=2 max_queued=3
+  fleet D
+  arrives a following=5
+  -> refused InvalidRequest: prompt: too many: 5 choices follow this one, workers take 2 at once, and max_queued is 3
+  arrives a following=4          -> decode a#1 D
+  arrives b following=4          -> refused QueueFull: 0 requests are queued, 4 follow this one, and max_queued is 3
+  arrives b following=3          -> decode b#1 D
+  arrives c tenant=c following=2 ->
+  arrives d tenant=c following=2 -> refused QueueFull: 1 requests are queued, 2 follow this one, and max_queued is 3
+  arrives d tenant=c following=1 ->
+  arrives e tenant=e following=2 ->  # a tenant that has less than another
+
 held choices count as queued
   fleet D
   arrives a others=b,c -> decode a#1 D
