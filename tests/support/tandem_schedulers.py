@@ -162,6 +162,9 @@ class Engine:
     def num_free(self) -> int:
         return int(self.pool.get_num_free_blocks())
 
+    def wait_for_news(self, timeout_s: float) -> None:
+        pass
+
     def post(self, command: Command) -> None:
         """To the transfers. Whatever is offered is written, and stays as it is."""
         if isinstance(command, BlocksComputed):

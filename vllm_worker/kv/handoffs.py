@@ -40,6 +40,10 @@ from vllm_worker.kv.transfers import (
 
 COMPUTED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})  # the ends of requests that have a token
 
+# vLLM steps without a pause while a load or a lent block is left, also if it has nothing to compute: a step each
+# millisecond, half of a core of its own and of the worker's. A step that computes nothing may last this long.
+IDLE_STEP_S = 0.01
+
 logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
 
 
@@ -50,6 +54,8 @@ class Transfers(Protocol):
     failure: str
 
     def post(self, command: Command) -> None: ...
+
+    def wait_for_news(self, timeout_s: float) -> None: ...
 
 
 class LendingPool(Protocol):
@@ -94,6 +100,7 @@ class Handoffs:
         self._offers: dict[str, _Offer] = {}  # by request id
         self._num_lent = 0  # references to blocks that transfers have
         self._step: dict[str, Sequence[int]] = {}  # the blocks of offers in the step that runs, by request id
+        self._is_idle = False  # the step that runs computes nothing
         self._pulls: dict[str, _Pull] = {}  # by request id
         self._puller_of: dict[TransferId, str] = {}  # request ids
         self._first_tokens: dict[str, int] = {}  # by id of a request that has got its first token with its blocks
@@ -133,6 +140,7 @@ class Handoffs:
 
     def begin_step(self, scheduled: Collection[str], block_ids_of: Callable[[str], Sequence[int]]) -> None:
         """`scheduled`: requests of the step."""
+        self._is_idle = not scheduled
         self._step = {request_id: block_ids_of(request_id) for request_id in self._offers.keys() & scheduled}
 
     def end_step(self) -> None:
@@ -209,7 +217,9 @@ class Handoffs:
         self._transfers.post(TargetsGiven(pull.transfer_id, dict(enumerate(block_ids[first:end], first))))
 
     def loads(self) -> Loads:
-        """The loads that have ended since the last call."""
+        """The loads that have ended since the last call, which was in the step before."""
+        if self._is_idle:
+            self._transfers.wait_for_news(IDLE_STEP_S)
         ended = Loads()
         for outcome in _taken(self._transfers.machine.outcomes):
             request_id = self._puller_of.pop(outcome.transfer_id, None)

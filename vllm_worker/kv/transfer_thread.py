@@ -37,6 +37,7 @@ class TransferThread:
         open_transport: Callable[[str], Transport],
     ) -> None:
         self.failure = ""
+        self._has_news = threading.Event()  # for the engine
         self._events: queue.SimpleQueue[Command | AgentEvent | None] = queue.SimpleQueue()
         self._agent = TransferAgent(config, identity, pool, open_transport, self._on_events)
         self.address: AgentAddress = self._agent.start()
@@ -47,6 +48,11 @@ class TransferThread:
     def post(self, command: Command) -> None:
         """Returns at once."""
         self._events.put(command)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return as soon as a pull has ended or blocks are free, or the thread has failed."""
+        self._has_news.wait(timeout_s)
+        self._has_news.clear()
 
     def close(self) -> None:
         self._events.put(None)
@@ -68,6 +74,8 @@ class TransferThread:
                     return
                 machine = self.machine
                 self._agent.perform(machine.handle(event, time.monotonic()), machine.transfers.alive)
+                if machine.outcomes or machine.blocks.freed:
+                    self._has_news.set()
         except Exception as error:
             # The thread's boundary. The engine must end without its transfers: its requests would wait for ever.
             logger.exception("the KV transfers of this engine failed")

@@ -78,6 +78,9 @@ class Engine:
         self.loading: set[str] = set()
         self.outcomes: dict[str, bool] = {}  # of loads: whether the blocks came
 
+    def wait_for_news(self, timeout_s: float) -> None:
+        pass
+
     def post(self, command: Command) -> None:
         self.commands.append(command)
 
