@@ -29,6 +29,7 @@ from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 
 MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one message, some 100 KB; beyond: the next message
+CALL_ITEMS = 16  # for which a token of an output with calls of tools counts: its text is parsed, 1 us a character
 
 
 @dataclass(slots=True)
@@ -42,12 +43,12 @@ class Chunk:
     logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # one for each token if the request has log-probabilities
     tool_calls: Sequence[inference_pb2.ToolCallDelta] = ()
     prompt_token_ids: Sequence[int] = ()  # of the first chunk, if the client asks for them
+    token_items: int = 1  # of each token, as in MAX_CHUNK_ITEMS
 
     @property
     def num_items(self) -> int:
-        """Tokens and log-probabilities, as in MAX_CHUNK_ITEMS, and token ids of the prompt."""
-        of_token = 2 + len(self.logprobs[0].top) if self.logprobs else 1
-        return of_token * len(self.token_ids) + len(self.prompt_token_ids)
+        """As in MAX_CHUNK_ITEMS, and token ids of the prompt."""
+        return self.token_items * len(self.token_ids) + len(self.prompt_token_ids)
 
     def fill(self, message: inference_pb2.TokenChunk) -> None:
         """Fill an empty message."""
@@ -157,7 +158,7 @@ class ChoiceStream:
         logprobs = self._take_logprobs(len(token_ids)) if self._logprobs else ()
         prompt = self.request.token_ids if self.returns_prompt and first == 0 else ()
         text, tool_calls = (text, ()) if self.calls is None else self.calls.push(text)
-        return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls, prompt)
+        return Chunk(self.choice, first, token_ids, text, logprobs, tool_calls, prompt, self._token_items)
 
     def _take_logprobs(self, num_tokens: int) -> list[inference_pb2.TokenLogprobs]:
         taken = self._logprobs[:num_tokens]
@@ -168,9 +169,13 @@ class ChoiceStream:
         return entries
 
     @property
-    def _max_chunk_tokens(self) -> int:
+    def _token_items(self) -> int:
         num_logprobs = self.request.sampling.num_logprobs
-        return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
+        return (1 if num_logprobs is None else 2 + num_logprobs) + (0 if self.calls is None else CALL_ITEMS)
+
+    @property
+    def _max_chunk_tokens(self) -> int:
+        return MAX_CHUNK_ITEMS // self._token_items
 
     def last_chunk(self) -> Chunk | None:
         """The text and the deltas that waited as the possible start of a stop string or of a call; None if there are

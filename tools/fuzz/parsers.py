@@ -27,6 +27,8 @@ from gateway.schemas.json_size import work_of
 from gateway.schemas.responses import ResponsesBody, field_names
 from protos import kserve_pb2
 from router.kserve.kserve_tensors import decode_request
+from router.serving.call_writer import TURN_ITEMS
+from router.serving.choice_stream import CALL_ITEMS, MAX_CHUNK_ITEMS
 from router.serving.output_formats import MAX_FORMAT_CHARS, RequestGrammars
 from router.serving.validation import prepare
 from tandem_client.stubs.inference_pb2 import (
@@ -52,7 +54,8 @@ from tools.fuzz.growing import PIECES, Grown, json_inside, json_text, text
 from tools.fuzz.servers import BODIES, INFER
 
 READ_BYTES = 256 * 1024  # that asyncio reads at once
-CHUNK_TOKENS = 4096
+# Of 128 characters each: what a turn of the loop takes of an output with calls (router/serving/choice_stream.py)
+TURN_TOKENS = (TURN_ITEMS + MAX_CHUNK_ITEMS) // CALL_ITEMS
 MODELS = ("fake:tiny", "smollm2-135m")  # one knows tools, one has a tokenizer of Hugging Face
 SCHEMAS = (
     '{"type":"string","pattern":"a+b"}', '{"$ref":"#"}', '{"anyOf":[{},{}]}', '{"allOf":[{"format":"date"}]}',
@@ -293,7 +296,7 @@ def _tensors(data: bytes) -> Turns:
 
 
 def _grown_output(rng: random.Random) -> Grown:
-    inside, each = text(rng), rng.choice((4, 4 * CHUNK_TOKENS, 64 * CHUNK_TOKENS))
+    inside, each = text(rng), rng.choice((4, 4 * TURN_TOKENS, 128 * TURN_TOKENS))
     return Grown(f"{inside.what} in pieces of {each}", lambda size: (inside.of(size), each))
 
 

@@ -18,11 +18,13 @@ from core.step import SampledToken
 from router.requests.events import Deliver, Fail
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import TURN_ITEMS, SinkWriter, StreamWriter
-from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream, Chunk
+from router.serving.choice_calls import ChoiceCalls
+from router.serving.choice_stream import CALL_ITEMS, MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
+from text.tool_formats import FORMATS
 
 PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND", b""]  # the texts of token ids 0 to 7
 OVER = Fail("r", RequestCancelled("over"), Timeline(Stage.TOKENIZE, 0.0))
@@ -80,6 +82,16 @@ def test_each_chunk_has_the_text_of_its_own_tokens_when_many_tokens_wait() -> No
     assert [len(chunk.token_ids) for chunk in chunks] == [MAX_CHUNK_ITEMS, 2, MAX_CHUNK_ITEMS]
     for chunk in chunks:
         assert chunk.text == "".join("ab"[token_id] for token_id in chunk.token_ids)
+
+
+def test_little_of_an_output_is_parsed_for_calls_at_a_time() -> None:
+    """Its text is a client's choice: tokens of 128 characters, a hundred of which take a third of a turn's time."""
+    stream = choice()
+    stream.calls = ChoiceCalls(FORMATS["mistral"], stream.request, "r")
+    deliver(stream, *[0] * MAX_CHUNK_ITEMS)
+    chunk = stream.take_chunk()
+    assert len(chunk.token_ids) == MAX_CHUNK_ITEMS // (1 + CALL_ITEMS)
+    assert TURN_ITEMS < chunk.num_items <= MAX_CHUNK_ITEMS
 
 
 def test_each_log_probability_has_the_bytes_of_its_token() -> None:
