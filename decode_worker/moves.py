@@ -12,15 +12,13 @@ Law: each index of the output has one author. The last READY has every token tha
 the target may sample, so this worker samples again only if the target has released the blocks with a reason, or if the
 router says that it has ended the call of the target.
 
-A worker that drains asks for its running sequences, MAX_MOVES at once. A worker that will run short of blocks
-(decode_worker/room.py) asks for those that preemption would take, lowest rank first, and once it has no free block left
-it pauses the sequences that move before it preempts another. If the router finds no worker with room, it does not
-answer, and the worker asks for others or again.
+A worker that drains asks for its running sequences, a few at once (decode_worker/move_asks.py). A worker that will run
+short of blocks (decode_worker/room.py) asks for those that preemption would take, lowest rank first, and once it has no
+free block left it pauses the sequences that move before it preempts another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,15 +27,13 @@ from core.handoff import AbortReason, TransferId
 from core.lifecycle import MoveReason, Stage
 from core.scheduling.sequence import Sequence
 from decode_worker.events import AskToMove, HandedOver, MoveArrived, ResumeArrived
+from decode_worker.move_asks import MIN_TOKENS_LEFT, MoveAsks
 from kv_transfer.protocol.events import OfferEnded, TransferAction
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.offer import Offer
 from worker.core import WorkerCore
 
-MAX_MOVES = 4  # at once: more copies would share the path, and each would catch up later
-ASK_AGAIN_S = 0.5
 ROOM_WAIT_S = 5.0  # for the WANT: another worker may have room sooner
-MIN_TOKENS_LEFT = 4  # a sequence with fewer tokens to come ends before it could have moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,7 @@ class Moves:
     def __init__(self, core: WorkerCore, transfers: TransferMachine) -> None:
         self._core, self._transfers = core, transfers
         self.by_id: dict[str, Move] = {}  # by request id
-        self._asked_at: dict[str, float] = {}  # of open calls
-        self._ask_again_at: float | None = None
+        self._asks = MoveAsks()
 
     # ---- from the router
 
@@ -107,23 +102,21 @@ class Moves:
 
     def ask_to_leave(self, now: float) -> list[AskToMove]:
         """The sequences that could move next. Call it after each event of a worker that drains."""
-        asked = self._ask(self._core.scheduler.running, MoveReason.DRAIN, now)
-        waiting = [at for at in self._asked_at.values() if now < at + ASK_AGAIN_S]
-        self._ask_again_at = min(waiting) + ASK_AGAIN_S if waiting else None
-        return asked
+        movable = [sequence.sequence_id for sequence in self._core.scheduler.running if self._can_move(sequence)]
+        return self._asks.ask_to_leave(movable, len(self.by_id), now)
 
     def ask_for_room(self, num_short: int, now: float) -> list[AskToMove]:
         """The lowest-ranked sequences, until the blocks of all that move or are asked for make up for `num_short`."""
-        offered: list[Sequence] = []
+        movable: list[str] = []
         for sequence in reversed(self._core.scheduler.running[1:]):
             if num_short <= 0:
                 break
-            if sequence.sequence_id in self.by_id or not self._may_ask(sequence, now):
+            if sequence.sequence_id in self.by_id or not self._asks.may_ask(sequence.sequence_id, now):
                 num_short -= len(sequence.block_table)
             elif self._can_move(sequence):
-                offered.append(sequence)
+                movable.append(sequence.sequence_id)
                 num_short -= len(sequence.block_table)
-        return self._ask(offered, MoveReason.ROOM, now)
+        return self._asks.ask(movable, len(self.by_id), MoveReason.ROOM, now)
 
     def pause_all(self, now: float) -> list[TransferAction | MoveAction]:
         """Hand over what the readers have room for, so that it takes no more blocks here."""
@@ -133,15 +126,6 @@ class Moves:
             if move.state is MoveState.COPYING and offer is not None and offer.wanted is not None:
                 actions += self._pause(move, now)
         return actions
-
-    def _ask(self, sequences: Iterable[Sequence], reason: MoveReason, now: float) -> list[AskToMove]:
-        """Ask for moves. The sequences whose last request is oldest come first."""
-        num_waiting = sum(now < at + ASK_AGAIN_S for at in self._asked_at.values())
-        candidates = [s for s in sequences if self._can_move(s) and self._may_ask(s, now)]
-        candidates.sort(key=lambda s: self._asked_at.get(s.sequence_id, 0.0))
-        asked = candidates[: max(0, MAX_MOVES - len(self.by_id) - num_waiting)]
-        self._asked_at |= {sequence.sequence_id: now for sequence in asked}
-        return [AskToMove(tuple(sequence.sequence_id for sequence in asked), reason)] if asked else []
 
     def advance(self, now: float) -> list[TransferAction | MoveAction]:
         """Call it after each step and each Tick."""
@@ -176,7 +160,7 @@ class Moves:
 
     def forget(self, request_id: str) -> list[TransferAction]:
         """The call has ended. The reader of a sequence that is not handed over cannot get it any more."""
-        self._asked_at.pop(request_id, None)
+        self._asks.forget(request_id)
         move = self.by_id.pop(request_id, None)
         if move is None or move.state is MoveState.HANDED_OVER:
             return []
@@ -185,8 +169,8 @@ class Moves:
     def next_deadline(self) -> float | None:
         limits = {MoveState.COPYING: ROOM_WAIT_S, MoveState.HANDED_OVER: self._lease_s}
         due = [move.since + limits[move.state] for move in self.by_id.values() if self._has_limit(move)]
-        if self._ask_again_at is not None:
-            due.append(self._ask_again_at)
+        if (again_at := self._asks.next_deadline()) is not None:
+            due.append(again_at)
         return min(due, default=None)
 
     # ---- inside
@@ -213,10 +197,6 @@ class Moves:
         num_left = sequence.max_num_tokens - sequence.num_tokens
         is_running = is_decode and bool(sequence.block_table) and sequence.finish_reason is None
         return is_running and name not in self.by_id and num_left >= MIN_TOKENS_LEFT
-
-    def _may_ask(self, sequence: Sequence, now: float) -> bool:
-        asked_at = self._asked_at.get(sequence.sequence_id)
-        return asked_at is None or now >= asked_at + ASK_AGAIN_S
 
     def _offer_full_blocks(self, move: Move, now: float) -> list[TransferAction]:
         """Full blocks of computed tokens are never written again, whatever steps are planned."""
@@ -273,7 +253,7 @@ class Moves:
         sequence = move.sequence
         del self.by_id[sequence.sequence_id]
         sequence.is_moving, sequence.plan_end = False, sequence.max_num_tokens
-        self._asked_at[sequence.sequence_id] = now
+        self._asks.note_ended(sequence.sequence_id, now)
         if move.state is not MoveState.COPYING:
             self._core.enter(sequence.sequence_id, Stage.DECODE, now)
 
