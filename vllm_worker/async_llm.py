@@ -19,7 +19,7 @@ from typing import Any
 
 from core.config import TransferConfig
 from core.errors import ConfigError, TandemError, WorkerUnavailable
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.step import SampledToken
@@ -33,12 +33,13 @@ from vllm_worker.engine import (
     EngineOutput,
     EngineReport,
     EngineStep,
+    EngineTransfer,
     HandshakeEnded,
     Prompt,
 )
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 from vllm_worker.kv.host_pool import layout_of
-from vllm_worker.kv.parameters import decode_first_token, encode_transfer
+from vllm_worker.kv.parameters import NUM_LENT, RequestEnd, decode_end, encode_request, encode_transfer
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
@@ -87,6 +88,8 @@ class AsyncEngine:
         self._arguments = arguments
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._handshake: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()  # of the process that computes
+        self._moves_blocks = False  # by a transfer agent of ours
         self._events: asyncio.Task[None] | None = None
         self._llm: Any = None
         self._adapters: dict[str, Any] = {}  # vLLM's LoRARequest, by name
@@ -113,6 +116,7 @@ class AsyncEngine:
             raise TandemError(f"vLLM did not start: {root_cause(error, output_tail())}") from error
         config = self._llm.vllm_config
         agent = await self._transfer_agent()
+        self._moves_blocks = agent is not None
         layout = layout_of(arguments.info.fingerprint, config) if agent is None else agent.layout
         self._prefix_cache = PrefixCache(layout.block_size)
         await self._load_adapters()
@@ -168,6 +172,24 @@ class AsyncEngine:
         if task is not None:
             task.cancel()
 
+    def move(self, request_id: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
+        self._call("tandem_move", request_id, encode_transfer(transfer), num_known_tokens)
+
+    def stay(self, request_id: str, transfer_id: TransferId) -> None:
+        self._call("tandem_stay", request_id, f"{transfer_id:032x}")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call a method of `WorkerExtension` between two steps."""
+        task = asyncio.create_task(self._call_between_steps(method, arguments), name=method)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _call_between_steps(self, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            await self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:  # noqa: BLE001  logged: the reader gives up, and the request goes on
+            logger.warning("%s of request %s failed: %s", method, arguments[0], error)
+
     async def _generate(self, prompt: Prompt) -> None:
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -192,8 +214,8 @@ class AsyncEngine:
         arguments = sampling_arguments(
             request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0
         )
-        if prompt.transfer is not None:
-            transfer: dict[str, Any] | None = encode_transfer(prompt.transfer)
+        if self._moves_blocks:
+            transfer: dict[str, Any] | None = encode_request(prompt.request_id, prompt.transfer)
         else:
             transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
         if transfer is not None:
@@ -217,13 +239,13 @@ class AsyncEngine:
     def _output_of(self, prompt: Prompt, output: Any) -> EngineOutput:
         completion = output.outputs[0]
         tokens = tuple(_sampled_tokens(completion.token_ids, completion.logprobs, prompt.request.sampling.num_logprobs))
-        error, finish_reason, handoff, first_token = "", None, b"", None
+        error, finish_reason, handoff, end = "", None, b"", RequestEnd()
         if output.finished:
             finish_reason = FINISH.get(completion.finish_reason)
             if finish_reason is None:
                 error = f"it ended with {completion.finish_reason!r}"
-            if prompt.transfer is not None:
-                first_token = decode_first_token(output.kv_transfer_params)
+            if self._moves_blocks:
+                end = decode_end(output.kv_transfer_params)
             elif prompt.offers and output.kv_transfer_params:
                 handoff = encode_handoff(output.kv_transfer_params)
         num_cached_tokens = output.num_cached_tokens or 0
@@ -237,7 +259,8 @@ class AsyncEngine:
             scheduled_at=0.0 if metrics is None else metrics.scheduled_ts,
             error=error,
             num_pulled_tokens=_num_pulled_tokens(prompt, num_cached_tokens),
-            first_token=first_token,
+            pulled_tokens=end.pulled_tokens,
+            is_moved=end.is_moved,
         )
 
     # ---- handshakes
@@ -301,7 +324,7 @@ class AsyncEngine:
             self._report(EngineDied(f"its block events ended: {error}"))
 
     async def close(self) -> None:
-        tasks = [task for task in (*self._tasks.values(), self._handshake, self._events) if task is not None]
+        tasks = [*self._tasks.values(), *self._calls, *filter(None, (self._handshake, self._events))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -455,7 +478,7 @@ def _address(config: Any, arguments: EngineArguments) -> bytes:
 def _num_pulled_tokens(prompt: Prompt, num_cached_tokens: int) -> int:
     """An engine that samples the first token computes at least one token of the prompt for it."""
     is_pull = prompt.transfer is not None and not prompt.transfer.is_offer
-    return int(is_pull and num_cached_tokens == len(prompt.request.token_ids))
+    return max(0, num_cached_tokens + 1 - len(prompt.request.token_ids)) if is_pull else 0
 
 
 def _sampled_tokens(
@@ -479,4 +502,5 @@ def _step_of(stats: Any) -> EngineStep:
         kv_usage=stats.kv_cache_usage,
         num_decodes=0 if details is None else details.num_generation_requests,
         prompt_tokens=0 if details is None else details.num_ctx_tokens,
+        num_lent=(stats.kv_connector_stats or {}).get(NUM_LENT, 0),
     )

@@ -38,6 +38,7 @@ class EngineTransfer:
     transfer_id: TransferId
     peer: AgentAddress
     is_offer: bool
+    is_move: bool = False  # the owner decodes the request until the reader has its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ class EngineOutput(NamedTuple):
     scheduled_at: float = 0.0  # start of the first step, on the monotonic clock of the machine; 0 = not known
     error: str = ""
     invalid: bool = False  # the request itself is at fault
-    num_pulled_tokens: int = 0  # 1: the first token came with the pull, so the tokens of this engine begin behind it
-    first_token: int | None = None  # that token, with the last output
+    num_pulled_tokens: int = 0  # that came with the pull, so the tokens of this engine begin behind them
+    pulled_tokens: tuple[int, ...] = ()  # those tokens, with the last output
+    is_moved: bool = False  # with the last output: the engine of a peer goes on
 
 
 class EngineStep(NamedTuple):
@@ -77,6 +79,7 @@ class EngineStep(NamedTuple):
     kv_usage: float  # share of the pool that requests and leases hold
     num_decodes: int
     prompt_tokens: int  # computed in the step
+    num_lent: int = 0  # references of peers to blocks, which they may still read
 
 
 class BlocksChanged(NamedTuple):
@@ -114,6 +117,17 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request early; no report of it follows."""
+        ...
+
+    def move(self, request_id: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
+        """Let the engine of a peer go on with a running request, of which the peer knows so many tokens.
+
+        The request runs until the peer has its blocks. Its last output `is_moved`, unless it ends before.
+        """
+        ...
+
+    def stay(self, request_id: str, transfer_id: TransferId) -> None:
+        """End a move. Does nothing once the request has left."""
         ...
 
     def shake_hands(self, peer: str, address: bytes) -> None:

@@ -18,7 +18,7 @@ import xxhash
 
 from core.block_hash import pack_token_ids, root_hash, sequence_hashes
 from core.errors import TandemError
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, TransferId
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.request import Request
@@ -69,6 +69,7 @@ class FakeCluster:
 
     kept: dict[bytes, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     over: set[bytes] = field(default_factory=set)  # transfers that one of the two sides has ended
+    awaited: set[bytes] = field(default_factory=set)  # transfers whose readers are there
     agents: set[str] = field(default_factory=set)  # names of the agents of engines that live
     num_agents: int = 0
     met: set[tuple[str, str]] = field(default_factory=set)  # (reader, owner)
@@ -82,7 +83,7 @@ class FakeCluster:
         return handoff
 
     def keep_for(self, owner: str, transfer: EngineTransfer, token_ids: tuple[int, ...]) -> None:
-        """`token_ids`: with the first token behind the KV."""
+        """`token_ids`: with the token behind the KV."""
         self.num_handoffs += 1
         if handoff_of(transfer) not in self.over:
             self.kept[handoff_of(transfer)] = (owner, token_ids)
@@ -90,6 +91,7 @@ class FakeCluster:
     def end_transfer(self, transfer: EngineTransfer) -> None:
         """As a RELEASE or an ABORT."""
         self.over.add(handoff_of(transfer))
+        self.awaited.discard(handoff_of(transfer))
         self.kept.pop(handoff_of(transfer), None)
 
     def forget(self, owner: str) -> None:
@@ -112,7 +114,8 @@ class _Sequence:
     num_cached: int
     num_uncomputed: int  # of the prompt
     waits: bool = False  # for the KV of its transfer
-    first_token: int | None = None  # came with that KV
+    pulled_tokens: tuple[int, ...] = ()  # came with that KV
+    move: EngineTransfer | None = None  # it leaves for the engine of a peer
 
 
 class FakeCore:
@@ -142,6 +145,10 @@ class FakeCore:
         return len(self._sequences) + len(self._lost)
 
     @property
+    def num_decoding(self) -> int:
+        return sum(not sequence.num_uncomputed and not sequence.waits for sequence in self._sequences.values())
+
+    @property
     def cached_blocks(self) -> set[int]:
         """Sequence hashes in the prefix cache."""
         return set(self._cached)
@@ -163,7 +170,10 @@ class FakeCore:
         num_hit = next((place for place, one in enumerate(hashes) if one not in self._cached), len(hashes))
         num_cached = num_hit * self.info.layout.block_size
         num_uncomputed = 0 if prompt.handoff else len(token_ids) - num_cached
-        waits = prompt.transfer is not None and not prompt.transfer.is_offer
+        transfer, waits = prompt.transfer, False
+        if transfer is not None and not transfer.is_offer:
+            self._cluster.awaited.add(handoff_of(transfer))
+            waits = True
         self._sequences[prompt.request_id] = _Sequence(prompt, list(token_ids), num_cached, num_uncomputed, waits)
 
     def meet(self, owner: str) -> bool:
@@ -175,9 +185,21 @@ class FakeCore:
     def abort(self, request_id: str) -> None:
         self.num_aborted += 1
         sequence = self._sequences.pop(request_id, None)
-        if sequence is not None and sequence.prompt.transfer is not None:
-            self._cluster.end_transfer(sequence.prompt.transfer)
+        for transfer in () if sequence is None else (sequence.prompt.transfer, sequence.move):
+            if transfer is not None:
+                self._cluster.end_transfer(transfer)
         self._lost.pop(request_id, None)
+
+    def move(self, request_id: str, transfer: EngineTransfer, num_known_tokens: int) -> None:  # noqa: ARG002
+        """The next step is its last one here, once the reader is there."""
+        if (sequence := self._sequences.get(request_id)) is not None:
+            sequence.move = transfer
+
+    def stay(self, request_id: str, transfer_id: TransferId) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.move is not None and sequence.move.transfer_id == transfer_id:
+            self._cluster.end_transfer(sequence.move)
+            sequence.move = None
 
     def clear(self) -> None:
         """Forget the requests, and the KV for others."""
@@ -192,7 +214,7 @@ class FakeCore:
         sequences = [sequence for sequence in self._sequences.values() if not sequence.waits]
         num_prompt_tokens = sum(sequence.num_uncomputed for sequence in sequences)
         num_decodes = sum(not sequence.num_uncomputed for sequence in sequences)
-        return EngineStep(len(sequences), 0, self._usage, num_decodes, num_prompt_tokens)
+        return EngineStep(len(sequences), 0, self._usage, num_decodes, num_prompt_tokens, self._num_lent)
 
     def step(self) -> list[EngineReport]:
         reports: list[EngineReport] = [EngineOutput(name, (), error=why) for name, why in self._lost.items()]
@@ -200,12 +222,21 @@ class FakeCore:
         for sequence in self._sequences.values():
             if sequence.waits:
                 self._load(sequence)
-        if self._sequences:
-            reports.append(self.next_step())
+        step, sampled = self.next_step(), list[EngineReport]()
+        is_step = bool(self._sequences) or self.info.agent is not None
         for sequence in [sequence for sequence in self._sequences.values() if not sequence.waits]:
-            reports += self._store(sequence)
-            reports.append(self._sample(sequence))
-        return reports
+            sampled += self._store(sequence)
+            sampled.append(self._sample(sequence))
+        steps = [step._replace(num_lent=self._num_lent)] if is_step else []
+        return [*reports, *steps, *sampled]
+
+    @property
+    def _num_lent(self) -> int:
+        """Blocks that peers read by transfers of ours."""
+        if self.info.agent is None:
+            return 0
+        lent = [token_ids for owner, token_ids in self._cluster.kept.values() if owner == self.name]
+        return sum(map(self.info.layout.num_blocks_for, map(len, lent)))
 
     @property
     def _usage(self) -> float:
@@ -220,13 +251,15 @@ class FakeCore:
         assert transfer is not None
         handoff = handoff_of(transfer)
         kept = self._cluster.kept.pop(handoff, None)
+        if kept is not None:
+            self._cluster.awaited.discard(handoff)
         if kept is not None and not self.loses_loads:
-            *token_ids, token = kept[1]
-            sequence.token_ids, sequence.num_uncomputed, sequence.waits = token_ids, 0, False
+            token_ids, num_known = list(kept[1]), len(prompt.request.token_ids)
             ends = prompt.request.sampling.stop_tokens(self.info.eos_token_ids)
-            if token not in ends and len(token_ids) + 1 < prompt.request.max_total_tokens:
-                sequence.token_ids.append(token)
-                sequence.first_token, sequence.num_cached = token, len(token_ids) - 1
+            sequence.token_ids, sequence.num_uncomputed, sequence.waits = token_ids[:num_known], 0, False
+            if token_ids[-1] not in ends and len(token_ids) < prompt.request.max_total_tokens:
+                sequence.token_ids, sequence.pulled_tokens = token_ids, tuple(token_ids[num_known:])
+                sequence.num_cached = num_known - 1
         elif kept is not None or handoff in self._cluster.over or transfer.peer.name not in self._cluster.agents:
             sequence.waits = False
 
@@ -241,10 +274,16 @@ class FakeCore:
             handoff, finish_reason = self._cluster.keep(self.name, sequence.token_ids), FinishReason.LENGTH
         sequence.token_ids.append(token_id)
         sequence.num_uncomputed = 0
+        is_moved = False
         if token_id in request.sampling.stop_tokens(self.info.eos_token_ids):
             finish_reason = FinishReason.STOP
         elif len(sequence.token_ids) >= request.max_total_tokens:
             finish_reason = FinishReason.LENGTH
+        elif sequence.move is not None and handoff_of(sequence.move) in self._cluster.awaited:
+            finish_reason, is_moved = FinishReason.LENGTH, True
+            self._cluster.keep_for(self.name, sequence.move, tuple(sequence.token_ids))
+        if sequence.move is not None and finish_reason is not None and not is_moved:
+            self._cluster.end_transfer(sequence.move)
         if finish_reason is not None:
             del self._sequences[prompt.request_id]
         token = SampledToken(token_id, None if request.sampling.num_logprobs is None else -1.0)
@@ -254,8 +293,9 @@ class FakeCore:
             finish_reason,
             sequence.num_cached,
             handoff,
-            num_pulled_tokens=int(sequence.first_token is not None),
-            first_token=None if finish_reason is None else sequence.first_token,
+            num_pulled_tokens=len(sequence.pulled_tokens),
+            pulled_tokens=() if finish_reason is None else sequence.pulled_tokens,
+            is_moved=is_moved,
         )
 
     def _store(self, sequence: _Sequence) -> list[BlocksChanged]:
@@ -335,5 +375,5 @@ class FakeEngine(FakeCore):
                 continue
             for report in self.step():
                 self._report(report)
-            if not self.num_open:
+            if not (self.num_open or self._num_lent):
                 self._work.clear()

@@ -106,6 +106,11 @@ class EngineLoad:
         empty = dict.fromkeys(Column, 0)
         return empty | {Column.FREE: self.info.num_blocks - num_held, Column.HELD: num_held}
 
+    @property
+    def num_lent(self) -> int:
+        """References of peers to blocks, after the newest step. vLLM makes steps until there are none."""
+        return self._step.num_lent
+
     def worker_load(self, calls: OpenCalls, draining: bool) -> WorkerLoad:
         stats, cost = self.stats, self._reported_cost.update(self.costs.cost)
         prompts = [(size - computed, computed) for size, computed in self._prompts.values() if size > computed]
@@ -130,6 +135,7 @@ class EngineLoad:
             decode_steps=stats.decode_steps,
             decode_step_seconds=stats.decode_seconds,
             slo_itl_s=self.slo_itl_s,
+            takes_moves=self.info.agent is not None,
         )
 
     def check(self, open_calls: Collection[str]) -> None:

@@ -7,6 +7,9 @@
 An engine with a transfer agent of its own needs no HandoffArrived: both engines get the transfer with the request, and
 agree about it between themselves (vllm_worker/kv/).
 
+A worker that drains moves its running requests to other workers, if its engine has a transfer agent
+(vllm_worker/moves.py).
+
 The engine schedules, owns the blocks and moves them. The machine ends each call once, at its deadline at the latest,
 numbers the tokens, and keeps the figures of the report. A hand-off may arrive before its Decode call: two calls of a
 router can overtake each other.
@@ -35,20 +38,20 @@ from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason, Stage
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
-from core.request import Request
-from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerLoad
-from core.step import SampledToken, TokenEvent
 from decode_worker.events import (
+    AskToMove,
     DecodeArrived,
     DecodeCancelled,
     DecodeDone,
     DecodeFailed,
     EmitTokens,
+    HandedOver,
     HandoffArrived,
     MoveArrived,
     ResumeArrived,
 )
+from decode_worker.move_asks import MIN_TOKENS_LEFT
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import (
     BlocksChanged,
@@ -61,8 +64,10 @@ from vllm_worker.engine import (
     HandshakeEnded,
     Prompt,
 )
+from vllm_worker.engine_call import EngineCall
 from vllm_worker.handshakes import Handshakes, ShakeHands
 from vllm_worker.load import EngineLoad
+from vllm_worker.moves import EngineMoves, MoveOut, Stay
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
@@ -109,26 +114,21 @@ VllmEvent = (
     | PeerLeft
     | Tick
 )
-VllmAction = Submit | Abort | ShakeHands | Fail | PrefillDone | PrefillFailed | EmitTokens | DecodeDone | DecodeFailed
-
-
-@dataclass(slots=True)
-class _Call:
-    request: Request
-    is_prefill: bool
-    transfer_id: TransferId | None  # of a hand-off that vLLM's connector reads
-    transfer: EngineTransfer | None = None  # of our protocol
-    submitted: bool = False
-    num_tokens: int = 0  # from this engine, and from its pull
-    num_cached_tokens: int = 0
-
-    @property
-    def next_index(self) -> int:
-        return self.first_index + self.num_tokens
-
-    @property
-    def first_index(self) -> int:
-        return len(self.request.token_ids) - self.request.num_prompt_tokens
+VllmAction = (
+    Submit
+    | Abort
+    | MoveOut
+    | Stay
+    | ShakeHands
+    | Fail
+    | PrefillDone
+    | PrefillFailed
+    | EmitTokens
+    | AskToMove
+    | HandedOver
+    | DecodeDone
+    | DecodeFailed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class VllmMachine:
     draining: bool = False
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     handshakes: Handshakes = field(default_factory=Handshakes)
-    _calls: dict[str, _Call] = field(default_factory=dict)  # by request id
+    moves: EngineMoves = field(default_factory=EngineMoves)
+    _calls: dict[str, EngineCall] = field(default_factory=dict)  # by request id
     _waiting: dict[TransferId, str] = field(default_factory=dict)  # hand-offs that calls wait for -> request id
     _early: OrderedDict[TransferId, tuple[bytes, float]] = field(default_factory=OrderedDict)  # with their time
     _reported_at: float = 0.0  # by the engine, or the time of the first request since it was idle
@@ -165,6 +166,12 @@ class VllmMachine:
         self.load = EngineLoad(self.info, self.limits.slo_itl_s)
 
     def handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
+        actions = self._handle(event, now)
+        if self.draining and self.info.agent is not None:
+            actions += self.moves.ask_to_leave(filter(self._can_move, self._calls), now)
+        return actions
+
+    def _handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
         match event:
             case EngineOutput():
                 return self._on_output(event, now)
@@ -184,15 +191,18 @@ class VllmMachine:
                 return self._on_died(detail)
             case PrefillArrived(request):
                 transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
-                return self._on_arrived(event, _Call(request, True, None, transfer), now)
+                return self._on_arrived(event, EngineCall(request, True, None, transfer), now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
-                transfer = None if source is None else self._transfer(*source, is_offer=False)
-                return self._on_arrived(event, _Call(request, False, None if transfer else transfer_id, transfer), now)
+                transfer = None if source is None else self._transfer(*source, is_offer=False, is_move=event.is_move)
+                call = EngineCall(request, False, None if transfer else transfer_id, transfer)
+                return self._on_arrived(event, call, now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
-            case MoveArrived() | ResumeArrived():
-                raise InvalidRequest("request_id", "the engine of this worker moves no running sequence")
+            case MoveArrived():
+                return [self._move_out(event)]
+            case ResumeArrived():
+                return [*self.moves.resume(event, now)]
             case PrefixRequested():
                 raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
             case HandoffArrived(transfer_id, handoff):
@@ -211,7 +221,7 @@ class VllmMachine:
         return []
 
     def next_deadline(self) -> float | None:
-        known = [self.open_calls.deadlines.next()]
+        known = [self.open_calls.deadlines.next(), self.moves.next_deadline()]
         if self._num_submitted and not self._failed:
             known.append(self._reported_at + self.limits.step_timeout_s)
         if self._early:
@@ -220,14 +230,30 @@ class VllmMachine:
 
     @property
     def idle(self) -> bool:
-        return not self._calls
+        """No call is open, and no peer reads blocks of ours."""
+        return not self._calls and not self.load.num_lent
 
     def worker_load(self) -> WorkerLoad:
         return self.load.worker_load(self.open_calls, self.draining)
 
+    # ---- moves
+
+    def _can_move(self, request_id: str) -> bool:
+        """True for a request in decode that has enough tokens left to be worth a move."""
+        call = self._calls[request_id]
+        is_decoding = self.open_calls.timelines[request_id].stage is Stage.DECODE and not call.is_prefill
+        return is_decoding and call.num_tokens_left >= MIN_TOKENS_LEFT
+
+    def _move_out(self, event: MoveArrived) -> MoveOut:
+        request_id = event.request_id
+        transfer = self._transfer(event.transfer_id, event.reader, is_offer=True, is_move=True)
+        if transfer is None or request_id not in self._calls or not self._can_move(request_id):
+            raise TransferFailed(f"{request_id} cannot move now")
+        return self.moves.start(event, transfer)
+
     # ---- calls
 
-    def _on_arrived(self, event: PrefillArrived | DecodeArrived, call: _Call, now: float) -> list[VllmAction]:
+    def _on_arrived(self, event: PrefillArrived | DecodeArrived, call: EngineCall, now: float) -> list[VllmAction]:
         request = call.request
         if self.draining:
             raise WorkerDrains("this worker drains")
@@ -251,14 +277,16 @@ class VllmMachine:
         self._waiting[call.transfer_id] = request.request_id
         return []
 
-    def _transfer(self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool) -> EngineTransfer | None:
+    def _transfer(
+        self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool, is_move: bool = False
+    ) -> EngineTransfer | None:
         """None if vLLM's own connector moves the blocks. Raises `LayoutMismatch`."""
         agent = self.info.agent
         if agent is None:
             return None
         if differences := agent.layout.differences(peer.layout):
             raise LayoutMismatch(differences)
-        return EngineTransfer(transfer_id, peer, is_offer)
+        return EngineTransfer(transfer_id, peer, is_offer, is_move)
 
     def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = self._waiting.pop(transfer_id, None)
@@ -269,7 +297,7 @@ class VllmMachine:
         self._early[transfer_id] = (handoff, now)
         return []
 
-    def _submit(self, call: _Call, handoff: bytes, now: float) -> list[VllmAction]:
+    def _submit(self, call: EngineCall, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = call.request.request_id
         if not self._num_submitted:
             self._reported_at = now
@@ -295,26 +323,36 @@ class VllmMachine:
         actions: list[VllmAction] = []
         call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
         if output.tokens:
-            call.num_tokens = call.num_tokens or output.num_pulled_tokens
+            if not call.num_tokens:
+                if call.reads_a_move and not output.num_pulled_tokens:
+                    return self._refuse_moved(output)
+                call.num_tokens = call.num_pulled_tokens = output.num_pulled_tokens
             self._note_tokens(call, output, now)
             if call.is_prefill:
                 return self._finish_prefill(call, output)
-            first = call.next_index
-            tokens = [TokenEvent(output.request_id, first + k, token, None) for k, token in enumerate(output.tokens)]
-            call.num_tokens += len(tokens)
-            actions.append(EmitTokens(tuple(tokens)))
+            actions.append(EmitTokens(call.take(output)))
         if output.finish_reason is None:
             return actions
-        if output.first_token is not None:  # the router has it from the prefill worker, if that has not died
-            event = TokenEvent(output.request_id, call.first_index, SampledToken(output.first_token), None)
-            actions.append(EmitTokens((event,)))
+        if output.pulled_tokens:
+            actions.append(EmitTokens(call.pulled(output)))
         if call.is_prefill or not call.num_tokens:
             return self._end(
                 output.request_id, TandemError("the engine ended a request without a token"), in_engine=False
             )
-        return [*actions, self._finish_decode(call, output.finish_reason, now)]
+        if output.is_moved:
+            actions.append(HandedOver(output.request_id, call.next_index))
+        reason = FinishReason.HANDOFF if output.is_moved else output.finish_reason
+        return [*actions, self._finish_decode(call, reason, now)]
 
-    def _note_tokens(self, call: _Call, output: EngineOutput, now: float) -> None:
+    def _refuse_moved(self, output: EngineOutput) -> list[VllmAction]:
+        """The KV of a request that moves here did not come, so the engine has computed all that it knew of it.
+
+        The owner may still sample, or has sampled tokens that this engine does not know.
+        """
+        lost = TransferFailed("the KV of a request that moves has not come")
+        return self._end(output.request_id, lost, in_engine=output.finish_reason is None)
+
+    def _note_tokens(self, call: EngineCall, output: EngineOutput, now: float) -> None:
         request_id = call.request.request_id
         timeline = self.open_calls.timelines[request_id]
         if timeline.stage is Stage.QUEUE:
@@ -324,9 +362,9 @@ class VllmMachine:
         context = len(call.request.token_ids) + call.num_tokens + len(output.tokens)
         self.load.note_tokens(request_id, len(output.tokens), context)
 
-    def _finish_prefill(self, call: _Call, output: EngineOutput) -> list[VllmAction]:
+    def _finish_prefill(self, call: EngineCall, output: EngineOutput) -> list[VllmAction]:
         request, token = call.request, output.tokens[0]
-        finish_reason = _finish_reason_after(request, token, self.info.eos_token_ids)
+        finish_reason = call.finish_reason_after(token, self.info.eos_token_ids)
         if finish_reason is None and not output.handoff and call.transfer is None:
             return self._end(
                 request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False
@@ -346,7 +384,7 @@ class VllmMachine:
         self._forget(request.request_id)
         return [done]
 
-    def _finish_decode(self, call: _Call, finish_reason: FinishReason, now: float) -> DecodeDone:
+    def _finish_decode(self, call: EngineCall, finish_reason: FinishReason, now: float) -> DecodeDone:
         request_id, num_prompt_tokens = call.request.request_id, len(call.request.token_ids)
         self.open_calls.enter(request_id, Stage.FINISHED, now)
         timeline, record = self.open_calls.timelines[request_id], self.open_calls.records[request_id]
@@ -359,6 +397,7 @@ class VllmMachine:
             pull=None,
             num_prompt_tokens=num_prompt_tokens,
             num_blocks=self.info.layout.num_blocks_for(num_prompt_tokens + call.num_tokens),
+            num_recomputed_tokens=max(0, call.num_pulled_tokens - 1),  # the owner has computed all but the last one
             record=record,
         )
 
@@ -402,6 +441,7 @@ class VllmMachine:
         elif call.transfer_id is not None:
             del self._waiting[call.transfer_id]
         self.load.forget(request_id)
+        self.moves.forget(request_id)
         self.open_calls.close(request_id)
 
     def check(self) -> None:
@@ -413,13 +453,9 @@ class VllmMachine:
         assert self._num_submitted == len(self._calls) - len(waiting)
         assert not self._waiting.keys() & self._early.keys()
         assert len(self._early) <= MAX_EARLY_HANDOFFS
+        assert self.moves.by_id.keys() <= self._calls.keys()
         self.load.check(self._calls.keys())
         self.handshakes.check()
-
-
-def _finish_reason_after(request: Request, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    token_ids = [*request.token_ids, token.token_id]
-    return Sequence(request, 0, token_ids=token_ids).finish_reason_after(token.token_id, eos_token_ids)
 
 
 def _error_of(output: EngineOutput) -> TandemError:

@@ -15,6 +15,7 @@ from typing import Any
 
 from protos.agent_codec import encode_agent
 from vllm_worker.handoff import EngineAddress
+from vllm_worker.kv.parameters import decode_transfer
 
 EXTENSION = "vllm_worker.nixl_handshake.WorkerExtension"
 GREETING_TIMEOUT_S = 1.0  # of a peer that runs
@@ -64,6 +65,20 @@ class WorkerExtension:
 
         transfers = getattr(get_kv_transfer_group(), "transfers", None)
         return b"" if transfers is None else bytes(encode_agent(transfers.address).SerializeToString())
+
+    def tandem_move(self, request_id: str, transfer: dict[str, Any], num_known_tokens: int) -> None:
+        """`Engine.move`. `transfer`: as `encode_transfer` makes it."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        decoded = decode_transfer(transfer)
+        assert decoded is not None
+        get_kv_transfer_group().handoffs.begin_move(request_id, decoded, num_known_tokens)
+
+    def tandem_stay(self, request_id: str, transfer_id: str) -> None:
+        """`Engine.stay`. `transfer_id`: in hexadecimal digits."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().handoffs.end_move(request_id, int(transfer_id, 16))
 
     def tandem_begin_handshake(self, engine_id: str, host: str, port: int, **sizes: int) -> str:
         """Begin a handshake on the connector's own thread. Returns why not; empty if it has begun.

@@ -1,6 +1,6 @@
 """The shell of a vLLM worker: the gRPC services of its role, its machine, and its engine.
 
-gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort, ShakeHands--> Engine
+gRPC calls --> role's servicer --events--> Driver(VllmMachine) --Submit, Abort, MoveOut, ...--> Engine
                                               ^                                                 |
                                               +----- outputs, steps, block events, handshakes --+
 """
@@ -22,6 +22,7 @@ from runtime.rpc.security import OPEN, Credentials
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
 from vllm_worker.handshakes import ShakeHands
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
+from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged
 from worker.grammar_check import accept_grammars
@@ -95,6 +96,10 @@ class VllmService(ServingWorker):
                 self._engine.submit(prompt)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case MoveOut(request_id, transfer, num_known_tokens):
+                self._engine.move(request_id, transfer, num_known_tokens)
+            case Stay(request_id, transfer_id):
+                self._engine.stay(request_id, transfer_id)
             case ShakeHands(peer, address):
                 self._engine.shake_hands(peer, address)
             case Fail(detail):

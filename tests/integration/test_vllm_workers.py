@@ -191,13 +191,20 @@ async def test_the_router_learns_the_prefix_cache_of_the_engine() -> None:
         assert again.token_ids == expected([*PROMPT, 1, 2], 8)
 
 
-async def test_a_drained_worker_finishes_its_streams() -> None:
-    async with deploy_fakes(num_decode=2, step_s=0.005) as fleet:
-        calls = asyncio.create_task(_answers(fleet, 6, 40))
-        await until(lambda: fleet.engines["decode-0"].num_open, "the worker has a request")
+@pytest.mark.parametrize("have_agents", [False, True])
+async def test_a_drained_worker_finishes_its_streams_or_moves_them(have_agents: bool) -> None:
+    async with deploy_fakes(num_decode=2, step_s=0.005, have_agents=have_agents) as fleet:
+        calls = [asyncio.create_task(fleet.generate([*PROMPT, place], 400)) for place in range(6)]
+        decoding = [fleet.engines[name] for name in ("decode-0", "decode-1")]
+        await until(lambda: sum(engine.num_decoding for engine in decoding) == 6, "all requests are in decode")
+        assert decoding[0].num_decoding
         await fleet.services["decode-0"].drain(10.0)
         assert not fleet.engines["decode-0"].num_open
-        assert await calls == _expected(6, 40)
+        answers = await asyncio.gather(*calls)
+        assert [answer.token_ids for answer in answers] == [expected([*PROMPT, place], 400) for place in range(6)]
+        assert {answer.num_attempts for answer in answers} == {1}
+        assert ("migrated" in {answer.path for answer in answers}) == have_agents
+        await fleet.settle()
 
 
 async def test_an_engine_that_does_not_start_says_why() -> None:

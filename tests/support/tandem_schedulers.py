@@ -47,7 +47,7 @@ from kv_transfer.transports.transport import PoolMemory
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import REQUEST_FIELDS
-from vllm_worker.kv.parameters import decode_first_token, encode_transfer
+from vllm_worker.kv.parameters import RequestEnd, decode_end, encode_request
 from vllm_worker.kv.transfers import BlocksComputed, Command
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 32, 16, 2
@@ -114,7 +114,9 @@ class Engine:
 
     name: str
     outputs: dict[str, list[int]] = field(default_factory=dict)
-    first_tokens: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)  # as they were submitted
+    num_pulled: dict[str, int] = field(default_factory=dict)  # tokens, with the first output
+    ends: dict[str, RequestEnd] = field(default_factory=dict)
     offered: dict[int, list[int]] = field(default_factory=dict)  # prompts by transfer id
 
     def __post_init__(self) -> None:
@@ -182,13 +184,13 @@ class Engine:
             for row in range(min(BLOCK_SIZE, len(token_ids) - first))
         )
 
-    def submit(self, name: str, prompt: list[int], transfer: EngineTransfer, max_tokens: int) -> None:
+    def submit(self, name: str, prompt: list[int], transfer: EngineTransfer | None, max_tokens: int) -> None:
         sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": encode_transfer(transfer)}
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": encode_request(name, transfer)}
         )
         sampling.update_from_generation_config({}, None)
-        self.outputs[name] = []
-        if transfer.is_offer:
+        self.outputs[name], self.prompts[name] = [], list(prompt)
+        if transfer is not None and transfer.is_offer:
             self.offered[transfer.transfer_id] = prompt
         request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher)
         assert not [field for field in REQUEST_FIELDS if not hasattr(request, field)]
@@ -230,8 +232,11 @@ class Engine:
         for core_outputs in scheduler.update_from_output(planned, output).values():
             for one in core_outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
-                if (first_token := decode_first_token(one.kv_transfer_params)) is not None:
-                    self.first_tokens[one.request_id] = first_token
+                if one.prefill_stats is not None:
+                    num_known = len(self.prompts[one.request_id])
+                    self.num_pulled[one.request_id] = max(0, one.prefill_stats.num_cached_tokens + 1 - num_known)
+                if one.finish_reason is not None:
+                    self.ends[one.request_id] = decode_end(one.kv_transfer_params)
         self.rank.handoffs.check()
         return bool(names)
 
@@ -294,7 +299,7 @@ def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
                 expected.append(next_token(expected))
             found = reader.outputs[handoff.name]
             if len(found) < NUM_OUTPUTS:  # the first token came with the blocks
-                assert reader.first_tokens.pop(handoff.name) == expected[len(handoff.prompt)]
+                assert reader.ends[handoff.name].pulled_tokens == (expected[len(handoff.prompt)],)
                 found = [expected[len(handoff.prompt)], *found]
                 happened["first tokens"] += 1
             assert found == expected[len(handoff.prompt) :], f"seed {seed}: {found}"
@@ -343,9 +348,7 @@ def plant_early_offers() -> None:
     Handoffs.begin_step = begin_and_offer  # type: ignore[method-assign]
 
 
-def main(first: int, end: int, is_early: bool) -> None:
-    if is_early:
-        plant_early_offers()
+def run_seeds(first: int, end: int, run_seed: Callable[[int, Engine, Engine], None]) -> None:
     init_none_hash(sha256)
     vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
     owner, reader = Engine("prefill-0"), Engine("decode-0")
@@ -357,4 +360,6 @@ def main(first: int, end: int, is_early: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["early"])
+    if sys.argv[3:] == ["early"]:
+        plant_early_offers()
+    run_seeds(int(sys.argv[1]), int(sys.argv[2]), run_seed)

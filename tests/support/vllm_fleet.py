@@ -7,6 +7,7 @@ with started_workers(tmp_path, ("prefill", 0), ("decode", 0)) as workers:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -67,6 +68,15 @@ class VllmProcess:
     def num_handshakes(self) -> int:
         """Those that its engine has begun as a reader, and whose owner answered."""
         return self.log.read_text().count("NIXL compatibility check passed")
+
+    async def drain(self) -> None:
+        """Ends when the worker has nothing left."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("drain\n")
+        self.process.stdin.flush()
+        answer = await asyncio.to_thread(self.process.stdout.readline)
+        assert answer == "drained\n", "the worker has ended"
 
     def engine(self) -> psutil.Process:
         """The process that schedules, whose child computes."""

@@ -4,6 +4,7 @@ machine              a new worker; the options are its limits
                      (`agent`: its engine has a transfer agent)
 prefill, decode      calls arrive; `ticket` is the id of the hand-off that a decode call reads
 output NAME TOKENS   of the engine, `ends` with a reason; `step` is its report of a step
+move NAME TICKET     the router has found a worker for a running request; `resume`: it has ended the call of that worker
 time                 the clock that `wait` moves, with the Ticks that are due on the way
 """
 
@@ -22,13 +23,14 @@ from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
-from decode_worker.events import DecodeArrived, DecodeCancelled, HandoffArrived
+from decode_worker.events import DecodeArrived, DecodeCancelled, HandoffArrived, MoveArrived, ResumeArrived
 from prefill_worker.machine import PrefillArrived, PrefillCancelled
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
 from vllm_worker.handshakes import ShakeHands
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
+from vllm_worker.moves import MoveOut, Stay
 from worker.core import ConfigChanged, DrainRequested
 
 EOS = 7
@@ -79,6 +81,10 @@ class VllmReplay(Replay):
                         f"{'to' if transfer.is_offer else 'from'} {transfer.peer.name} by {transfer.transfer_id}"
                     ]
                 return " ".join(["submit", prompt.request_id, *["offers"] * prompt.offers, *handoff])
+            case MoveOut(request_id, transfer, num_known_tokens):
+                return f"move {request_id} to {transfer.peer.name} by {transfer.transfer_id}, {num_known_tokens} known"
+            case Stay(request_id, transfer_id):
+                return f"stay {request_id} {transfer_id}"
             case Abort(request_id):
                 return f"abort {request_id}"
             case ShakeHands(peer, address):
@@ -94,9 +100,16 @@ class VllmReplay(Replay):
         call = CallId("router", 1)
         return self.post(PrefillArrived(request(name, **options), 5, agent_of("other"), self.now + TIMEOUT_S, call))
 
-    def decode(self, name: str, ticket: int | None = None, heads: int = 1, **options: Any) -> Actions:
+    def decode(self, name: str, ticket: int | None = None, heads: int = 1, is_move: int = 0, **options: Any) -> Actions:
         source = None if ticket is None else (ticket, agent_of("other", heads=heads))
-        return self.post(DecodeArrived(request(name, **options), source, self.now + TIMEOUT_S, CallId("router", 1)))
+        deadline, call = self.now + TIMEOUT_S, CallId("router", 1)
+        return self.post(DecodeArrived(request(name, **options), source, deadline, call, bool(is_move)))
+
+    def move(self, name: str, ticket: int, known: int = 8, heads: int = 1) -> Actions:
+        return self.post(MoveArrived(name, ticket, agent_of("other", heads=heads), known))
+
+    def resume(self, name: str, ticket: int) -> Actions:
+        return self.post(ResumeArrived(name, ticket))
 
     def handoff(self, ticket: int) -> Actions:
         return self.post(HandoffArrived(ticket, b"kv"))
@@ -115,13 +128,18 @@ class VllmReplay(Replay):
 
     # ---- the engine
 
-    def output(self, name: str, *tokens: int | str, ends: str = "", handoff: str = "", **fields: Any) -> Actions:
+    def output(
+        self, name: str, *tokens: int | str, ends: str = "", handoff: str = "", pulled: int | str = "", **fields: Any
+    ) -> Actions:
         sampled = tuple(map(SampledToken, numbers_of(*tokens)))
         reason = FinishReason(ends) if ends else None
+        fields["pulled_tokens"] = tuple(numbers_of(pulled))
         return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
 
-    def step(self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int) -> Actions:
-        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens))
+    def step(
+        self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int, lent: int = 0
+    ) -> Actions:
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent))
 
     def died(self) -> Actions:
         return self.post(EngineDied("killed"))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 from cli.diagnosis.vllm_environment import python_of, variables
 from core.config import VllmConfig
 from core.scheduling.block_pool import Column
-from tandem_client import AsyncClient
+from tandem_client import AsyncClient, Completion
 from tests.support.vllm_fleet import BLOCK_SIZE, ROOT, VllmProcess, require_vllm, routed, started_workers
 from tests.support.waiting import until
 
@@ -24,6 +25,7 @@ HAPPENED = (
     "right", "received", "first tokens", "flipped", "failed", "cancelled", "preempted",
     "joined a step that writes its prefix",
 )  # fmt: skip
+MOVED = ("moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "preempted", "right")
 MAX_TOKENS = 16
 TIMEOUT_S = 180.0
 LEASE_S = 3600.0  # no lease ends in these tests
@@ -32,7 +34,7 @@ LEASE_S = 3600.0  # no lease ends in these tests
 @pytest.mark.timeout(600)
 def test_no_wrong_block_and_no_lost_block_with_the_scheduler_of_vllm() -> None:
     """Chunks, equal prompts, preemptions, flipped bits and cancels, in an order that the seed draws."""
-    done = hand_off(NUM_SEEDS)
+    done = schedule("tandem", NUM_SEEDS)
     assert done.returncode == 0, done.stderr[-4000:]
     happened = json.loads(done.stdout.splitlines()[-1])
     for name in HAPPENED:
@@ -41,15 +43,31 @@ def test_no_wrong_block_and_no_lost_block_with_the_scheduler_of_vllm() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_block_that_is_offered_when_its_step_is_scheduled_is_found() -> None:
-    done = hand_off(NUM_SEEDS, "early")
+    done = schedule("tandem", NUM_SEEDS, "early")
     assert done.returncode
     assert "a block is offered before it is written" in done.stderr
 
 
-def hand_off(num_seeds: int, *planted: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.timeout(600)
+def test_streams_move_between_two_schedulers_of_vllm_without_a_wrong_token() -> None:
+    done = schedule("moving", NUM_SEEDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    for name in MOVED:
+        assert counts.get(name), f"no seed has {name}: {counts}"
+
+
+@pytest.mark.timeout(600)
+def test_tokens_that_a_reader_numbers_wrong_are_found() -> None:
+    done = schedule("moving", NUM_SEEDS, "miscount")
+    assert done.returncode
+    assert "a wrong token" in done.stderr
+
+
+def schedule(name: str, num_seeds: int, *planted: str) -> subprocess.CompletedProcess[str]:
     require_vllm()
     python = python_of(VllmConfig())
-    command = [str(python), "-m", "tests.support.tandem_schedulers", "0", str(num_seeds), *planted]
+    command = [str(python), "-m", f"tests.support.{name}_schedulers", "0", str(num_seeds), *planted]
     environment = os.environ | variables(python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -116,3 +134,58 @@ async def test_a_cancelled_hand_off_leaves_no_block_behind(workers: Workers) -> 
                     continue
         await until(lambda: not view.num_in_flight, "the router has open requests", 60.0)
         await until(lambda: held() == {"prefill-0": 0, "decode-0": 0}, "a worker holds blocks", 60.0)
+
+
+@pytest.fixture(scope="module")
+def decode_workers(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmProcess]]:
+    """Three, of which each test drains one."""
+    changes = {"vllm": {"connector": "tandem", "lease_s": LEASE_S}}
+    with started_workers(tmp_path_factory.mktemp("more"), ("decode", 1), ("decode", 2), changes=changes) as more:
+        yield [workers["decode-0"], *more.values()]
+
+
+LONG = 160
+STREAMS = [prompt_of(500 + number, 40 + 17 * number) for number in range(8)]
+
+
+async def decode(client: AsyncClient, prompt: list[int], runs: asyncio.Event | None = None) -> Completion:
+    async with client.stream(prompt, TIMEOUT_S, max_tokens=LONG, ignore_eos=True, temperature=0.0) as stream:
+        num_tokens = 0
+        async for piece in stream:
+            num_tokens += len(piece.token_ids)
+            if runs is not None and num_tokens >= 3:
+                runs.set()
+    return stream.result
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_eight_streams_leave_a_worker_that_drains(decode_workers: list[VllmProcess], is_killed: bool) -> None:
+    """`is_killed`: it is killed when some of them have left."""
+    source, target = decode_workers[2 if is_killed else 0], decode_workers[1]
+    async with routed([source]) as (client, router):
+        undisturbed = await asyncio.gather(*(decode(client, prompt) for prompt in STREAMS))
+        run = [asyncio.Event() for _ in STREAMS]
+        calls = [asyncio.create_task(decode(client, *each)) for each in zip(STREAMS, run, strict=True)]
+        await asyncio.gather(*(each.wait() for each in run))
+        await router.set_workers([source.endpoint, target.endpoint])
+        view = router._shell.view
+        await until(lambda: view.worker(target.endpoint.service_id) is not None, "the router knows the target")
+        draining = asyncio.create_task(source.drain())
+        if is_killed:
+            await until(lambda: view.num_moved, "a stream has moved")
+            record = view.worker(source.endpoint.service_id)
+            assert record is not None
+            assert record.dispatched, "the kill comes too late"
+            os.kill(source.process.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*calls)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
+        if is_killed:
+            with pytest.raises(AssertionError, match="the worker has ended"):
+                await draining
+            return
+        await draining
+        assert {(answer.num_attempts, answer.num_moves, answer.path) for answer in answers} == {(1, 1, "migrated")}
+        assert max(answer.recomputed_tokens for answer in answers) < BLOCK_SIZE
+        held = view.worker(target.endpoint.service_id)
+        assert held is not None
+        await until(lambda: not held.load.ledger[Column.HELD], "the target holds no block", 60.0)

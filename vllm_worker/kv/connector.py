@@ -21,6 +21,7 @@ from typing import Any
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.block_pool import BlockPool
 
 from core.config import TransferConfig
@@ -30,7 +31,7 @@ from verified_kv.connector import VerifiedConnector
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import unmet, unsupported
 from vllm_worker.kv.host_pool import host_pool, layout_of
-from vllm_worker.kv.parameters import encode_first_token
+from vllm_worker.kv.parameters import NUM_LENT, encode_end
 from vllm_worker.kv.transfer_thread import TransferThread
 
 logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
@@ -55,6 +56,13 @@ class Options:
 
 class _Nothing(base.KVConnectorMetadata):  # type: ignore[misc]
     """The two instances share a process, so the scheduler has nothing to send."""
+
+
+class _StepStats(KVConnectorStats):  # type: ignore[misc]
+    """Plain numbers, which travel with the statistics of the step."""
+
+    def is_empty(self) -> bool:
+        return False
 
 
 class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -140,8 +148,11 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        first_token = self.handoffs.finish(request, block_ids[0])
-        return False, None if first_token is None else encode_first_token(first_token)
+        return False, encode_end(self.handoffs.finish(request, block_ids[0]))
 
     def has_pending_push_work(self) -> bool:
-        return self.handoffs.has_lent_blocks
+        return self.handoffs.num_lent > 0
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """With each step. The rank adds nothing."""
+        return _StepStats({NUM_LENT: self.handoffs.num_lent}) if self.role is base.KVConnectorRole.SCHEDULER else None

@@ -1,6 +1,7 @@
 """The hand-offs of a vLLM engine, as its scheduler sees them. All calls come from the engine's thread.
 
     an offer    on_new_request -> begin_step, end_step ... -> finish   the blocks stay lent until the reader has them
+    a move      begin_move -> begin_step, end_step ... -> finish       an offer of a request that goes on until then
     a pull      on_new_request -> num_to_load -> place -> loads()      vLLM schedules the request after its load
 
 The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
@@ -14,6 +15,9 @@ prefix cache when it schedules the step, so a second request with the same prefi
 count as computed and are not written yet. So nothing is offered while a step runs: `begin_step` notes the blocks of its
 requests, `end_step` offers them.
 
+A request that moves ends with the next token after its reader has caught up, as if that token were its last one. So
+vLLM ends it by itself, behind a step, and nothing writes into its last block any more.
+
 `request` is vLLM's `Request` everywhere.
 """
 
@@ -26,7 +30,8 @@ from typing import Any, Protocol
 
 from core.handoff import TransferId
 from kv_transfer.protocol.events import PullCompleted, PullFailed
-from vllm_worker.kv.parameters import decode_transfer
+from vllm_worker.engine import EngineTransfer
+from vllm_worker.kv.parameters import RequestEnd, decode_transfer, name_of
 from vllm_worker.kv.transfers import (
     BlocksComputed,
     Command,
@@ -74,13 +79,33 @@ class LendingPool(Protocol):
 class _Offer:
     transfer_id: TransferId
     request: Any
+    num_tokens: int  # that the reader knows, and whose blocks it wants
+    max_tokens: int | None = None  # of a request that moves; None: a prompt is handed off
     num_published: int = 0  # full blocks
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens whose KV no step writes any more."""
+        request = self.request
+        num_computed = int(request.num_computed_tokens - request.num_in_flight_tokens)
+        return max(0, min(num_computed, self.num_tokens))
+
+    @property
+    def is_complete(self) -> bool:
+        """The request has ended. Whether the reader goes on with it: there are tokens that the reader lacks."""
+        request, status = self.request, self.request.status.name
+        if self.max_tokens is None:
+            goes_on = status in COMPUTED and request.num_output_tokens > 0
+        else:
+            goes_on = status == "FINISHED_LENGTH_CAPPED" and request.num_output_tokens < self.max_tokens
+        return goes_on and self.num_settled == self.num_tokens
 
 
 @dataclass(slots=True)
 class _Pull:
     transfer_id: TransferId
     request: Any
+    is_move: bool
     num_local_tokens: int = 0
     is_placed: bool = False
 
@@ -103,7 +128,8 @@ class Handoffs:
         self._is_idle = False  # the step that runs computes nothing
         self._pulls: dict[str, _Pull] = {}  # by request id
         self._puller_of: dict[TransferId, str] = {}  # request ids
-        self._first_tokens: dict[str, int] = {}  # by id of a request that has got its first token with its blocks
+        self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
+        self._named: dict[str, Any] = {}  # requests, by the name that the worker gives them
 
     def bind(self, pool: LendingPool) -> None:
         self._pool = pool
@@ -112,29 +138,62 @@ class Handoffs:
 
     def on_new_request(self, request: Any) -> None:
         self.take_back()
+        if name := name_of(request.kv_transfer_params):
+            self._named[name] = request
         transfer = decode_transfer(request.kv_transfer_params)
         if transfer is None:
             return
         request_id, transfer_id = request.request_id, transfer.transfer_id
         if transfer.is_offer:
-            self._offers[request_id] = _Offer(transfer_id, request)
+            self._offers[request_id] = _Offer(transfer_id, request, request.num_prompt_tokens)
             self._transfers.post(OfferBegun(transfer_id, transfer.peer))
         elif transfer_id not in self._puller_of:
-            self._pulls[request_id], self._puller_of[transfer_id] = _Pull(transfer_id, request), request_id
+            self._pulls[request_id] = _Pull(transfer_id, request, transfer.is_move)
+            self._puller_of[transfer_id] = request_id
             self._transfers.post(PullBegun(transfer_id, transfer.peer))
 
-    def finish(self, request: Any, block_ids: Sequence[int]) -> int | None:
-        """The request has ended; vLLM frees its blocks after this call, but keeps those that are lent.
-
-        Returns the first token of the output, if it came with the blocks.
-        """
+    def finish(self, request: Any, block_ids: Sequence[int]) -> RequestEnd:
+        """The request has ended; vLLM frees its blocks after this call, but keeps those that are lent."""
+        name = name_of(request.kv_transfer_params)
+        if self._named.get(name) is request:
+            del self._named[name]
+        is_moved = False
         offer = self._offers.pop(request.request_id, None)
         if offer is not None:
-            self._finish_offer(offer, block_ids)
+            is_moved = self._finish_offer(offer, block_ids) and offer.max_tokens is not None
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             self._cancel(request.request_id, pull)
-        return self._first_tokens.pop(request.request_id, None)
+        return RequestEnd(self._pulled_tokens.pop(request.request_id, ()), is_moved)
+
+    # ---- moves
+
+    def begin_move(self, name: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
+        """Give a running request to a peer, of which the peer knows so many tokens. Call it between two steps.
+
+        Does nothing for a request that has just ended, and whose last output is on its way.
+        """
+        request = self._named.get(name)
+        if request is None or request.request_id in self._offers or request.num_tokens < num_known_tokens:
+            return
+        self._offers[request.request_id] = _Offer(transfer.transfer_id, request, num_known_tokens, request.max_tokens)
+        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer))
+
+    def end_move(self, name: str, transfer_id: TransferId) -> None:
+        """The request goes on here, unless it has left."""
+        request = self._named.get(name)
+        offer = None if request is None else self._offers.get(request.request_id)
+        if request is None or offer is None or offer.transfer_id != transfer_id:
+            return
+        request.max_tokens = offer.max_tokens
+        del self._offers[request.request_id]
+        self._transfers.post(OfferCancelled(transfer_id))
+
+    def _end_soon(self, transfer_id: TransferId) -> None:
+        """The reader of a request that moves has caught up."""
+        for offer in self._offers.values():
+            if offer.transfer_id == transfer_id and offer.max_tokens is not None:
+                offer.request.max_tokens = min(offer.max_tokens, offer.request.num_output_tokens + 1)
 
     # ---- offers
 
@@ -147,20 +206,21 @@ class Handoffs:
         """Offer the blocks that ended steps have filled. A request that has ended with the step is none of them."""
         for request_id, block_ids in self._step.items():
             if (offer := self._offers.get(request_id)) is not None:
-                num_ready = _num_settled(offer.request) // self._block_size
-                self._lend(offer, block_ids[:num_ready])
+                self._lend(offer, block_ids[: offer.num_settled // self._block_size])
         self._step = {}
 
-    def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> None:
-        """With a first token, the rest of the blocks follows, with the partly filled one."""
-        request = offer.request
-        num_tokens = request.num_prompt_tokens
-        is_computed = request.status.name in COMPUTED and _num_settled(request) == num_tokens
-        if not is_computed or not request.num_output_tokens:
+    def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> bool:
+        """The rest of the blocks follows, with the partly filled one, and the tokens that the reader lacks.
+
+        Returns whether the reader goes on.
+        """
+        if not offer.is_complete:
             self._transfers.post(OfferCancelled(offer.transfer_id))
-            return
-        num_blocks = -(-num_tokens // self._block_size)
-        self._lend(offer, block_ids[:num_blocks], token_ids=(int(request.output_token_ids[0]),))
+            return False
+        num_blocks = -(-offer.num_tokens // self._block_size)
+        token_ids = tuple(map(int, offer.request._all_token_ids[offer.num_tokens :]))
+        self._lend(offer, block_ids[:num_blocks], token_ids)
+        return True
 
     def _lend(self, offer: _Offer, block_ids: Sequence[int], token_ids: tuple[int, ...] = ()) -> None:
         """Lend the blocks that were not lent before. After a preemption, the earlier ones stay those of before it."""
@@ -186,11 +246,16 @@ class Handoffs:
         if freed := _taken(blocks.freed):
             pool.free_blocks([pool.blocks[block] for block in freed])
             self._num_lent -= len(freed)
+        for transfer_id in _taken(self._transfers.machine.caught_up):
+            self._end_soon(transfer_id)
 
     @property
-    def has_lent_blocks(self) -> bool:
-        """Until they are back, the engine must step: vLLM calls its connector in steps only."""
-        return self._num_lent > 0
+    def num_lent(self) -> int:
+        """References to blocks that transfers have.
+
+        Until they are back, the engine must step: vLLM calls its connector in steps only.
+        """
+        return self._num_lent
 
     # ---- pulls
 
@@ -214,7 +279,9 @@ class Handoffs:
         pull.num_local_tokens = num_tokens - num_external_tokens
         first = pull.num_local_tokens // self._block_size
         end = -(-num_tokens // self._block_size)
-        self._transfers.post(TargetsGiven(pull.transfer_id, dict(enumerate(block_ids[first:end], first))))
+        targets = dict(enumerate(block_ids[first:end], first))
+        growth = (num_tokens + request.max_tokens, num_tokens) if pull.is_move else ()
+        self._transfers.post(TargetsGiven(pull.transfer_id, targets, *growth))
 
     def loads(self) -> Loads:
         """The loads that have ended since the last call, which was in the step before."""
@@ -234,32 +301,33 @@ class Handoffs:
             if pull.is_placed:
                 ended.received.add(request_id)
                 if isinstance(outcome, PullCompleted) and not pull.request.is_finished():
-                    self._take_first_token(pull, *outcome.token_ids)
+                    self._take_tokens(pull, outcome.token_ids)
         return ended
 
-    def _take_first_token(self, pull: _Pull, token_id: int) -> None:
-        """Make the first token a part of the prompt, so that the next step samples the second one.
+    def _take_tokens(self, pull: _Pull, token_ids: tuple[int, ...]) -> None:
+        """Make tokens of the owner a part of the prompt, so that the next step samples behind them.
 
-        Where it ends the output, vLLM samples it again, and ends the request. The statistics of the request tell the
-        worker which of the two it is.
+        A token that ends the output is sampled again, and ends the request. The statistics of the request tell the
+        worker how many tokens are taken.
         """
         request = pull.request
         num_tokens, sampling = request.num_prompt_tokens, request.sampling_params
-        is_last = request.max_tokens < 2 or token_id in (sampling.stop_token_ids or ())
-        num_cached = num_tokens - 1 if is_last else num_tokens
+        ends = request.max_tokens <= len(token_ids) or token_ids[-1] in (sampling.stop_token_ids or ())
+        num_taken = 0 if ends else len(token_ids)
+        num_cached = num_tokens - 1 + num_taken
         request.prefill_stats.set(
-            num_prompt_tokens=num_tokens,
+            num_prompt_tokens=max(num_tokens, num_cached),
             num_local_cached_tokens=pull.num_local_tokens,
             num_external_cached_tokens=num_cached - pull.num_local_tokens,
         )
-        if is_last:
+        if ends:
             return
-        request.prompt_token_ids.append(token_id)
-        request._all_token_ids.append(token_id)
-        request.num_prompt_tokens += 1
-        request.max_tokens -= 1
+        request.prompt_token_ids.extend(token_ids)
+        request._all_token_ids.extend(token_ids)
+        request.num_prompt_tokens += num_taken
+        request.max_tokens -= num_taken
         request.update_block_hashes()
-        self._first_tokens[request.request_id] = token_id
+        self._pulled_tokens[request.request_id] = token_ids
 
     def _cancel(self, request_id: str, pull: _Pull) -> None:
         """A load that was placed goes on until its outcome."""
@@ -271,12 +339,6 @@ class Handoffs:
     def check(self) -> None:
         """Every pull has a request, and every request at most one."""
         assert {pull.transfer_id: request_id for request_id, pull in self._pulls.items()} == self._puller_of
-
-
-def _num_settled(request: Any) -> int:
-    """Tokens of the prompt whose KV no step writes any more."""
-    num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-    return max(0, min(int(num_computed), int(request.num_prompt_tokens)))
 
 
 def _taken(queue: Any) -> list[Any]:

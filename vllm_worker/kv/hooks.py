@@ -23,6 +23,7 @@ SCHEDULER_HOOKS = {
     "update_connector_output": "called in every step that computes, when it has ended and counts as computed",
     "request_finished_all_groups": "called once for each request, also after an abort, before its blocks are freed",
     "has_pending_push_work": "keeps the engine stepping",
+    "get_kv_connector_stats": "asked at the end of every step; its data comes with the statistics of the step",
 }
 # In the process that computes, which is the scheduler's process here.
 RANK_HOOKS = {
@@ -33,9 +34,11 @@ RANK_HOOKS = {
 CLASS_HOOKS = {"get_required_kvcache_layout": "asked before the caches are allocated"}
 REQUEST_FIELDS = (
     "request_id", "kv_transfer_params", "num_prompt_tokens", "num_computed_tokens", "num_in_flight_tokens",
-    "num_output_tokens", "output_token_ids", "status", "is_finished",
-    # The first token of a pull becomes a part of the prompt, as vLLM does with the tokens of a streaming session.
-    "prompt_token_ids", "_all_token_ids", "max_tokens", "sampling_params", "update_block_hashes", "prefill_stats",
+    "num_output_tokens", "num_tokens", "status", "is_finished",
+    # A request ends at max_tokens, which may change while it runs.
+    "max_tokens",
+    # The tokens of a pull become a part of the prompt, as vLLM does with the tokens of a streaming session.
+    "prompt_token_ids", "_all_token_ids", "sampling_params", "update_block_hashes", "prefill_stats",
 )  # fmt: skip
 POOL_METHODS = ("touch", "free_blocks", "evict_blocks")
 

@@ -79,6 +79,8 @@ class TargetsGiven:
 
     transfer_id: TransferId
     targets: Mapping[int, int]
+    num_tokens: int | None = None  # of a request that its owner still decodes: at most; None: all are known
+    num_known_tokens: int | None = None  # of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,13 @@ EngineTransferEvent = Command | AgentEvent | Tick
 
 
 class EngineTransfers:
-    """`outcomes` is for the engine's thread, as the queues of `blocks` are."""
+    """`outcomes` and `caught_up` are for the engine's thread, as the queues of `blocks` are."""
 
     def __init__(self, config: TransferConfig, address: AgentAddress) -> None:
         self.blocks = LentBlocks()
         self.transfers = TransferMachine(config, self.blocks, address)
         self.outcomes: deque[PullEnded] = deque()
+        self.caught_up: deque[TransferId] = deque()  # offers whose readers have all blocks so far
         self._targets: dict[TransferId, tuple[int, ...]] = {}
 
     def handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
@@ -113,8 +116,8 @@ class EngineTransfers:
                 return self._apply(self.transfers.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
             case PullBegun(transfer_id, owner):
                 return self._begin_pull(transfer_id, owner, now)
-            case TargetsGiven(transfer_id, targets):
-                return self._apply(self._give_targets(transfer_id, targets, now))
+            case TargetsGiven():
+                return self._apply(self._give_targets(event, now))
             case PullCancelled(transfer_id):
                 return self._apply(self.transfers.puller.cancel(transfer_id, AbortReason.CANCELLED, now))
             case AgentFailed():
@@ -147,14 +150,17 @@ class EngineTransfers:
         if differences := self.transfers.address.layout.differences(peer.layout):
             raise LayoutMismatch(differences)
 
-    def _give_targets(self, transfer_id: TransferId, targets: Mapping[int, int], now: float) -> Actions:
-        """Nothing to do if the pull has failed meanwhile: its outcome is there."""
-        puller = self.transfers.puller
+    def _give_targets(self, given: TargetsGiven, now: float) -> Actions:
+        """Nothing to do if the pull has failed meanwhile: its outcome is there.
+
+        A request that moves may get more tokens than it has targets for: this engine computes those again.
+        """
+        puller, transfer_id, targets = self.transfers.puller, given.transfer_id, given.targets
         if transfer_id not in puller.pulls:
             return []
         self._targets[transfer_id] = tuple(targets.values())
         self.blocks.begin_incoming(targets.values())
-        actions = puller.start(transfer_id, targets, now)
+        actions = puller.start(transfer_id, targets, now, given.num_tokens, given.num_known_tokens)
         if transfer_id in puller.pulls:
             actions += puller.add_targets(transfer_id, targets, now)
         return actions
@@ -169,8 +175,10 @@ class EngineTransfers:
                     self.outcomes.append(action)
                 case TargetsNeeded():
                     raise AssertionError("every position has its target before it is announced")
-                case PullGivenUp() | OfferEnded() | CaughtUp():
-                    pass  # the outcome follows; the blocks are back; no offer of an engine grows
+                case CaughtUp(transfer_id):
+                    self.caught_up.append(transfer_id)
+                case PullGivenUp() | OfferEnded():
+                    pass  # the outcome follows; the blocks are back
                 case _:
                     for_agent.append(action)
         return for_agent

@@ -5,7 +5,7 @@ Two engines in any interleaving, whose schedulers are as strict as vLLM's. The r
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from kv_transfer.protocol.events import AgentAction, MessageReceived, ReadFailed
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
-from vllm_worker.kv.parameters import encode_transfer
+from vllm_worker.kv.parameters import RequestEnd, encode_request
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
@@ -77,12 +77,26 @@ class Engine:
         self.tables: dict[str, list[int]] = {}  # blocks of requests
         self.loading: set[str] = set()
         self.outcomes: dict[str, bool] = {}  # of loads: whether the blocks came
+        self.ends: list[RequestEnd] = []
 
     def wait_for_news(self, timeout_s: float) -> None:
         pass
 
     def post(self, command: Command) -> None:
         self.commands.append(command)
+
+
+def request_of(num_tokens: int, transfer: EngineTransfer | None, max_tokens: int = 1) -> Any:
+    """As vLLM has it, of a worker that calls it w."""
+    token_ids = list(range(num_tokens))
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params=encode_request("w", transfer), num_prompt_tokens=num_tokens,
+        num_computed_tokens=0, num_in_flight_tokens=0, num_output_tokens=0, num_tokens=num_tokens,
+        prompt_token_ids=token_ids[:], _all_token_ids=token_ids, max_tokens=max_tokens,
+        sampling_params=SimpleNamespace(stop_token_ids=()), status=SimpleNamespace(name="RUNNING"),
+        is_finished=lambda: False, update_block_hashes=lambda: None,
+        prefill_stats=SimpleNamespace(set=lambda **_: None),
+    )  # fmt: skip
 
 
 class World:
@@ -95,12 +109,7 @@ class World:
         self.requests = {}
         for engine, other in ((self.owner, self.reader), (self.reader, self.owner)):
             transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner)
-            self.requests[engine.name] = SimpleNamespace(
-                request_id="r", kv_transfer_params=encode_transfer(transfer), num_prompt_tokens=num_tokens,
-                num_computed_tokens=0, num_in_flight_tokens=0, num_output_tokens=0, output_token_ids=[],
-                status=SimpleNamespace(name="RUNNING"), is_finished=lambda: False, max_tokens=1, sampling_params=None,
-                prefill_stats=SimpleNamespace(set=lambda **_: None),
-            )  # fmt: skip
+            self.requests[engine.name] = request_of(num_tokens, transfer)
         self.begun: set[str] = set()
         self.ended: set[str] = set()
 
@@ -128,7 +137,8 @@ class World:
             if (position + 1) * BLOCK_SIZE <= request.num_computed_tokens or position == num_blocks - 1:
                 engine.content[block] = 100 + position
         if request.num_computed_tokens == request.num_prompt_tokens:
-            request.num_output_tokens, request.output_token_ids = 1, [9]
+            request.num_output_tokens = 1
+            request._all_token_ids.append(9)
             self.end(engine, "FINISHED_LENGTH_CAPPED")
         engine.handoffs.end_step()
 
@@ -160,7 +170,7 @@ class World:
             self.ended.add(engine.name)
             request = self.requests[engine.name]
             request.status = SimpleNamespace(name=status)
-            engine.handoffs.finish(request, engine.tables.get("r", []))
+            engine.ends.append(engine.handoffs.finish(request, engine.tables.get("r", [])))
             if "r" in engine.tables and "r" not in engine.loading and "r" not in engine.outcomes:
                 engine.pool.free(engine.tables["r"])
 
@@ -201,6 +211,26 @@ class World:
             elif isinstance(action, StartRead):
                 engine.reads[action.read_id] = action
         engine.machine.check()
+
+    def run(self, steps: list[str]) -> set[str]:
+        """Returns the words of the steps."""
+        engines = {"owner": self.owner, "reader": self.reader}
+        for step in steps:
+            word, _, name = step.partition(" ")
+            match word:
+                case "begin" | "transfer":
+                    getattr(self, word)(engines[name])
+                case "abort":
+                    self.end(engines[name], "FINISHED_ABORTED")
+                case "lose":
+                    self.deliver(lost=True)
+                case "fail_read":
+                    self.end_read(fails=True)
+                case "wait":
+                    self.wait(3.0)
+                case _:
+                    getattr(self, word)()
+        return {step.partition(" ")[0] for step in steps}
 
     def settle(self) -> None:
         """Everything that can happen happens, then every lease ends."""
@@ -245,36 +275,125 @@ STEPS = [
 @given(num_tokens=st.integers(1, 30), is_flipping=st.booleans(), steps=st.lists(st.sampled_from(STEPS), max_size=60))
 def test_every_block_comes_back_and_no_wrong_one_is_used(num_tokens: int, is_flipping: bool, steps: list[str]) -> None:
     world = World(num_tokens, is_flipping)
-    engines = {"owner": world.owner, "reader": world.reader}
-    troubles: Counter[str] = Counter()
-    for step in steps:
-        word, _, name = step.partition(" ")
-        troubles[word] += 1
-        match word:
-            case "begin" | "transfer":
-                getattr(world, word)(engines[name])
-            case "abort":
-                world.end(engines[name], "FINISHED_ABORTED")
-            case "lose":
-                world.deliver(lost=True)
-            case "fail_read":
-                world.end_read(fails=True)
-            case "wait":
-                world.wait(3.0)
-            case _:
-                getattr(world, word)()
+    troubles = world.run(steps)
     world.settle()
     assert world.owner.pool.num_free == world.reader.pool.num_free == NUM_BLOCKS
     assert not world.reader.loading
-    assert not world.owner.handoffs.has_lent_blocks
-    if (
-        not troubles["abort"]
-        and not is_flipping
-        and not (troubles["lose"] or troubles["fail_read"] or troubles["wait"])
-    ):
+    assert not world.owner.handoffs.num_lent
+    if not is_flipping and not troubles & {"abort", "lose", "fail_read", "wait"}:
         assert world.reader.outcomes == {"r": True}
     if is_flipping:
         assert True not in world.reader.outcomes.values()
+
+
+MOST_OUTPUTS = 24
+
+
+class MovingWorld(World):
+    """The owner decodes, and the reader knows three tokens more than the prompt. It gets one token of each step."""
+
+    num_handed_over = 0
+
+    def __init__(self, num_tokens: int, is_flipping: bool) -> None:
+        super().__init__(num_tokens, is_flipping)
+        self.num_known = num_tokens + 3
+        self.transfer_out = EngineTransfer(7, ADDRESSES["reader"], is_offer=True, is_move=True)
+        source = EngineTransfer(7, ADDRESSES["owner"], is_offer=False, is_move=True)
+        self.requests = {
+            "owner": request_of(num_tokens, None, MOST_OUTPUTS),
+            "reader": request_of(self.num_known, source, MOST_OUTPUTS - 3),
+        }
+
+    def move(self) -> None:
+        if "owner" in self.begun and self.requests["owner"].num_output_tokens >= 3:
+            self.owner.handoffs.begin_move("w", self.transfer_out, self.num_known)
+
+    def stay(self) -> None:
+        self.owner.handoffs.end_move("w", 7)
+
+    def step_owner(self) -> None:
+        """The prompt in one step, then a token of each step. A block that a step still fills changes with it."""
+        engine, request = self.owner, self.requests["owner"]
+        engine.handoffs.take_back()
+        if engine.name not in self.begun or engine.name in self.ended:
+            return
+        if "r" not in engine.tables:
+            blocks = engine.pool.allocate(-(-(request.num_prompt_tokens + MOST_OUTPUTS) // BLOCK_SIZE))
+            assert blocks is not None
+            engine.tables["r"] = blocks
+        engine.handoffs.begin_step({"r"}, lambda name: engine.tables[name])
+        request.num_computed_tokens = request.num_tokens
+        request._all_token_ids.append(1000 + request.num_tokens)
+        request.num_output_tokens, request.num_tokens = request.num_output_tokens + 1, request.num_tokens + 1
+        is_over = request.num_output_tokens >= request.max_tokens
+        for position, block in enumerate(engine.tables["r"]):
+            is_full = (position + 1) * BLOCK_SIZE <= request.num_computed_tokens
+            engine.content[block] = 100 + position if is_full or is_over else -request.num_computed_tokens
+        if is_over:
+            self.end(engine, "FINISHED_LENGTH_CAPPED")
+        engine.handoffs.end_step()
+
+    def end(self, engine: Engine, status: str) -> None:
+        """The reader goes on with the tokens of the owner, or computes those that it knows."""
+        ends_now = engine is self.owner and engine.name in self.begun and engine.name not in self.ended
+        super().end(engine, status)
+        has_moved = ends_now and self.owner.ends[-1].is_moved
+        self.num_handed_over += has_moved
+        assert not has_moved or status == "FINISHED_LENGTH_CAPPED"
+
+    def settle(self) -> None:
+        self.begin(self.owner)
+        for _ in range(5):
+            self.step_owner()
+        self.move()
+        super().settle()
+        known, owned = self.requests["reader"], self.requests["owner"]
+        if self.reader.outcomes.get("r"):
+            assert known._all_token_ids[self.num_known :] == owned._all_token_ids[self.num_known :]
+            assert self.num_handed_over == 1
+
+
+MOVING_STEPS = [*STEPS, "step_owner", "move", "stay"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20), is_flipping=st.booleans(), steps=st.lists(st.sampled_from(MOVING_STEPS), max_size=60)
+)
+def test_a_request_moves_with_its_tokens_or_stays(num_tokens: int, is_flipping: bool, steps: list[str]) -> None:
+    world = MovingWorld(num_tokens, is_flipping)
+    troubles = world.run(steps)
+    world.settle()
+    assert world.owner.pool.num_free == world.reader.pool.num_free == NUM_BLOCKS
+    assert not world.reader.loading
+    if world.num_handed_over and not is_flipping and not troubles & {"abort", "lose", "fail_read", "wait", "stay"}:
+        assert world.reader.outcomes == {"r": True}
+    if is_flipping:
+        assert True not in world.reader.outcomes.values()
+
+
+def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> None:
+    world = MovingWorld(num_tokens=10, is_flipping=False)
+    world.begin(world.owner)
+    for _ in range(4):
+        world.step_owner()
+    world.move()
+    world.begin(world.reader)
+    world.step_owner()
+    world.step_reader()
+    owned = world.requests["owner"]
+    for _ in range(20):  # no step: nothing but messages and reads
+        world.transfer(world.owner)
+        world.transfer(world.reader)
+        world.deliver()
+        world.end_read()
+    assert [world.reader.content[block] for block in world.reader.tables["r"]] == [100, 101, 102, 0]
+    assert (owned.num_output_tokens, world.num_handed_over) == (5, 0)
+    world.step_owner()
+    assert (owned.num_output_tokens, world.num_handed_over) == (6, 1)
+    world.settle()
+    assert world.reader.outcomes == {"r": True}
+    assert world.requests["reader"]._all_token_ids[13:] == owned._all_token_ids[13:]
 
 
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:

@@ -76,7 +76,7 @@ an engine that got the first token with the blocks samples from the second one o
   decode a ticket=5           -> submit a from other by 5
   output a 4 num_pulled_tokens=1 num_cached_tokens=6 -> tokens a 1: 4
   output a 8                  -> tokens a 2: 8
-  output a 7 ends=stop first_token=3 -> tokens a 3: 7; tokens a 0: 3; done a stop, cached 6
+  output a 7 ends=stop pulled=3 -> tokens a 3: 7; tokens a 0: 3; done a stop, cached 6
 
 an engine with a transfer agent refuses another layout
   machine agent=1
@@ -170,6 +170,81 @@ the time of a step is learned from the reports while the engine has work
     SETUP,
 )
 
+test_moves = transcripts(
+    """
+a worker that drains moves what it decodes and its call ends when the engine has given it away
+  decode a                    -> submit a
+  output a 1                  -> tokens a 0: 1
+  drain                       -> ask to move a (drain)
+  move a 5 known=7            -> move a to other by 5, 7 known
+  output a 2                  -> tokens a 1: 2
+  step 1 0 0.1 1 0 lent=2
+  output a 4 ends=length is_moved=1 -> tokens a 2: 4; handed over a 3; done a handoff
+  idle                        -> no  # the peer still reads
+  step 0 0 0 0 0
+  idle                        -> yes
+
+requests are asked for a few at once and again after a while
+  decode a                    -> submit a
+  decode b                    -> submit b
+  decode c max_tokens=4       -> submit c
+  drain
+  output a 1                  -> tokens a 0: 1; ask to move a (drain)
+  output c 1                  -> tokens c 0: 1  # it ends before it could have moved
+  deadline                    -> in 0.5
+  wait 0.4
+  output b 1                  -> tokens b 0: 1; ask to move b (drain)
+  wait 0.1                    -> ask to move a (drain)
+  move a 5                    -> move a to other by 5, 8 known
+  wait 0.4                    -> ask to move b (drain)
+  move a 6                    -> refused TransferFailed: a moves already
+  cancel a                    -> abort a; fail a RequestCancelled: the router cancelled the call
+
+a request whose reader has failed goes on here and is asked for again
+  decode a                    -> submit a
+  output a 1                  -> tokens a 0: 1
+  drain                       -> ask to move a (drain)
+  move a 5 known=7            -> move a to other by 5, 7 known
+  resume a 6
+  resume a 5                  -> stay a 5
+  output a 2                  -> tokens a 1: 2
+  wait 0.5                    -> ask to move a (drain)
+  move a 6                    -> move a to other by 6, 8 known
+  output a 7 ends=stop        -> tokens a 2: 7; done a stop, decode 0.5  # before it could move
+  resume a 6
+
+only a request in decode moves and only to the same layout
+  decode a                    -> submit a
+  prefill b                   -> submit b offers to other by 5
+  move a 6                    -> refused TransferFailed: a cannot move now
+  move b 6                    -> refused TransferFailed: b cannot move now
+  move c 6                    -> refused TransferFailed: c cannot move now
+  output a 1                  -> tokens a 0: 1
+  move a 6 heads=2            -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
+
+the tokens of a reader begin behind those of the owner and come again at its end
+  decode a ticket=5 delivered=2 is_move=1 -> submit a from other by 5
+  output a 4 num_pulled_tokens=3 num_cached_tokens=10 -> tokens a 5: 4
+  output a 7 ends=stop pulled=1..3 -> tokens a 6: 7; tokens a 2: 1, a 3: 2, a 4: 3
+                              -> done a stop, cached 8, recomputed 2
+  idle                        -> yes
+
+a reader whose pull has failed samples nothing because the owner may still sample
+  decode a ticket=5 delivered=2 is_move=1 -> submit a from other by 5
+  output a 4                  -> abort a; fail a TransferFailed: the KV of a request that moves has not come
+  decode b ticket=6 delivered=2 is_move=1 -> submit b from other by 6
+  output b 4 ends=length      -> fail b TransferFailed: the KV of a request that moves has not come
+
+a worker without a transfer agent asks for no move
+  machine
+  decode a                    -> submit a
+  output a 1                  -> tokens a 0: 1
+  drain
+  move a 5                    -> refused TransferFailed: a cannot move now
+""",
+    SETUP + "  machine agent=1\n",
+)
+
 test_handshakes = transcripts(
     """
 an engine shakes hands with one owner at a time and once with each
@@ -237,14 +312,18 @@ ENDS = (PrefillDone, PrefillFailed, DecodeDone, DecodeFailed)
 EVENTS = [
     "prefill NAME", "decode NAME", "decode NAME ticket=TICKET", "handoff TICKET", "cancel_prefill NAME", "cancel NAME",
     "output NAME 3", "output NAME 7 ends=stop handoff=kv", "output NAME ends=length", "output NAME error=lost",
-    "step 1 1 0.5 1 8", "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
+    "step 1 1 0.5 1 8", "move NAME TICKET", "resume NAME TICKET", "output NAME 3 ends=length is_moved=1",
+    "decode NAME ticket=TICKET is_move=1", "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
 ]  # fmt: skip
 STEPS = st.tuples(st.sampled_from(EVENTS), st.sampled_from("abc"), st.sampled_from("012"), st.floats(0.0, 20.0))
 
 
-@given(st.lists(STEPS, max_size=40), st.booleans())
-def test_every_accepted_call_ends_exactly_once(steps: list[tuple[str, str, str, float]], dies: bool) -> None:
-    worker = VllmReplay(max_waiting=2)
+@given(st.lists(STEPS, max_size=40), st.booleans(), st.booleans())
+def test_every_accepted_call_ends_exactly_once(
+    steps: list[tuple[str, str, str, float]], dies: bool, has_agent: bool
+) -> None:
+    worker = VllmReplay()
+    worker.machine(max_waiting=2, agent=has_agent)
     open_calls: set[str] = set()
     submitted: set[str] = set()
 

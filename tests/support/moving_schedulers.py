@@ -1,0 +1,194 @@
+"""Two schedulers of the installed vLLM between which running requests move, in one process of vLLM's environment.
+
+    python -m tests.support.moving_schedulers FIRST_SEED END_SEED [miscount]
+
+Each seed decodes streams on two engines and moves them to and fro, at any step, with chunks, shared prefixes,
+preemptions, reads that flip bits, readers that end and owners that are lost. A `Stream` stands for the router and the
+machines of the workers. No stream may fail or get a wrong token, at most one engine may sample for it, and no block may
+be lost. `miscount` plants a fault: the tokens of a reader are numbered one too low. The last line is JSON: counts of
+what happened.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.tandem_schedulers import (
+    NUM_BLOCKS,
+    PATIENCE_S,
+    Engine,
+    FlippingTransport,
+    happened,
+    next_token,
+    run_seeds,
+)
+from vllm_worker.engine import EngineTransfer
+from vllm_worker.kv.handoffs import Handoffs
+
+NUM_STREAMS, MAX_OUTPUTS, MOST_LEFT = 4, 48, 4
+numbers = iter(range(1 << 30))
+
+
+@dataclass(eq=False)
+class Call:
+    """One request of one engine."""
+
+    engine: Engine
+    tokens: list[int]  # that it begins with
+    transfer_id: int = 0  # of the move that brings its KV
+    name: str = field(default_factory=lambda: f"call {next(numbers)}")
+
+    @property
+    def sampled(self) -> list[int]:
+        return self.engine.outputs[self.name]
+
+    @property
+    def num_pulled(self) -> int:
+        return self.engine.num_pulled.get(self.name, 0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.name in self.engine.ends
+
+    @property
+    def has_moved(self) -> bool:
+        return self.has_ended and self.engine.ends[self.name].is_moved
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.sampled) and not self.has_ended
+
+
+class Stream:
+    def __init__(self, prompt: list[int], engines: tuple[Engine, Engine], draws: random.Random) -> None:
+        self.engines, self.draws, self.tokens = engines, draws, list(prompt)
+        self.expected = list(prompt)
+        for _ in range(MAX_OUTPUTS):
+            self.expected.append(next_token(self.expected))
+        self.target: Call | None = None
+        self.call = self._begin(draws.choice(engines), None)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.tokens) == len(self.expected)
+
+    def advance(self) -> None:
+        """Take the new tokens, and follow the call that goes on."""
+        self._deliver(self.call)
+        target = self.target
+        if target is not None and target.sampled and not target.num_pulled:
+            self._end_target("reads that failed")
+            if not self.call.has_moved:
+                self.call.engine.rank.handoffs.end_move(self.call.name, target.transfer_id)
+        elif target is not None and target.sampled:
+            assert self.call.has_moved, "two engines sample for one stream"
+            self._follow(target)
+        elif self.call.has_ended and not self.call.has_moved and target is not None:
+            self._end_target("ends before the move")
+        if self.call.has_moved and self.target is None and not self.is_complete:
+            happened["computed again"] += 1
+            self.call = self._begin(self.draws.choice(self.engines), None)
+
+    def _follow(self, target: Call) -> None:
+        happened["moves"] += 1
+        happened["tokens computed again by moves"] += target.num_pulled - 1
+        self.call, self.target = target, None
+        self._deliver(target)
+
+    def _deliver(self, call: Call) -> None:
+        """Each index once, in order."""
+        first = len(call.tokens) + call.num_pulled
+        for place, token_id in enumerate(call.sampled, first):
+            assert place <= len(self.tokens), "a token is missing"
+            if place == len(self.tokens):
+                self.tokens.append(token_id)
+                assert self.tokens == self.expected[: len(self.tokens)], "a wrong token"
+
+    def move(self) -> None:
+        if self.target is not None or not self.call.runs or len(self.expected) - len(self.tokens) < MOST_LEFT:
+            return
+        source, transfer_id = self.call.engine, secrets.randbits(127) | 1
+        target = self.engines[source is self.engines[0]]
+        source.offered[transfer_id] = list(self.tokens)
+        offer = EngineTransfer(transfer_id, target.address, is_offer=True, is_move=True)
+        pull = EngineTransfer(transfer_id, source.address, is_offer=False, is_move=True)
+        source.rank.handoffs.begin_move(self.call.name, offer, len(self.tokens))
+        self.target = self._begin(target, pull)
+
+    def lose_owner(self) -> None:
+        """As a router that has lost the worker of the call: what that worker has sampled since is lost with it."""
+        if not self.call.has_ended:
+            happened["lost owners"] += 1
+            self.call.engine.abort(self.call.name)
+            self._end_target("readers of lost owners")
+            self.call = self._begin(self.draws.choice(self.engines), None)
+
+    def lose_reader(self) -> None:
+        """Its call ends, and the router lets the owner go on."""
+        target = self.target
+        if target is not None:
+            self._end_target("lost readers")
+            self.call.engine.rank.handoffs.end_move(self.call.name, target.transfer_id)
+
+    def _begin(self, engine: Engine, pull: EngineTransfer | None) -> Call:
+        call = Call(engine, list(self.tokens), 0 if pull is None else pull.transfer_id)
+        engine.submit(call.name, call.tokens, pull, len(self.expected) - len(self.tokens))
+        return call
+
+    def _end_target(self, why: str) -> None:
+        if self.target is not None:
+            happened[why] += 1
+            self.target.engine.abort(self.target.name)
+            self.target = None
+
+
+def run_seed(seed: int, first: Engine, second: Engine) -> None:
+    draws, engines = random.Random(seed), (first, second)
+    FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.0, 0.3, 1.0))
+    shared = [draws.randrange(2, 5000) for _ in range(64)]
+    streams = []
+    for _ in range(NUM_STREAMS):
+        own = [draws.randrange(2, 5000) for _ in range(draws.randint(1, 70))]
+        streams.append(Stream(shared[: draws.choice((0, 40, 64))] + own, engines, draws))
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(stream.is_complete for stream in streams):
+        assert time.monotonic() < deadline, f"seed {seed}: streams without an end"
+        _step(draws.sample(engines, draws.randint(1, 2)))
+        for stream in streams:
+            stream.advance()
+        if draws.random() < 0.05:
+            draws.choice(engines).preempt()
+        for chance, act in ((0.2, Stream.move), (0.01, Stream.lose_owner), (0.01, Stream.lose_reader)):
+            if draws.random() < chance:
+                act(draws.choice(streams))
+    while any(engine.scheduler.has_requests() or engine.num_free < NUM_BLOCKS - 1 for engine in engines):
+        assert time.monotonic() < deadline, f"seed {seed}: {[engine.num_free for engine in engines]} blocks are free"
+        _step(engines)
+    happened["right"] += len(streams)
+
+
+def _step(engines: Any) -> None:
+    computed = [engine.step() for engine in engines]
+    if not any(computed):
+        time.sleep(0.0005)  # for the transfer threads; what is found does not depend on it
+
+
+def plant_miscount() -> None:
+    take_tokens = Handoffs._take_tokens
+
+    def take_one_less(self: Handoffs, pull: Any, token_ids: tuple[int, ...]) -> None:
+        take_tokens(self, pull, token_ids)
+        pull.request.prefill_stats.num_cached_tokens -= len(token_ids) > 1
+
+    Handoffs._take_tokens = take_one_less  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if sys.argv[3:] == ["miscount"]:
+        plant_miscount()
+    run_seeds(int(sys.argv[1]), int(sys.argv[2]), run_seed)
