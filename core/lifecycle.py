@@ -88,5 +88,9 @@ class Timeline:
         self.history.append((self.stage, self.entered_at, now))
         self.stage, self.entered_at = stage, now
 
+    @property
+    def begun_at(self) -> float:
+        return self.history[0][1] if self.history else self.entered_at
+
     def seconds_in(self, stage: Stage) -> float:
         return sum(end - start for passed, start, end in self.history if passed is stage)

@@ -39,7 +39,8 @@ from vllm_worker.engine import (
 )
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 from vllm_worker.kv.host_pool import layout_of
-from vllm_worker.kv.parameters import NUM_LENT, RequestEnd, decode_end, encode_request, encode_transfer
+from vllm_worker.kv.ledger import decode_holders
+from vllm_worker.kv.parameters import HOLDERS, NUM_LENT, RequestEnd, decode_end, encode_request, encode_transfer
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
@@ -495,12 +496,13 @@ def _sampled_tokens(
 
 
 def _step_of(stats: Any) -> EngineStep:
-    details = stats.iteration_details
+    details, transfers = stats.iteration_details, stats.kv_connector_stats or {}
     return EngineStep(
         num_running=stats.num_running_reqs,
         num_waiting=stats.num_waiting_reqs,
         kv_usage=stats.kv_cache_usage,
         num_decodes=0 if details is None else details.num_generation_requests,
         prompt_tokens=0 if details is None else details.num_ctx_tokens,
-        num_lent=(stats.kv_connector_stats or {}).get(NUM_LENT, 0),
+        num_lent=transfers.get(NUM_LENT, 0),
+        holders=decode_holders(transfers.get(HOLDERS, ())),
     )

@@ -15,6 +15,7 @@ from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.block_pool import BlockEvent
+from core.scheduling.ledger import BlockHolder
 from core.step import SampledToken
 
 
@@ -80,6 +81,7 @@ class EngineStep(NamedTuple):
     num_decodes: int
     prompt_tokens: int  # computed in the step
     num_lent: int = 0  # references of peers to blocks, which they may still read
+    holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
 
 
 class BlocksChanged(NamedTuple):

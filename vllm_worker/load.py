@@ -14,6 +14,7 @@ from core.cost.step_cost import StepWork
 from core.cost.step_cost_fit import StepCostFit
 from core.lifecycle import WorkerState
 from core.scheduling.block_pool import Column
+from core.scheduling.ledger import BlockHolder, Claim, SequenceState
 from core.scheduling.worker_load import WorkerLoad
 from vllm_worker.engine import EngineInfo, EngineStep
 from worker.open_calls import OpenCalls
@@ -101,10 +102,28 @@ class EngineLoad:
     # ---- the report
 
     def ledger(self, num_open: int) -> Mapping[Column, int]:
-        """vLLM does not tell blocks of requests from blocks that it keeps for another engine."""
-        num_held = round(self._step.kv_usage * self.info.num_blocks) if num_open else 0
-        empty = dict.fromkeys(Column, 0)
-        return empty | {Column.FREE: self.info.num_blocks - num_held, Column.HELD: num_held}
+        """vLLM does not tell blocks of requests from blocks that its own connector keeps for another engine."""
+        step, num_blocks = self._step, self.info.num_blocks
+        ledger = dict.fromkeys(Column, 0)
+        for holder in step.holders:
+            ledger[holder.claim.column] += holder.num_counted
+        num_used = round(step.kv_usage * num_blocks) if num_open or step.num_lent else 0
+        ledger[Column.HELD] = max(0, num_used - sum(ledger.values()))
+        ledger[Column.FREE] = num_blocks - sum(ledger.values())
+        return ledger
+
+    def holders(self, calls: OpenCalls, now: float) -> list[BlockHolder]:
+        """The transfers, and the sequences by their tokens: vLLM does not tell their blocks."""
+        left = self.ledger(len(calls))[Column.HELD]
+        found = [(holder.claim, holder.num_counted) for holder in self._step.holders]
+        computed = {name: (SequenceState.WAITING, done) for name, (_, done) in self._prompts.items() if done}
+        computed |= {name: (SequenceState.RUNNING, num_tokens) for name, num_tokens in self._contexts.items()}
+        for name, (state, num_tokens) in computed.items():
+            num_blocks = self.info.layout.num_blocks_for(num_tokens)
+            found.append((Claim(name, state, range(num_blocks), calls.timelines[name].begun_at), min(left, num_blocks)))
+            left -= min(left, num_blocks)
+        found.sort(key=lambda each: each[0].since)
+        return [BlockHolder(claim, num_counted, now - claim.since) for claim, num_counted in found]
 
     @property
     def num_lent(self) -> int:

@@ -48,8 +48,9 @@ class VllmView:
     def ledger(self) -> Mapping[Column, int]:
         return self.load.ledger
 
-    def holders(self, now: float) -> list[BlockHolder]:  # noqa: ARG002
-        return []  # vLLM does not tell who holds its blocks
+    def holders(self, now: float) -> list[BlockHolder]:
+        machine = self._machine()
+        return machine.load.holders(machine.open_calls, now)
 
     def take_changes(self, load: WorkerLoad) -> WorkerChanges | None:
         """What has changed since the last call, with `load` as the load of now; None if nothing has."""

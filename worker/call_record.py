@@ -56,7 +56,7 @@ def stage_spans(
     common: Mapping[str, object],
 ) -> list[worker_pb2.StageSpan]:
     """One span for each past stage of the timeline that has a name in `names`."""
-    arrived_at = timeline.history[0][1] if timeline.history else timeline.entered_at
+    arrived_at = timeline.begun_at
     spans = []
     for stage, start, end in timeline.history:
         if stage not in names:

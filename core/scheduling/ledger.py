@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from core.handoff import OwnerState, PullerState
 from core.scheduling.block_pool import BlockPool, Column
@@ -48,7 +49,13 @@ class BlockHolder:
     age_s: float
 
 
-def count_once(claims: Iterable[Claim], pool: BlockPool, now: float) -> list[BlockHolder]:
+class Columns(Protocol):
+    """A pool of blocks."""
+
+    def column_of(self, block: int) -> Column: ...
+
+
+def count_once(claims: Iterable[Claim], pool: Columns, now: float) -> list[BlockHolder]:
     """The holders, oldest first. For HELD, LEASED and INCOMING, their counts add up to `pool.ledger()`."""
     counted: set[int] = set()
     holders = []

@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from core.config import SchedulerConfig, WorkerConfig
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, OwnerState, PullerState
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
+from core.scheduling.ledger import BlockHolder, Claim
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
 from decode_worker.events import DecodeArrived, DecodeCancelled, HandoffArrived, MoveArrived, ResumeArrived
@@ -31,6 +32,7 @@ from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep,
 from vllm_worker.handshakes import ShakeHands
 from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
+from vllm_worker.view import VllmView
 from worker.core import ConfigChanged, DrainRequested
 
 EOS = 7
@@ -137,9 +139,15 @@ class VllmReplay(Replay):
         return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
 
     def step(
-        self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int, lent: int = 0
+        self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int, lent: int = 0, reads: int = 0
     ) -> Actions:
-        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent))
+        """`lent`, `reads`: blocks of an offer and of a pull."""
+        claims = [
+            Claim("offer", OwnerState.OFFERED, range(lent), self.now, "other"),
+            Claim("pull", PullerState.READING, range(reads), self.now, "other"),
+        ]
+        holders = tuple(BlockHolder(claim, len(claim.blocks), 0.0) for claim in claims if claim.blocks)
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders))
 
     def died(self) -> Actions:
         return self.post(EngineDied("killed"))
@@ -169,6 +177,14 @@ class VllmReplay(Replay):
     def deadline(self) -> list[str]:
         deadline = self.worker.next_deadline()
         return ["none"] if deadline is None else [f"in {deadline - self.now:g}"]
+
+    def holders(self) -> list[str]:
+        """Blocks, those that count, and the age."""
+        return [
+            f"{holder.claim.state.value} {holder.claim.name} {len(holder.claim.blocks)} {holder.num_counted} "
+            f"{holder.age_s:g} s"
+            for holder in VllmView(lambda: self.worker).holders(self.now)
+        ]
 
     def load(self) -> list[str]:
         load = self.worker.worker_load()

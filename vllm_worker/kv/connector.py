@@ -31,7 +31,7 @@ from verified_kv.connector import VerifiedConnector
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import unmet, unsupported
 from vllm_worker.kv.host_pool import host_pool, layout_of
-from vllm_worker.kv.parameters import NUM_LENT, encode_end
+from vllm_worker.kv.parameters import encode_end
 from vllm_worker.kv.transfer_thread import TransferThread
 
 logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
@@ -59,7 +59,7 @@ class _Nothing(base.KVConnectorMetadata):  # type: ignore[misc]
 
 
 class _StepStats(KVConnectorStats):  # type: ignore[misc]
-    """Plain numbers, which travel with the statistics of the step."""
+    """Plain numbers and texts, which travel with the statistics of the step."""
 
     def is_empty(self) -> bool:
         return False
@@ -155,4 +155,4 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """With each step. The rank adds nothing."""
-        return _StepStats({NUM_LENT: self.handoffs.num_lent}) if self.role is base.KVConnectorRole.SCHEDULER else None
+        return _StepStats(self.handoffs.step_stats()) if self.role is base.KVConnectorRole.SCHEDULER else None

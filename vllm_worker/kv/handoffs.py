@@ -29,9 +29,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.handoff import TransferId
+from core.scheduling.ledger import Claim
 from kv_transfer.protocol.events import PullCompleted, PullFailed
 from vllm_worker.engine import EngineTransfer
-from vllm_worker.kv.parameters import RequestEnd, decode_transfer, name_of
+from vllm_worker.kv.ledger import encode_holders
+from vllm_worker.kv.parameters import HOLDERS, NUM_LENT, RequestEnd, decode_transfer, name_of
 from vllm_worker.kv.transfers import (
     BlocksComputed,
     Command,
@@ -130,6 +132,8 @@ class Handoffs:
         self._puller_of: dict[TransferId, str] = {}  # request ids
         self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
         self._named: dict[str, Any] = {}  # requests, by the name that the worker gives them
+        self._claims: tuple[Claim, ...] = ()
+        self._holders: list[list[Any]] = []  # of `_claims`
 
     def bind(self, pool: LendingPool) -> None:
         self._pool = pool
@@ -256,6 +260,14 @@ class Handoffs:
         Until they are back, the engine must step: vLLM calls its connector in steps only.
         """
         return self._num_lent
+
+    def step_stats(self) -> dict[str, Any]:
+        """For the worker, with each step."""
+        claims, pool = self._transfers.machine.claims, self._pool
+        if claims is not self._claims and pool is not None:
+            self._claims, self._holders = claims, encode_holders(claims, pool.blocks)
+        holds_blocks = self._num_lent or self._pulls  # else the claims may be those of a moment ago
+        return {NUM_LENT: self._num_lent, HOLDERS: self._holders if holds_blocks else []}
 
     # ---- pulls
 

@@ -22,6 +22,7 @@ from core.config import TransferConfig
 from core.errors import LayoutMismatch, TandemError
 from core.handoff import AbortReason, AgentAddress, PullerState, TransferId
 from core.machine import Tick
+from core.scheduling.ledger import Claim
 from kv_transfer.protocol.events import (
     Actions,
     AgentAction,
@@ -93,17 +94,23 @@ EngineTransferEvent = Command | AgentEvent | Tick
 
 
 class EngineTransfers:
-    """`outcomes` and `caught_up` are for the engine's thread, as the queues of `blocks` are."""
+    """`outcomes`, `caught_up` and `claims` are for the engine's thread, as the queues of `blocks` are."""
 
     def __init__(self, config: TransferConfig, address: AgentAddress) -> None:
         self.blocks = LentBlocks()
         self.transfers = TransferMachine(config, self.blocks, address)
         self.outcomes: deque[PullEnded] = deque()
         self.caught_up: deque[TransferId] = deque()  # offers whose readers have all blocks so far
+        self.claims: tuple[Claim, ...] = ()
         self._targets: dict[TransferId, tuple[int, ...]] = {}
 
     def handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
         """An `AgentFailed` never arrives here: it ends the engine."""
+        actions = self._handle(event, now)
+        self.claims = tuple(self.transfers.claims())
+        return actions
+
+    def _handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
         match event:
             case OfferBegun(transfer_id, reader):
                 return self._begin_offer(transfer_id, reader, now)

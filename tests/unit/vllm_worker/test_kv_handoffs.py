@@ -22,7 +22,8 @@ from kv_transfer.protocol.events import AgentAction, MessageReceived, ReadFailed
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
-from vllm_worker.kv.parameters import RequestEnd, encode_request
+from vllm_worker.kv.ledger import decode_holders
+from vllm_worker.kv.parameters import HOLDERS, RequestEnd, encode_request
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
@@ -34,10 +35,10 @@ class Pool:
     """vLLM's: a block without references is free."""
 
     def __init__(self) -> None:
-        self.blocks: Sequence[Any] = [SimpleNamespace(block_id=number, references=0) for number in range(NUM_BLOCKS)]
+        self.blocks: Sequence[Any] = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(NUM_BLOCKS)]
 
     def allocate(self, count: int) -> list[int] | None:
-        free = [block for block in self.blocks if not block.references][:count]
+        free = [block for block in self.blocks if not block.ref_cnt][:count]
         if len(free) < count:
             return None
         self.touch(free)
@@ -45,22 +46,22 @@ class Pool:
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
-            block.references += 1
+            block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Any) -> None:
         for block in ordered_blocks:
-            assert block.references, "a reference is given back twice"
-            block.references -= 1
+            assert block.ref_cnt, "a reference is given back twice"
+            block.ref_cnt -= 1
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        assert all(self.blocks[block].references for block in block_ids)
+        assert all(self.blocks[block].ref_cnt for block in block_ids)
 
     def free(self, block_ids: list[int]) -> None:
         self.free_blocks([self.blocks[block] for block in block_ids])
 
     @property
     def num_free(self) -> int:
-        return sum(not block.references for block in self.blocks)
+        return sum(not block.ref_cnt for block in self.blocks)
 
 
 class Engine:
@@ -191,8 +192,8 @@ class World:
             if not fails:
                 flip = 1000 if self.is_flipping else 0
                 for source, target in read.pairs:
-                    assert self.owner.pool.blocks[source].references, "a block is read that may be used again"
-                    assert self.reader.pool.blocks[target].references, "a read writes into a free block"
+                    assert self.owner.pool.blocks[source].ref_cnt, "a block is read that may be used again"
+                    assert self.reader.pool.blocks[target].ref_cnt, "a read writes into a free block"
                     self.reader.content[target] = self.owner.content[source] + flip
                 digests = tuple(self.reader.content[target] + 1 for _, target in read.pairs)
                 event = ReadFinished(read_id, digests, 0.01)
@@ -411,6 +412,33 @@ def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:
     assert [world.reader.content[block] for block in world.reader.tables["r"]] == [100, 0, 0, 0]
     world.settle()
     assert world.reader.outcomes == {"r": True}
+
+
+def test_a_step_tells_who_holds_blocks() -> None:
+    """A block that its request holds, too, counts for the request."""
+    world = World(num_tokens=16, is_flipping=False)
+    world.begin(world.reader)
+    world.begin(world.owner)
+    world.step_owner()  # one block and a half
+    world.step_reader()
+    for _ in range(3):
+        world.transfer(world.owner)
+        world.transfer(world.reader)
+        world.deliver()
+
+    def holders(engine: Engine) -> list[tuple[str, int, int]]:
+        told = decode_holders(engine.handoffs.step_stats()[HOLDERS])
+        return [(holder.claim.column.value, len(holder.claim.blocks), holder.num_counted) for holder in told]
+
+    assert holders(world.owner) == [("leased", 1, 0)]
+    assert holders(world.reader) == [("incoming", 4, 4)]
+    world.step_owner()
+    world.step_owner()  # the request ends
+    world.transfer(world.owner)
+    world.transfer(world.owner)
+    assert holders(world.owner) == [("leased", 4, 4)]
+    world.settle()
+    assert holders(world.owner) == holders(world.reader) == []
 
 
 class Interface(ModuleType):

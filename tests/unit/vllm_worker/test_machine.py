@@ -150,6 +150,23 @@ the load counts prompts, decodes and the pool
   cancel b                    -> abort b; fail b RequestCancelled: the router cancelled the call
   load                        -> serving; free 100  # vLLM does not tell while it is idle
 
+the blocks of transfers are in columns of their own and have names
+  decode a num_tokens=20      -> submit a
+  step 1 0 0.05 0 12
+  wait 2
+  decode b num_tokens=8       -> submit b
+  output b 1                  -> tokens b 0: 1
+  step 2 0 0.1 1 0 lent=3 reads=2
+  wait 1
+  load                        -> serving; queued tokens 8; decoding 1; context 9; calls 2; of the router 2; busy 2
+                              -> backlog 10; free 90; held 5; leased 3; incoming 2
+  holders                     -> waiting a 3 3 3 s; offered offer 3 3 1 s; reading pull 2 2 1 s; running b 3 2 1 s
+  cancel a                    -> abort a; fail a RequestCancelled: the router cancelled the call
+  cancel b                    -> abort b; fail b RequestCancelled: the router cancelled the call
+  load                        -> serving; busy 2; free 90; held 5; leased 3; incoming 2
+  step 0 0 0 0 0
+  load                        -> serving; busy 2; free 100
+
 the time of a step is learned from the reports while the engine has work
   wait 5
   decode a num_tokens=20      -> submit a
