@@ -93,13 +93,20 @@ class _Offer:
         return max(0, min(num_computed, self.num_tokens))
 
     @property
+    def is_moved(self) -> bool:
+        """Whether the request has ended because it moves. Then it must go on elsewhere, with its blocks or without."""
+        request = self.request
+        is_capped = request.status.name == "FINISHED_LENGTH_CAPPED"
+        return self.max_tokens is not None and is_capped and request.num_output_tokens < self.max_tokens
+
+    @property
     def is_complete(self) -> bool:
-        """The request has ended. Whether the reader goes on with it: there are tokens that the reader lacks."""
-        request, status = self.request, self.request.status.name
+        """The request has ended. Whether the reader can go on with it."""
+        request = self.request
         if self.max_tokens is None:
-            goes_on = status in COMPUTED and request.num_output_tokens > 0
+            goes_on = request.status.name in COMPUTED and request.num_output_tokens > 0
         else:
-            goes_on = status == "FINISHED_LENGTH_CAPPED" and request.num_output_tokens < self.max_tokens
+            goes_on = self.is_moved
         return goes_on and self.num_settled == self.num_tokens
 
 
@@ -164,7 +171,8 @@ class Handoffs:
         is_moved = False
         offer = self._offers.pop(request.request_id, None)
         if offer is not None:
-            is_moved = self._finish_offer(offer, block_ids) and offer.max_tokens is not None
+            self._finish_offer(offer, block_ids)
+            is_moved = offer.is_moved
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             self._cancel(request.request_id, pull)
@@ -213,18 +221,14 @@ class Handoffs:
                 self._lend(offer, block_ids[: offer.num_settled // self._block_size])
         self._step = {}
 
-    def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> bool:
-        """The rest of the blocks follows, with the partly filled one, and the tokens that the reader lacks.
-
-        Returns whether the reader goes on.
-        """
+    def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> None:
+        """The rest of the blocks follows, with the partly filled one, and the tokens that the reader lacks."""
         if not offer.is_complete:
             self._transfers.post(OfferCancelled(offer.transfer_id))
-            return False
+            return
         num_blocks = -(-offer.num_tokens // self._block_size)
         token_ids = tuple(map(int, offer.request._all_token_ids[offer.num_tokens :]))
         self._lend(offer, block_ids[:num_blocks], token_ids)
-        return True
 
     def _lend(self, offer: _Offer, block_ids: Sequence[int], token_ids: tuple[int, ...] = ()) -> None:
         """Lend the blocks that were not lent before. After a preemption, the earlier ones stay those of before it."""

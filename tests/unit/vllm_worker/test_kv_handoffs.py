@@ -340,7 +340,8 @@ class MovingWorld(World):
         super().end(engine, status)
         has_moved = ends_now and self.owner.ends[-1].is_moved
         self.num_handed_over += has_moved
-        assert not has_moved or status == "FINISHED_LENGTH_CAPPED"
+        if ends_now and status == "FINISHED_LENGTH_CAPPED":
+            assert has_moved or self.requests["owner"].num_output_tokens == MOST_OUTPUTS, "an answer is cut off"
 
     def settle(self) -> None:
         self.begin(self.owner)
@@ -373,7 +374,8 @@ def test_a_request_moves_with_its_tokens_or_stays(num_tokens: int, is_flipping: 
         assert True not in world.reader.outcomes.values()
 
 
-def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> None:
+def caught_up() -> tuple[MovingWorld, Any]:
+    """A move whose reader has all full blocks, and the request of the owner."""
     world = MovingWorld(num_tokens=10, is_flipping=False)
     world.begin(world.owner)
     for _ in range(4):
@@ -382,12 +384,16 @@ def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> Non
     world.begin(world.reader)
     world.step_owner()
     world.step_reader()
-    owned = world.requests["owner"]
     for _ in range(20):  # no step: nothing but messages and reads
         world.transfer(world.owner)
         world.transfer(world.reader)
         world.deliver()
         world.end_read()
+    return world, world.requests["owner"]
+
+
+def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> None:
+    world, owned = caught_up()
     assert [world.reader.content[block] for block in world.reader.tables["r"]] == [100, 101, 102, 0]
     assert (owned.num_output_tokens, world.num_handed_over) == (5, 0)
     world.step_owner()
@@ -395,6 +401,17 @@ def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> Non
     world.settle()
     assert world.reader.outcomes == {"r": True}
     assert world.requests["reader"]._all_token_ids[13:] == owned._all_token_ids[13:]
+
+
+def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
+    world, owned = caught_up()
+    world.owner.handoffs.take_back()
+    world.stay()
+    while "owner" not in world.ended:
+        world.step_owner()
+    assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
+    world.settle()
+    assert world.reader.outcomes == {"r": False}
 
 
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:
