@@ -23,7 +23,6 @@ class Shape:
     head_dim: int
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    layer_major: bool = False  # a pool without scales that is [layers, blocks, ...] in memory
     has_scales: bool = False  # a pool of 8 bits
 
     @property
@@ -53,10 +52,7 @@ def poisoned_pool_with_scales(shape: Shape, num_blocks: int) -> tuple[torch.Tens
 def poisoned_pool(shape: Shape, num_blocks: int) -> torch.Tensor:
     """# [blocks, layers, 2, Hkv, block size, D]"""
     sizes = [num_blocks, NUM_LAYERS, 2, shape.num_kv_heads, shape.block_size, shape.head_dim]
-    if not shape.layer_major:
-        return torch.full(sizes, torch.nan, dtype=shape.dtype)
-    sizes[:2] = sizes[1], sizes[0]
-    return torch.full(sizes, torch.nan, dtype=shape.dtype).transpose(0, 1)
+    return torch.full(sizes, torch.nan, dtype=shape.dtype)
 
 
 def random_context(shape: Shape, num_positions: list[int], generator: torch.Generator) -> Context:
