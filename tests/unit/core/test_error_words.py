@@ -1,4 +1,4 @@
-"""The classes of errors: which are retryable, and what their messages name."""
+"""What errors and paths say in one line, and which errors are retryable."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from core import errors
 from core.errors import ConfigError, ErrorCode, InvalidRequest, LayoutMismatch, TandemError
+from core.paths import Lane, PathState, PathStatus
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
 
@@ -29,3 +30,9 @@ def test_a_message_and_a_field_are_cut() -> None:
     error = InvalidRequest("f" * 10_000, "m" * 1_000_000)
     assert len(str(error)) == errors.MAX_ERROR_CHARS + len("...")
     assert str(error).startswith(f"{error.field}: m")
+
+
+def test_a_path_describes_itself_in_one_line() -> None:
+    path = PathStatus("peer", PathState.SLOW, Lane.TCP, 0.0215e9, 1.25e9, 310e-6)
+    assert str(path) == "slow: TCP, 0.0215 GB/s of 1.25, 310 us there and back"
+    assert str(PathStatus("peer", PathState.REFUSED, detail="KV layouts differ")) == "refused: KV layouts differ"

@@ -1,6 +1,6 @@
 """Hand-offs whose messages are lost, doubled or late, whose leases end or peers go: each ends right, or typed and once.
 
-test_transfer_messages.py has those of foreign and malformed messages.
+test_transfer_machine.py has those of foreign and malformed messages.
 """
 
 from tests.unit.kv_transfer.transfer_words import transcripts

@@ -1,4 +1,6 @@
-"""What a machine refuses, the connections to its peers, restarts of an owner, and leases that are confirmed late."""
+"""Both halves of a transfer: refusals, peers, restarts, leases, answers of the owner, messages that are nonsense."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, cast
@@ -6,11 +8,37 @@ from typing import Any, cast
 import pytest
 
 from core.config import TransferConfig
-from core.errors import QueueFull
-from core.handoff import Abort, AbortReason, Heartbeat, PullerState
-from kv_transfer.protocol.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
+from core.errors import LayoutMismatch, QueueFull
+from core.handoff import (
+    Abort,
+    AbortReason,
+    HandoffMessage,
+    Heartbeat,
+    HeartbeatEntry,
+    OfferedBlocks,
+    OwnerState,
+    PullerState,
+    Ready,
+    Release,
+    Want,
+)
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol import owner, puller
+from kv_transfer.protocol.events import ComputeDigests, Connect, Disconnect, MessageReceived, PeerLost, PullFailed
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address, assert_completed, assert_failed
+from tests.unit.kv_transfer.transfer_pair import (
+    CONFIG,
+    ID,
+    LAYOUT,
+    Mail,
+    Pair,
+    Side,
+    address,
+    assert_completed,
+    assert_failed,
+    assert_freed,
+)
 
 
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
@@ -99,3 +127,236 @@ def test_a_restarted_owner_does_not_know_the_old_transfers() -> None:
     pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
     pair.wait(5 * CONFIG.heartbeat_s)
     assert_failed(pair, AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
+
+
+def offer(pair: Pair, transfer_id: int) -> None:
+    pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address)
+
+
+def end_offer(pair: Pair, transfer_id: int) -> None:
+    pair.act(pair.owner, pair.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
+
+
+def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
+    """The answers to a WANT of the puller."""
+    pair.lose_mail()
+    want = Want(transfer_id, 22, counter, LAYOUT.fingerprint(), (0,))
+    pair.event(pair.owner, MessageReceived("puller", want))
+    return [mail.message for mail in pair.lose_mail()]
+
+
+def test_a_want_for_an_aborted_offer_is_answered_with_the_abort_again() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    assert isinstance(ask(pair, ID, 1)[0], Ready)
+    end_offer(pair, ID)
+    assert pair.owner.machine.alive, "the blocks may still be read"
+    (answer,) = ask(pair, ID, 2)
+    assert isinstance(answer, Abort)
+    assert answer.reason is AbortReason.PREFILL_FAILED
+
+
+def test_a_want_for_an_ended_offer_is_answered_until_the_table_forgets_the_oldest_end() -> None:
+    pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, 9, pair.owner.address)
+    pair.wait(CONFIG.heartbeat_s)  # the owner has met the puller
+    for transfer_id in (1, 2, 3):
+        offer(pair, transfer_id)
+        end_offer(pair, transfer_id)
+    assert ask(pair, 1, 101) == [], "it may be on its way to us"
+    for transfer_id in (2, 3):
+        (answer,) = ask(pair, transfer_id, 200 + transfer_id)
+        assert isinstance(answer, Abort)
+        assert (answer.transfer_id, answer.reason) == (transfer_id, AbortReason.PREFILL_FAILED)
+    assert pair.owner.machine.counters.dropped[Drop.LATE] == 2
+
+
+def test_an_abort_for_an_unknown_offer_is_counted_and_not_kept() -> None:
+    pair = Pair()
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
+    assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
+    assert pair.owner.machine.next_deadline() is None
+
+
+def test_an_abort_of_the_puller_ends_an_offer_at_once_only_if_no_block_was_announced() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair = Pair()
+    pair.offer([0], last=False)
+    ask(pair, ID, 1)
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 2, AbortReason.CANCELLED)))
+    assert pair.num_leases() == 1, "until its RELEASE"
+    pair.event(pair.owner, MessageReceived("puller", Release(ID, 22, 3, AbortReason.CANCELLED)))
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+
+
+def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:
+    pair = Pair()
+    other = replace(LAYOUT, block_size=8, model="n")  # a block size that is twice ours can be translated
+    with pytest.raises(LayoutMismatch):
+        pair.owner.machine.offer(ID, replace(pair.puller.address, layout=other), 0.0)
+    with pytest.raises(LayoutMismatch) as refused:
+        pair.puller.machine.reserve_pull(ID, replace(pair.owner.address, layout=other), 0.0)
+    assert refused.value.differences == {"model": ("m", "n")}
+    offer(pair, ID)
+    pair.reserve_pull()
+    assert pair.owner.links == [Connect(pair.puller.address)]
+    assert pair.puller.links == [Connect(pair.owner.address)]
+
+
+def test_a_lost_puller_ends_its_own_offers_alone_and_at_once_if_it_cannot_have_read() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    other = replace(pair.puller.address, name="other", incarnation=33)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.event(pair.owner, PeerLost("puller"))
+    ended = pair.offer_result()
+    assert (ended.transfer_id, ended.state, ended.reason) == (ID, OwnerState.ABORTED, AbortReason.PEER_LOST)
+    assert pair.num_leases() == 0
+
+
+@pytest.mark.parametrize(
+    ("verify", "device", "pieces", "computed", "sizes"),
+    [
+        (True, None, 1, True, [2, 7]),
+        (False, None, 1, False, [9]),
+        (True, None, 2, False, [2, 8, 9]),  # the agent hashes pieces when it sends their READY
+        (True, 0, 1, True, [2, 7]),
+        (True, 0, 2, False, [19]),
+    ],
+)
+def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_hashed(
+    verify: bool, device: int | None, pieces: int, computed: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 2 * LAYOUT.block_bytes)
+    pool = BlockPool(10)
+    here = replace(address("owner", 11), device=device)
+    machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
+    layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
+    machine.offer(ID, replace(address("puller", 22, layout=layout), device=device), 0.0)
+    blocks = pool.allocate(10)
+    assert blocks is not None
+    actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, (42,), 0.0)
+    assert actions == ([ComputeDigests(tuple(blocks))] if computed else [])
+    want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(1, 10 * pieces)))  # the puller has the first piece
+    sent = [send.message.blocks for send in machine.handle(MessageReceived("puller", want), 0.0)]  # type: ignore[union-attr]
+    assert [len(offered) for offered in sent] == sizes
+    announced = [(piece, block) for offered in sent for piece, block, _ in offered]
+    assert announced == [(piece, blocks[piece // pieces]) for piece in want.positions]
+
+
+def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
+    pair = Pair()
+    pair.offer([0])
+    other = replace(pair.puller.address, name="other", incarnation=33)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.wait(CONFIG.lease_s / 2)
+    entries = (HeartbeatEntry(ID, 0), HeartbeatEntry(ID + 1, 0))
+    pair.event(pair.owner, MessageReceived("other", Heartbeat(33, 1, None, entries)))
+    assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 1
+    (answer,) = [mail.message for mail in pair.lose_mail() if isinstance(mail.message, Heartbeat)]
+    assert [entry.transfer_id for entry in answer.entries] == [ID + 1]
+    pair.wait(CONFIG.lease_s / 2 + 0.1)
+    ended = pair.offer_result()
+    assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "digests", "expected"),
+    [
+        (3500, True, [64, 256, 1024, 2048, 108]),
+        (320, True, [64, 256]),
+        (2048, False, [2048]),
+        (2049, False, [2048, 1]),
+    ],
+)
+def test_many_blocks_are_announced_in_messages_that_grow_for_digests_and_are_bounded(
+    num_blocks: int, digests: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
+    pair = Pair(TransferConfig(max_blocks_per_read=256, verify_digests=digests), digests, num_blocks=3500)
+    pair.offer(list(range(num_blocks)))
+    pair.pull(list(range(num_blocks)))
+    while any(isinstance(mail.message, Want) for mail in pair.mail):
+        pair.deliver(pair.mail.pop(0))
+    sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
+    assert sizes == expected
+    pair.run()
+    assert_completed(pair)
+
+
+def foreign(message: HandoffMessage) -> HandoffMessage:
+    return replace(message, incarnation=99, counter=message.counter + 1000)
+
+
+def test_messages_of_another_incarnation_are_dropped() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.run()
+    pair.wait(CONFIG.heartbeat_s, deliver=False)
+    for mail in pair.lose_mail():
+        pair.deliver(Mail(mail.sender, mail.receiver, foreign(mail.message)))
+    pair.deliver(Mail("puller", "owner", Release(ID, 99, 1000, None)))
+    pair.deliver(Mail("owner", "puller", Abort(ID, 99, 1000, AbortReason.CANCELLED)))
+    assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 2  # heartbeat and RELEASE
+    assert pair.puller.machine.counters.dropped[Drop.FOREIGN] == 1
+    assert pair.num_leases() == 1
+    pair.add_ready([1], last=True)
+    pair.run()
+    assert_completed(pair)
+
+
+def test_messages_for_unknown_transfers_are_bounded_and_dropped() -> None:
+    pair = Pair(TransferConfig(max_transfers=3, lease_s=12.0))
+    for number in range(5):
+        pair.event(pair.owner, MessageReceived("stranger", Want(number, 33, 1 + number, 0, ())))
+    assert pair.owner.machine.counters.dropped[Drop.TABLE_FULL] == 2
+    pair.wait(6.0)
+    assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 3
+    assert pair.owner.machine.next_deadline() is None
+
+
+def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
+    unwanted, outside, below, twice = (
+        [(7, 0, 0)],
+        [(0, 3, 0), (1, 32, 0)],
+        [(0, -1, 0), (1, 3, 0)],
+        [(0, 3, 0), (0, 4, 0)],
+    )
+    for bad in (unwanted, outside, below, twice):
+        pair = Pair()
+        pair.pull([0, 1])
+        ready = Ready(ID, 11, 50, 1, 0, OfferedBlocks.of(bad), False)
+        pair.event(pair.puller, MessageReceived("owner", ready))
+        assert_failed(pair, AbortReason.READ_FAILED)
+
+
+def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
+    pair = Pair()
+    pair.offer([0])
+    pair.pull([0])
+    (want,) = [mail.message for mail in pair.lose_mail()]
+    assert isinstance(want, Want)
+    pair.event(pair.owner, MessageReceived("puller", replace(want, layout_fingerprint=1)))
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
+    pair.deliver_all()
+    assert_failed(pair, AbortReason.LAYOUT_MISMATCH)
+
+
+def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "MAX_POSITIONS", 2)
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.pull([0, 1])
+    pair.run()
+    assert_completed(pair)
+    pair = Pair()
+    pair.offer([0, 1, 2])
+    pair.reserve_pull()
+    pair.do(pair.puller, pair.puller.machine.puller.start, ID, [0, 1, 2])
+    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.deliver_all()
+    assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)
