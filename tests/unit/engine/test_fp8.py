@@ -206,20 +206,6 @@ def test_scales_of_blocks_become_scales_of_rows(tmp_path: Path) -> None:
     assert (error <= meant.abs() / 16 + found.scales[:, None] * 2**-10 * 1.001).all()
 
 
-def test_an_engine_computes_the_tokens_of_the_same_weights_in_float32(tmp_path: Path) -> None:
-    reference, fp8 = tmp_path / "plain", tmp_path / "fp8"
-    for directory in (reference, fp8):
-        save_reference("llama3", directory)
-    meant = write(fp8, "row")
-    save_file(load_file(reference / "model.safetensors") | meant, reference / "model.safetensors")
-    wanted = request("a", range(3, 60))
-    tokens = []
-    for directory in (reference, fp8):
-        config = EngineConfig(model=str(directory), dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
-        tokens.append(Engine(TorchRunner(config)).generate(wanted))
-    assert tokens[0] == tokens[1]
-
-
 def test_a_matrix_without_scales_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_reference("llama3", tmp_path)
     write(tmp_path, "block", weight_block_size=[7, 7])

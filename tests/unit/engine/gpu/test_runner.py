@@ -99,12 +99,6 @@ def test_each_step_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.Mo
     )
 
 
-def test_a_poisoned_pool_changes_no_token(expected: dict[str, list[int]]) -> None:
-    poisoned = gpu_runner()
-    poison(poisoned)
-    assert Engine(poisoned, budget=30).generate(*REQUESTS) == expected
-
-
 def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> None:
     poison(runner)
     run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
