@@ -1,4 +1,4 @@
-"""A supervisor that adopts services goes on with the sizes, the pins, the config and the roll of the earlier one."""
+"""A supervisor goes on with the services, sizes, pins, config and roll of an earlier one, and starts what is missing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from core.config import ConfigText, RouterConfig, TandemConfig, WorkerConfig
+from core.config import ConfigText, LiveConfig, RouterConfig, TandemConfig, WorkerConfig
 from core.errors import WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
+from core.machine import Tick
 from core.service import Endpoint
 from fleet.host.host import Adoption, Host
 from fleet.law.events import (
     Drained,
     FleetAdopted,
+    FleetFailed,
     FleetReady,
     MachineId,
     Member,
@@ -45,8 +47,10 @@ def spec_of(drain_s: float = 30.0, max_queued: int = 100) -> FleetSpec:
     return make(ConfigText.of(TandemConfig(worker=worker, router=router)))
 
 
-def serves(pool: ServiceRole, number: int, start: int) -> tuple[MachineId, ServiceStarted]:
-    member = Member(SlotId(pool, number), pool, start)
+def serves(
+    pool: ServiceRole, number: int, start: int, role: ServiceRole | None = None
+) -> tuple[MachineId, ServiceStarted]:
+    member = Member(SlotId(pool, number), role or pool, start)
     return MachineId("m-0", "m-0.local"), ServiceStarted(member, f"{member.name}.{start:x}", f"host:{start}")
 
 
@@ -64,6 +68,34 @@ def adopting(event: FleetAdopted) -> Fleet:
     fleet.members = {started.member.name: started.member for _, started in event.services}
     fleet.send(event)
     return fleet
+
+
+def test_a_whole_fleet_is_ready_without_a_start_and_its_routers_hear_of_it() -> None:
+    fleet = adopting(FleetAdopted(SERVICES, SIZES))
+    assert fleet.published() == ["decode-0", "prefill-1"]
+    assert fleet.of(FleetReady)
+    assert fleet.printed() == ["fleet goes on with the services of an earlier supervisor: 3 serve"]
+    assert {name: fleet.state_of(name)[0] for name in fleet.members} == dict.fromkeys(fleet.members, "serving")
+    assert fleet.revisions() == dict.fromkeys(fleet.members, 1)
+    assert fleet.send(Tick()) == []
+
+
+def test_what_is_missing_starts_under_a_new_number_and_a_start_that_cannot_succeed_does_not_end_the_fleet() -> None:
+    router, prefill, _ = SERVICES
+    fleet = Fleet(router, prefill)
+    fleet.send(StartFailed(router[1].member, "of another life", permanent=True))  # a serving slot ignores it
+    assert fleet.state_of("router-0")[0] == "serving"
+    assert fleet.members["decode-0"].start > prefill[1].member.start
+    fleet.placed("decode-0")
+    fleet.send(StartFailed(fleet.members["decode-0"], "no such model", permanent=True))
+    assert not fleet.of(FleetFailed)
+    assert fleet.printed() == ["decode-0 did not start: no such model; starting it again in 1 s"]
+
+
+def test_a_pool_that_was_scaled_keeps_its_size_and_a_switched_worker_its_role() -> None:
+    fleet = Fleet(*SERVICES, serves(D, 3, 9), serves(D, 1, 8, role=P))
+    assert fleet.machine.wanted == {P: 2, D: 2, R: 1}
+    assert not fleet.names(StartService)
 
 
 def test_sizes_are_those_of_the_earlier_supervisor_smaller_ones_too_and_a_service_that_died_meanwhile_starts() -> None:
@@ -270,6 +302,31 @@ async def living(generation: Generation) -> AsyncIterator[Supervisor]:
 
 NAMES = "router-0", "prefill-0", "decode-0"
 DRAIN_CHANGED = "[worker] drain_timeout_s 30.0 -> 7.0"
+
+
+async def test_adopted_services_are_configured_published_watched_and_drained_like_others() -> None:
+    first = Generation(SPEC, Store())
+    async with living(first):
+        await first.comes_to_serve(*NAMES)
+        first.hang_next = True
+        first.host("prefill-0").die("out of memory")
+        await until(lambda: not first.hang_next, "it starts again, and hangs", 5.0)
+    second = Generation(spec_of(max_queued=7), first.store, before=first)
+    async with living(second) as heir:
+        await second.comes_to_serve(*NAMES)
+        router, decode, prefill = (second.host(name) for name in ("router-0", "decode-0", "prefill-0"))
+        assert second.hosts[2:] == [prefill], "one start, of the missing prefill worker"
+        assert [endpoint.service_id for endpoint in await heir.routers()] == [f"router-0.{router.member.start:x}"]
+        await until(lambda: {"decode-0", "prefill-0"} <= router.roles.keys(), "the router knows the workers", 5.0)
+        await until(lambda: router.live == decode.live != LiveConfig(), "both have the live options", 5.0)
+        assert prefill.local_rank is not None
+        assert prefill.local_rank.rank == 1, "rank 0 of its machine is taken"
+        decode.die("out of memory")
+        await second.reports("decode-0", "died")
+        await until(lambda: second.host("decode-0") is not decode, "it starts again", 5.0)
+        await second.comes_to_serve(*NAMES)
+        await heir.shutdown()
+        await until(lambda: not heir._hosts, "every host has ended", 5.0)
 
 
 async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
