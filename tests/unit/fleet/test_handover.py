@@ -1,4 +1,4 @@
-"""A supervisor goes on with the services, sizes, pins, config and roll of an earlier one, and starts what is missing."""
+"""A supervisor goes on with the services, sizes and config of an earlier one, and starts only what is missing."""
 
 from __future__ import annotations
 
