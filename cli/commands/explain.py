@@ -15,6 +15,7 @@ from tandem_client.stubs import cluster_pb2, inference_pb2
 # new = tokens to compute; room = wait for blocks of the decode worker; gap = what each step of its streams becomes
 # longer, times the streams; first = until the first token. All times are in ms.
 COLUMNS = ("cached", "new", "queue", "prefill", "transfer", "room", "gap", "first", "cost")
+EVICT = "evict"  # where a prompt drives something out of a cache
 READ = "read"  # of a prefix that a peer has cached, while the queue goes on: the peer and the time; where one is read
 MAX_ROWS = 24
 MIN_PIPE_WIDTH = 120  # columns of an output that is no terminal
@@ -32,12 +33,13 @@ def candidates_table(explained: cluster_pb2.ExplainResponse) -> Table:
     )
     for name in ("", "prefill", "decode"):
         table.add_column(name, overflow="fold")
+    evicts = any(candidate.evict_ms for candidate in explained.candidates)
     has_reads = any(candidate.source for candidate in explained.candidates)
-    for name in (*COLUMNS, READ) if has_reads else COLUMNS:
+    for name in (*COLUMNS, *(EVICT,) * evicts, *(READ,) * has_reads):
         table.add_column(name, justify="right", no_wrap=True)  # in a narrow terminal, only the names wrap
     for candidate in sorted(explained.candidates, key=lambda candidate: candidate.cost_ms)[:MAX_ROWS]:
         read = f"{_name(candidate.source)} {_ms(candidate.read_ms)}" if candidate.source else "-"
-        cells = [*_row(candidate), read] if has_reads else _row(candidate)
+        cells = [*_row(candidate), *(_ms(candidate.evict_ms),) * evicts, *(read,) * has_reads]
         table.add_row(*cells, style="bold" if candidate.chosen else None)
     return table
 

@@ -182,6 +182,7 @@ def candidate_attributes(candidate: Candidate) -> dict[str, AttributeValue]:
         Attribute.ROUTE_ROOM_WAIT: candidate.room_wait_s * 1e3,
         Attribute.ROUTE_GAP: candidate.gap_s * 1e3,
         Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
+        Attribute.ROUTE_EVICT: candidate.evict_s * 1e3,
         Attribute.ROUTE_COST: candidate.cost * 1e3,
     }
     if candidate.read.source is not None:

@@ -140,4 +140,5 @@ def encode_candidate(candidate: Candidate, chosen: bool) -> cluster_pb2.Candidat
         source=candidate.read.source or "",
         read_tokens=candidate.read.num_tokens,
         read_ms=candidate.read.seconds * 1e3,
+        evict_ms=candidate.evict_s * 1e3,
     )

@@ -8,6 +8,7 @@ For a pair (prefill worker P, decode worker D), and for D alone, which then comp
          + transfer_s      that the second token is late for the part of the transfer which no compute hides
          + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
          + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
+         + evict_s     to compute again what the blocks of the prompt drive out of the caches
 
 Every term follows from what the workers report: the fitted time of their steps (`core/cost/step_cost.py`), their
 prompts by remaining work, their blocks, and the measured bandwidth of the paths. Nothing is weighed. A token
@@ -117,6 +118,12 @@ class RoutingQuestion:
     now: float = 0.0
     sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
     on_disk: Mapping[str, int] = field(default_factory=dict)  # worker id -> tokens of the prompt on its disk
+    reuse_share: float = 0.0  # of the tokens of recent prompts, those that a worker had cached
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompt, on the worker that has most of it."""
+        return max((cached for _, cached in (*self.prefill, *self.decode)), default=0) / self.num_tokens
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -159,6 +166,7 @@ class Candidate(NamedTuple):
     gap_s: float = 0.0
     num_streams: int = 0
     read: PrefixRead = NO_READ
+    evict_s: float = 0.0
 
     @property
     def path(self) -> RequestPath:
@@ -179,7 +187,7 @@ class Candidate(NamedTuple):
     def cost(self) -> float:
         """Seconds."""
         ready_s = self.begin_s + self.prefill_s + self.transfer_s + self.room_wait_s
-        return ready_s + self.gap_s * self.num_streams
+        return ready_s + self.gap_s * self.num_streams + self.evict_s
 
     @property
     def order(self) -> tuple[float, int, str, str]:
@@ -388,11 +396,13 @@ def pair(
         question.uncached(start.cached_tokens),
     )
     transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
+    evict_s = _evict_s(question, prefill, start.cached_tokens - start.read.num_tokens)
+    evict_s += _evict_s(question, decode, decode_cached)
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
         prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
         _room_wait_s(question, decode, decode_cached, start.total_s), _stream_s(question, decode), decode.num_sequences,
-        start.read,
+        start.read, evict_s,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
@@ -424,6 +434,7 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
         None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
         times.prefill_s, 0.0, _room_wait_s(question, worker, cached_tokens, 0.0),
         times.gap_s + _stream_s(question, worker), worker.num_sequences, start.read,
+        _evict_s(question, worker, cached_tokens),
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
@@ -434,6 +445,14 @@ def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: 
     room_wait_s, stream_s = _room_wait_s(question, worker, cached_tokens, 0.0), _stream_s(question, worker)
     cost = room_wait_s + moved_s + stream_s * worker.num_sequences
     return cost, worker.num_dispatched, worker.worker_id
+
+
+def _evict_s(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> float:
+    """To compute the cached blocks again that must leave for those of the prompt, if they are asked for again as often
+    as those of recent prompts. A read brings blocks, too, so a copy of a prefix is not free."""
+    num_empty = max(0, worker.num_free_blocks - worker.num_cached_blocks)
+    num_evicted = max(0, question.missing_blocks(cached_tokens) - num_empty)
+    return num_evicted * question.block_size * worker.cost.token_s * question.reuse_share
 
 
 def _stream_s(question: RoutingQuestion, worker: WorkerView) -> float:

@@ -23,6 +23,7 @@ NOT_TIMED = nullcontext()
 NOBODY = ("", 0)
 START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
+REUSE_WEIGHT = 1 / 64  # of a prompt in `reuse_share`
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
@@ -42,6 +43,7 @@ class WorkerTable:
         self.compared: Sequence[Candidate] = ()  # the candidates that the last `choose` compared, in no order
         self._decision_timer = decision_timer
         self._records: dict[str, WorkerRecord] = {}
+        self.reuse_share = 0.0  # as in `RoutingQuestion`
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
@@ -284,6 +286,7 @@ class WorkerTable:
             chosen = self._policy.choose(question)
             if chosen is not None:
                 found.append(chosen)
+                self.reuse_share += (question.cached_share - self.reuse_share) * REUSE_WEIGHT
             compared.append(self._policy.compared)
         self.compared = compared[0] if len(compared) == 1 else [one for part in compared for one in part]
         return min(found, key=_order, default=None)
@@ -386,6 +389,7 @@ class WorkerTable:
             now,
             sources,
             on_disk,
+            self.reuse_share,
         )
 
     def _on_disk(self, prompt: PromptHashes, records: list[WorkerRecord]) -> dict[str, int]:

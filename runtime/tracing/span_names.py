@@ -66,6 +66,7 @@ class Attribute:
     ROUTE_ROOM_WAIT = "tandem.route.room_wait_ms"  # Predicted: until the decode worker has blocks
     ROUTE_GAP = "tandem.route.gap_ms"  # Predicted: added to each step of the decode worker
     ROUTE_NUM_STREAMS = "tandem.route.num_streams"  # Sequences that wait for those longer steps
+    ROUTE_EVICT = "tandem.route.evict_ms"  # Predicted: to compute again what leaves the caches for the prompt
     ROUTE_COST = "tandem.route.cost_ms"  # Predicted: the sum that decides
     ROUTE_SOURCE = "tandem.route.source"  # Worker from whose prefix cache the computing worker reads
     ROUTE_READ_TOKENS = "tandem.route.read_tokens"  # Predicted: prompt tokens that it reads from there

@@ -206,7 +206,7 @@ class ListEventsResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[FleetNote, _Mapping]]] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "transfer_blocks", "chosen", "queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "num_streams", "first_token_ms", "cost_ms", "source", "read_tokens", "read_ms")
+    __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "transfer_blocks", "chosen", "queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "num_streams", "first_token_ms", "cost_ms", "source", "read_tokens", "read_ms", "evict_ms")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class Candidate(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READ_MS_FIELD_NUMBER: _ClassVar[int]
+    EVICT_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     cached_tokens: int
@@ -241,7 +242,8 @@ class Candidate(_message.Message):
     source: str
     read_tokens: int
     read_ms: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., chosen: _Optional[bool] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., room_wait_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., num_streams: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., cost_ms: _Optional[float] = ..., source: _Optional[str] = ..., read_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ...) -> None: ...
+    evict_ms: float
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., chosen: _Optional[bool] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., room_wait_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., num_streams: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., cost_ms: _Optional[float] = ..., source: _Optional[str] = ..., read_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., evict_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("prompt_tokens", "candidates", "path", "reason")

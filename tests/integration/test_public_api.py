@@ -203,7 +203,7 @@ async def test_explain_names_the_candidates_with_their_terms_and_cached_tokens_a
             assert found.uncached_tokens == 23
             assert found.first_token_ms > found.prefill_ms > 0
             ready_ms = found.queue_ms + found.prefill_ms + found.transfer_ms + found.room_wait_ms
-            assert found.cost_ms == pytest.approx(ready_ms + found.gap_ms * found.num_streams)
+            assert found.cost_ms == pytest.approx(ready_ms + found.gap_ms * found.num_streams + found.evict_ms)
         for worker in deployment.workers:
             assert worker._parts.machine.core.num_arrived == 0
         await deployment.generate_all(request)

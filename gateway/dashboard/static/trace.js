@@ -10,10 +10,10 @@ const STYLES = [
   [/prefill/, "prefill"],
   [/decode|respond|sample/, "decode"],
 ];
-const COST = "Cost = queue + prefill + transfer + room + gap × streams. A prefix is read from a peer while the prompt queues.";
+const COST = "Cost = queue + prefill + transfer + room + gap × streams + evicted. A prefix is read from a peer while the prompt queues.";
 const TERMS = [
   ["queue_ms", "Queue"], ["read_ms", "Read"], ["prefill_ms", "Prefill"], ["transfer_ms", "Transfer"], ["room_wait_ms", "Room"],
-  ["gap_ms", "Gap"], ["num_streams", "Streams"], ["first_token_ms", "First token"], ["cost_ms", "Cost"],
+  ["gap_ms", "Gap"], ["num_streams", "Streams"], ["evict_ms", "Evicted"], ["first_token_ms", "First token"], ["cost_ms", "Cost"],
 ];
 
 function styleOf(name) {

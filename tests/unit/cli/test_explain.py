@@ -60,6 +60,16 @@ async def test_the_table_has_every_term_of_each_candidate_the_cheapest_first_and
     assert lines[-1] == "the [lowest] predicted cost"
 
 
+async def test_evictions_and_reads_have_columns_where_there_are_any() -> None:
+    reading = Candidate(decode_worker="decode-2.0", evict_ms=4.0, source="prefill-1.0", read_ms=7.5, cost_ms=20.0)
+    lines = await lines_of(Router(reading, ALONE))
+    assert "prefill decode cached new queue prefill transfer room gap first cost evict read" in lines
+    assert [line for line in lines if "decode-" in line] == [
+        "- decode-2 0 0 0.0 0.0 0.0 0.0 0.0 x 0 0.0 20.0 4.0 prefill-1 7.5",
+        "- decode-1 0 80 0.0 80.5 0.0 0.0 0.0 x 0 0.0 1600 0.0 -",
+    ]
+
+
 async def test_of_many_candidates_the_cheapest_are_shown_and_the_others_counted() -> None:
     many = [Candidate(decode_worker=f"decode-{cost}.0123456789abcdef", cost_ms=cost) for cost in range(MAX_ROWS + 5)]
     lines = await lines_of(Router(*reversed(many)))

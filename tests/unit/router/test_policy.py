@@ -57,8 +57,9 @@ def ask(
     config: RouterConfig = NEVER,
     alive: bool = True,
     now: float = 0.0,
+    reuse_share: float = 0.0,
 ) -> list[Candidate]:
-    question = RoutingQuestion(num_tokens, prefill, decode, alive, BLOCK, now)
+    question = RoutingQuestion(num_tokens, prefill, decode, alive, BLOCK, now, reuse_share=reuse_share)
     found = SecondsPolicy(config).candidates(question)
     assert SecondsPolicy(config).choose(question) == (found[0] if found else None)
     return found
@@ -196,6 +197,18 @@ def test_a_cached_block_that_the_prompt_hits_makes_no_room_for_another() -> None
     assert pair(40, view("p"), view("d", 24, **room)).room_wait_s == 0.0
     shared = {**room, "num_cached_blocks": 0}
     assert pair(48, view("p"), view("d", 24, **shared)).room_wait_s == 0.0, "sequences hold the blocks of the hits"
+
+
+def test_a_worker_is_charged_for_what_the_prompt_drives_out_of_its_cache_as_often_as_prompts_are_cached() -> None:
+    """48 tokens need 12 blocks: 2 are empty, and 10 push out 40 tokens. With 24 tokens cached, 6 blocks are needed."""
+    full = {"num_free_blocks": 22, "num_cached_blocks": 20}
+    (found,) = ask(48, [view("p", **full)], [view("d", 24, **full)], reuse_share=0.25)
+    assert found.evict_s == pytest.approx(0.25 * (10 + 4) * BLOCK * COST.token_s)
+    assert found.cost - found.evict_s == pytest.approx(found.prefill_s)
+    holder, empty = view("p1", 24, **full), view("p2", **full | {"num_cached_blocks": 0})
+    first, second = ask(48, [holder, empty], [view("d")], reuse_share=1.0)
+    assert (first.prefill_worker, first.evict_s) == ("p1", pytest.approx(16 * COST.token_s))
+    assert (second.prefill_worker, second.evict_s) == ("p2", 0.0)
 
 
 def test_room_is_waited_for_before_the_decode_worker_computes() -> None:

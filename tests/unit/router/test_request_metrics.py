@@ -153,12 +153,13 @@ def test_measured_times_are_compared_with_predicted_ones_after_one_attempt_only(
 
 def test_every_term_of_the_route_is_an_attribute_in_ms() -> None:
     route = CANDIDATE._replace(queue_s=0.1, prefill_s=0.2, transfer_s=0.04, room_wait_s=0.3, gap_s=0.002, num_streams=3)
+    route = route._replace(evict_s=0.004)
     outcome = replace(OUTCOME, candidate=route, first_token_s=1.25)
     assert route_attributes(outcome) == pytest.approx(
         {
             "tandem.route.queue_ms": 100.0, "tandem.route.prefill_ms": 200.0, "tandem.route.transfer_ms": 40.0,
             "tandem.route.room_wait_ms": 300.0, "tandem.route.gap_ms": 2.0, "tandem.route.num_streams": 3,
-            "tandem.route.cost_ms": 646.0, "tandem.route.predicted_ttft_ms": 1000.0,
+            "tandem.route.evict_ms": 4.0, "tandem.route.cost_ms": 650.0, "tandem.route.predicted_ttft_ms": 1000.0,
             "tandem.route.ttft_ms": 1250.0,
         }
     )  # fmt: skip

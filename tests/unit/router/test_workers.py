@@ -18,7 +18,7 @@ from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from router.requests.peer_discovery import announce_join, announce_leave
 from router.routing.policy import Candidate, SecondsPolicy
 from router.routing.worker_record import CallWork, ReleaseRate, WorkerRecord
-from router.routing.workers import WorkerTable, hashes_of
+from router.routing.workers import REUSE_WEIGHT, WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
@@ -137,6 +137,19 @@ def test_each_worker_is_matched_by_the_block_size_of_its_pool() -> None:
     assert (pair().cached_tokens, pair().transfer_blocks) == (8, 1), "the decode worker lacks its last block of four"
     workers.join(record("d"), narrow[:1])
     assert pair().transfer_blocks == 3, "counted in the decode worker's blocks of 4 tokens"
+
+
+def test_the_reuse_share_is_that_of_the_prompts_that_were_dispatched() -> None:
+    prompt = hashes_of(request(prompt=range(1, 13)))
+    workers = table(record("d"), record("e"))
+    workers.join(record("d"), list(prompt.chain(LAYOUT.block_size))[:2])  # 8 of 12 tokens
+    workers.candidates(prompt, frozenset(), 0.0)
+    assert workers.reuse_share == 0.0, "an answer to `tandem explain` changes nothing"
+    assert workers.choose(prompt, frozenset(), 0.0)
+    assert workers.reuse_share == pytest.approx(8 / 12 * REUSE_WEIGHT)
+    for _ in range(500):
+        workers.choose(prompt, frozenset(), 0.0)
+    assert workers.reuse_share == pytest.approx(8 / 12, rel=0.01)
 
 
 def test_a_request_only_matches_blocks_with_its_salt() -> None:
