@@ -23,12 +23,7 @@ from tests.kernels.attention_cases import Shape
 pytestmark = pytest.mark.gpu
 
 MODELS = [(32, 8, 128, 16), (9, 3, 64, 16), (16, 2, 128, 32), (4, 4, 80, 16), (10, 2, 96, 64), (4, 2, 256, 16)]
-SHAPES = [
-    Shape(*sizes, dtype=dtype, layer_major=layer_major)
-    for sizes in MODELS
-    for dtype in (torch.bfloat16, torch.float32)
-    for layer_major in (False, True)
-]
+SHAPES = [Shape(*sizes, dtype=dtype) for sizes in MODELS for dtype in (torch.bfloat16, torch.float32)]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +40,7 @@ def test_attention_and_the_cache_of_real_shapes(shape: Shape) -> None:
     test_rope_and_cache.compare(shape, [0, 3, 99], [95, 17, 0], device="cuda")
 
 
-WITH_SCALES = [replace(shape, has_scales=True) for shape in SHAPES if not shape.layer_major]
+WITH_SCALES = [replace(shape, has_scales=True) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("shape", WITH_SCALES, ids=str)

@@ -51,8 +51,9 @@ from simulator.virtual.memory import Memory
 from simulator.virtual.world import SimulationError
 from tests.support.draining_worlds import draining
 from vllm_worker.engine import Prompt
+from vllm_worker.engine_call import EngineCall
 from vllm_worker.fake_engine import FakeCore
-from vllm_worker.machine import VllmMachine, _Call
+from vllm_worker.machine import VllmMachine
 from worker.core import WorkerCore
 
 MAX_SEEDS = 30
@@ -238,7 +239,10 @@ BROKEN = {
         dying_routers,
     ),
     "a vLLM worker that numbers a resumed stream from zero": Broken(
-        ("",), ((_Call, "next_index", property(lambda call: call.num_tokens)),), make=make_vllm_scenario, first_seed=2
+        ("",),
+        ((EngineCall, "next_index", property(lambda call: call.num_tokens)),),
+        make=make_vllm_scenario,
+        first_seed=2,
     ),
     "a vLLM worker that waits for a hung engine": Broken(
         ("DeadlineExceeded",),
