@@ -62,7 +62,6 @@ LONG_FILES = (
     "tests/integration/test_cluster.py",
     "tests/integration/test_dashboard_page.py",
     "tests/integration/test_autoscaler.py",
-    "tests/faults/test_ray.py",
     # These compute.
     "tests/simulation/test_seeds.py",
     "tests/property/test_fuzz.py",

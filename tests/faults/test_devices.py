@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import grpc
 import pytest
 
-from core.config import WorkerConfig
 from core.errors import DeviceLost
 from core.step import ScheduledChunk
 from tandem_client.stubs import inference_pb2
@@ -59,23 +57,6 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         await victim.stop()
         deployment.decode.remove(victim)
         await serves_on(deployment.inference)
-        await deployment.settle()
-
-
-async def test_a_lost_device_of_a_prefill_worker_costs_one_attempt() -> None:
-    async with deploy(tiny_config(), num_prefill=2) as deployment:
-        all_faults = [DeviceFaults(worker) for worker in deployment.prefill]
-        victim, faults = deployment.prefill[0], all_faults[0]
-        faults.lost = True
-        streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
-        for stream in streams:
-            await stream.right()
-        assert faults.num_lost == 1, "no step failed, or more than one"
-        assert isinstance(await asyncio.wait_for(victim.failed(), 10), DeviceLost)
-        attempts = [stream.finished.attempts for stream in streams]
-        assert set(attempts) == {1, 2}
-        await victim.stop()
-        deployment.prefill.remove(victim)
         await deployment.settle()
 
 
@@ -189,31 +170,4 @@ async def test_a_sequence_without_memory_goes_on_elsewhere_and_its_neighbours_no
             assert end.attempts == 1
         assert all(is_known(deployment, worker) for worker in deployment.decode), "the worker ended, too"
         await serves_on(deployment.inference)
-        await deployment.settle()
-
-
-async def test_a_prompt_without_memory_is_computed_by_the_decode_worker_and_leaves_no_block() -> None:
-    config = tiny_config()
-    async with deploy(replace(config, worker=WorkerConfig(report_interval_s=0.05))) as deployment:
-        faults = DeviceFaults(deployment.prefill[0])
-        faults.out_of_memory = lambda chunk: chunk.start > 0  # its second chunk: the first one is on its way already
-        finished = (await Stream(deployment.inference, prompt_of(1, 100), NUM_OUTPUT).right()).finished
-        assert faults.failed, "the fault did not happen"
-        assert finished.attempts == 2
-        await deployment.settle()
-
-
-async def test_without_memory_on_any_worker_the_client_gets_that_error() -> None:
-    async with deploy(tiny_config(max_attempts=2)) as deployment:
-        all_faults = [DeviceFaults(worker) for worker in deployment.workers]
-        for faults in all_faults:
-            faults.out_of_memory = lambda _: True
-        stream = await Stream(deployment.inference, prompt_of(1), 5).typed(grpc.StatusCode.RESOURCE_EXHAUSTED)
-        assert stream.trailers["tandem-retryable"] == "true"
-        assert stream.details == "no memory"
-        assert [len(faults.failed) for faults in all_faults] == [1, 1]
-        for faults in all_faults:
-            faults.out_of_memory = lambda _: False
-        answer = await deployment.generate(token_ids=prompt_of(1), max_tokens=5)
-        assert answer.token_ids == expected(prompt_of(1), 5)
         await deployment.settle()

@@ -1,4 +1,5 @@
-"""Faults on the way of a hand-off, in one process: what is stale, full, refused or corrupt.
+"""Faults on the way of a hand-off, and of the discovery of peers before it, in one process: what is refused, lost,
+corrupt, or of another version of the protocol.
 
 Real gRPC, agents and machines; the memory transport makes the faults and counts them.
 """
@@ -6,15 +7,22 @@ Real gRPC, agents and machines; the memory transport makes the faults and counts
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
-import grpc
 import pytest
 
+from cli.compose import build_router
+from core.config import RouterConfig, TandemConfig
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import HandoffMessage, PullerState, Ready
+from core.handoff import PROTOCOL_VERSION, HandoffMessage, PullerState, Ready
+from core.paths import PathState
+from kv_transfer import agent as agent_module
 from kv_transfer.transports.memory_transport import MemoryFabric
+from protos import handoff_pb2
+from protos.handoff_codec import encode, encode_version
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, transfers
+from tests.support.deployment import Deployment, deploy, place, transfers
 from tests.support.faults import (
     FIRST,
     Stream,
@@ -26,47 +34,10 @@ from tests.support.faults import (
     pulls_ended,
     serves_on,
 )
-from tests.support.steps import Gate
 from tests.support.waiting import until
 
-# ---- time and room
-
-
-async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) -> None:
-    async with deploy(fault_config()) as deployment:
-        assert fabric.transports, "it must be the memory transport"
-        other = await bystander(deployment, num_output=30)
-        gate = Gate(deployment.decode[0])
-        gate.close()  # or the other one might end before it is seen that somebody waits for its blocks
-        pool = deployment.decode[0]._parts.machine.core.pool
-        filled = pool.allocate(pool.num_available - 3)
-        assert filled is not None
-        waiting = Stream(deployment.inference, FIRST)
-        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")
-        assert not other.ended
-        gate.open()
-        await other.right()
-        await waiting.right()
-        assert waiting.finished.attempts == 1
-        pool.release(filled)
-        await deployment.settle()
-
-
-async def test_a_pool_that_stays_full_ends_the_request_at_its_deadline(fabric: MemoryFabric) -> None:
-    async with deploy(fault_config()) as deployment:
-        assert fabric.transports, "it must be the memory transport"
-        other = await bystander(deployment, num_output=200)
-        pool = deployment.decode[0]._parts.machine.core.pool
-        filled = pool.allocate(pool.num_available - 14)  # enough for the other one to grow
-        assert filled is not None
-        waiting = Stream(deployment.inference, prompt_of(3, num_tokens=400), timeout_s=1.5)
-        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")
-        await waiting.typed(grpc.StatusCode.DEADLINE_EXCEEDED)
-        await other.right()
-        pool.release(filled)
-        await deployment.settle()
-        await serves_on(deployment.inference)
-
+MAX_STREAMS = 4  # until a fault of the discovery of peers has happened
+LONG_LEASE_S = 12.0  # three unanswered heartbeats take half of it
 
 # ---- every operation of the transport, one after the other
 
@@ -154,3 +125,95 @@ async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_n
         again = await Stream(deployment.inference, one_chunk).right()
         assert again.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         await deployment.settle()
+
+
+# ---- discovery of peers
+
+
+def impatient() -> TandemConfig:
+    config = fault_config()
+    return replace(config, transfer=replace(config.transfer, connect_timeout_s=0.3))
+
+
+def path_states(deployment: Deployment) -> list[PathState]:
+    return [path.state for worker in deployment.workers for path in transfers(worker).paths]
+
+
+async def test_an_error_during_peer_discovery_costs_no_request(fabric: MemoryFabric) -> None:
+    """Connecting, PINGs and probes fail one after the other; the first hand-off connects.
+
+    On a slow machine discovery ends before the last of these operations. Then the fault meets a hand-off.
+    """
+    seen = set()
+    for nth in range(1, 13):
+        error = (TransportError, PeerDisconnected)[nth % 2]
+        fabric.fail_operation(nth, error(f"operation {nth}"))
+        async with deploy(impatient()) as deployment:
+            seen |= set(path_states(deployment))
+            for number in range(1, MAX_STREAMS + 1):
+                await Stream(deployment.inference, prompt_of(number), num_output=6).right()
+                if fabric.faults_done["fail"] == nth:
+                    break
+            assert fabric.faults_done["fail"] == nth
+            await deployment.settle()
+    assert PathState.UNREACHABLE in seen
+
+
+async def test_a_worker_that_dies_while_no_router_runs_is_forgotten_by_its_peers_when_one_runs_again() -> None:
+    config = replace(impatient(), router=RouterConfig(port=0, worker_lost_s=1.0, report_stale_s=0.5))
+    async with deploy(config, num_prefill=2) as deployment:
+        (reader,), (dead, alive) = deployment.decode, deployment.prefill
+        name_of = {worker: deployment.id_of(worker) for worker in (dead, alive)}
+
+        def peers() -> set[str]:
+            return {path.peer for path in transfers(reader).paths}
+
+        await deployment.router.stop()
+        await dead.stop()
+        assert peers() == set(name_of.values()), "nobody has told it"
+        router = build_router(config, place(0))
+        try:
+            await router.start()
+            await router.set_workers([deployment.endpoints[id(worker)] for worker in (reader, alive)])
+            await until(lambda: peers() == {name_of[alive]}, lambda: f"it still has paths to {peers()}", seconds=20.0)
+        finally:
+            await router.stop()
+
+
+# ---- two versions of the protocol
+
+
+def of_another_version(payload: bytes) -> bytes:
+    envelope = handoff_pb2.HandoffEnvelope.FromString(payload)
+    envelope.version += 1
+    return envelope.SerializeToString()
+
+
+@pytest.mark.usefixtures("fabric")
+@pytest.mark.parametrize("from_start", [True, False])
+async def test_peers_of_two_protocol_versions_recompute_each_request_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, from_start: bool
+) -> None:
+    """Each agent sees the version of the other as too new, also where one of them is upgraded in mid-flight."""
+
+    def upgrade() -> None:
+        monkeypatch.setattr(agent_module, "encode", lambda message: of_another_version(encode(message)))
+        monkeypatch.setattr(agent_module, "encode_version", lambda: of_another_version(encode_version()))
+
+    if from_start:
+        upgrade()
+    with caplog.at_level(logging.WARNING):
+        async with deploy(fault_config(lease_s=LONG_LEASE_S)) as deployment:
+            if not from_start:
+                await Stream(deployment.inference, prompt_of(99)).right()
+                upgrade()
+            for seed in range(3):
+                stream = Stream(deployment.inference, prompt_of(seed), timeout_s=LONG_LEASE_S / 4)
+                await stream.right()
+                assert stream.finished.path != inference_pb2.REQUEST_PATH_DISAGGREGATED
+            assert pulls_ended(deployment, PullerState.COMPLETE) == (0 if from_start else 1)
+            assert pulls_ended(deployment, PullerState.FAILED) >= 1, "the versions met"
+            (path,) = transfers(deployment.decode[0]).paths
+            assert path.state is PathState.UNREACHABLE
+            await deployment.settle()
+    assert f"version must be {PROTOCOL_VERSION}, is {PROTOCOL_VERSION + 1}" in caplog.text

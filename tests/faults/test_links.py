@@ -8,21 +8,17 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from cli.screens.path_lines import path_lines, paths_of
-from core.config import TelemetryConfig
+from cli.screens.path_lines import paths_of
 from core.paths import Lane, PathState, PathStatus
 from tandem_client.stubs import cluster_pb2, inference_pb2
-from tests.integration.test_metrics import scrape
 from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of
-from tests.support.namespaces import CONTROL_IP, Machines, why_not
-from tests.support.processes import Fleet, Site
+from tests.support.namespaces import Machines, why_not
+from tests.support.processes import Fleet
 from tests.support.waiting import until
 
 pytestmark = [
@@ -34,31 +30,20 @@ STEP_S = {"prefill": 0.25, "decode": 0.02}
 LINK_BYTES_PER_S = 1.25e9  # 10 Gbit/s, which the devices promise
 SLOW_BYTES_PER_S = 0.5e6  # a probe that takes longer than this waits for the link, however busy this machine is
 TCP_GIVES_UP_S = 12.0  # three retries of machines in namespaces take 3 s; a busy machine takes its time
-METRICS_PORT = 9464  # of the router, on its own machine
 NEW_SEEDS = itertools.count(1000)  # of prompts that no cache holds
 DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
 
 
 @contextlib.asynccontextmanager
-async def three_machines(
-    transport: str, rate: str = "", log: Path | None = None
-) -> AsyncIterator[tuple[Machines, Fleet]]:
-    """`rate`: of the link, set before the fleet starts."""
-    config = replace(fault_config(transport), telemetry=TelemetryConfig(metrics_port=METRICS_PORT))
+async def three_machines(transport: str) -> AsyncIterator[tuple[Machines, Fleet]]:
+    config = fault_config(transport)
     # The pools and so the probes are small: unless the link is very slow, the load of this machine decides their speed.
     config = replace(config, transfer=replace(config.transfer, slow_path_share=SLOW_BYTES_PER_S / LINK_BYTES_PER_S))
     with Machines.made() as machines:
-        if rate:
-            machines.slow_down(rate)
         async with machines.reachable() as reach:
             sizes = {"prefill": 1, "decode": 1}
-            site_of = partial(site_with_log, machines, log)
-            async with Fleet.start(config, sizes, STEP_S, site_of, reach) as fleet:
+            async with Fleet.start(config, sizes, STEP_S, machines.site_of, reach) as fleet:
                 yield machines, fleet
-
-
-def site_with_log(machines: Machines, log: Path | None, name: str) -> Site:
-    return replace(machines.site_of(name), log=log)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -111,6 +96,7 @@ async def test_ucxx_too_connects_at_the_device_that_ucx_may_use() -> None:
 
 
 async def test_kv_moves_over_the_link_between_two_machines(machines: Machines, fleet: Fleet) -> None:
+    assert (await path_in(fleet, PathState.FINE)).lane is Lane.TCP
     await kv_moves(machines, fleet)
 
 
@@ -195,27 +181,3 @@ async def path_in(fleet: Fleet, *states: PathState) -> PathStatus:
             if paths and paths[0].state in states:
                 return paths[0]
             await asyncio.sleep(0.02)
-
-
-async def test_a_slow_link_is_told_before_the_first_request_and_found_mended(tmp_path: Path) -> None:
-    """1 Mbit/s of the 10 Gbit/s that the devices promise."""
-    log = tmp_path / "log"
-    async with three_machines("nixl", "1mbit", log) as (machines, fleet):
-        path = await path_in(fleet, PathState.SLOW)
-        assert machines.num_held_up() > 0
-        assert path.lane is Lane.TCP
-        assert 0.01e6 < path.bytes_per_s < SLOW_BYTES_PER_S
-        assert path.expected_bytes_per_s == LINK_BYTES_PER_S
-        summary, line = path_lines(await fleet.cluster.GetFleet(cluster_pb2.GetFleetRequest()))
-        assert summary == "paths: 1 slow"
-        assert line.startswith("prefill-0.")
-        assert " is slow: TCP, " in log.read_text()
-        page = await scrape(int((await fleet.reach(f"{CONTROL_IP['router']}:{METRICS_PORT}")).rpartition(":")[2]))
-        slow = {labels["worker"]: value for labels, value in page["tandem_transfer_paths"] if labels["state"] == "slow"}
-        assert sum(slow.values()) == 1
-        ((labels, bandwidth),) = page["tandem_transfer_path_bandwidth_bytes_per_second"]
-        assert (labels["lane"], bandwidth) == ("TCP", pytest.approx(path.bytes_per_s))
-        machines.slow_down_no_more()
-        mended = await path_in(fleet, PathState.FINE)
-        assert mended.bytes_per_s > SLOW_BYTES_PER_S
-        assert " is fine: TCP, " not in log.read_text(), "good news is no warning"

@@ -190,25 +190,6 @@ async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: st
     await fleet.publish()  # and the router has it back
 
 
-@pytest.mark.parametrize("transport", ["nixl"])
-async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> None:
-    """Each attempt loses its worker; the decode worker then prefills alone."""
-    for scene_seed in range(400, 400 + 100 * MAX_SCENES, 100):
-        scene = await Scene.at(fleet, "during", scene_seed)
-        await fleet.kill(scene.prefill.name)
-        second = await only_busy(fleet, "prefill", scene.stream, but=scene.prefill)
-        if second is not None:
-            await fleet.kill(second.name)
-        await scene.stream.right()
-        was_in_time = scene.stream.finished.attempts == 3
-        await scene.ends_well(attempts=3 if was_in_time else 2)
-        if was_in_time:
-            return
-        await fleet.heal()
-        await fleet.settle()
-    raise AssertionError(f"{MAX_SCENES} scenes have missed the second attempt")
-
-
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
 async def test_workers_that_restart_under_their_names_hand_off_to_those_that_knew_the_old_ones(fleet: Fleet) -> None:
     before = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}

@@ -68,33 +68,6 @@ async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_t
         await deployment.settle()
 
 
-async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced() -> None:
-    async with deploy(tiny_config(), num_prefill=2, num_decode=1) as deployment:
-        for worker in deployment.prefill:
-            slow_down(worker, 0.3)
-        stream = Stream(deployment.inference, PROMPT, NUM_OUTPUT)
-        victim = await busy_worker(deployment.prefill)
-        assert not stream.num_tokens, "the prompt was computed before the worker went"
-        await victim.stop()
-        answer = (await stream.right()).answer
-        assert answer.finished.attempts == 2
-        deployment.prefill.remove(victim)
-        await deployment.settle()
-
-
-async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retryable() -> None:
-    config = tiny_config(worker_wait_s=0.5)
-    async with deploy(config) as deployment:
-        slow_down(deployment.decode[0], 0.01)
-        stream = await Stream(deployment.inference, PROMPT, NUM_OUTPUT).reach(3)
-        await deployment.decode[0].stop()
-        await stream.typed(grpc.StatusCode.UNAVAILABLE)
-        assert stream.trailers["tandem-retryable"] == "true"
-        assert "no decode worker" in stream.details
-        deployment.decode.clear()
-        await deployment.settle()
-
-
 @pytest.mark.parametrize("lowered_meanwhile", [False, True])
 async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(lowered_meanwhile: bool) -> None:
     limit = WorkerConfig(step_timeout_s=2.5)

@@ -201,6 +201,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # the body -> the start
     "response: log-probabilities": (
         RESPONSE_PATH, {"include": ["message.output_text.logprobs"]}, "include: is not supported",
     ),
+    "chat: too long an output": (CHAT_PATH, {"max_tokens": 100_000}, "max_tokens: "),
+    "chat: too long an output, under its other name": (
+        CHAT_PATH, {"max_tokens": None, "max_completion_tokens": 100_000}, "max_completion_tokens: ",
+    ),
+    "chat: more log-probabilities than one object may have": (
+        CHAT_PATH, {"max_tokens": 8000, "n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs: ",
+    ),
+    "chat: an id that would be two headers": (CHAT_PATH, {"request_id": "a\r\nset-cookie: b"}, "request_id: "),
 }  # fmt: skip
 
 PATHS = [("GET", path) for path in ("/v1/models/", "/v1/models/fake:tiny/", "/health/", "/version/")]

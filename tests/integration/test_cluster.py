@@ -207,32 +207,6 @@ async def test_a_dead_router_comes_back_at_its_address_and_hears_of_every_worker
     assert (await journal.wait_for(event="workers"))["workers"] == SMALLEST
 
 
-async def test_routers_share_one_port_learn_of_each_other_and_drain_when_removed(fleet: Fleet) -> None:
-    cluster, journal = fleet
-    assert await cluster.control.scale({R: 3}) == SIZES | {R: 3}
-    for name in ("router-1", "router-2"):
-        await journal.start_of(name)
-    await journal.wait_for(event="routers", name="router-0", routers=["router-0", "router-1", "router-2"])
-    routers = await cluster.routers()
-    assert len({pid_of(router) for router in routers}) == 3
-    assert len({router.address for router in routers}) == 1
-
-    before = journal.started["router-1"]
-    os.kill(pid_of(routers[1]), signal.SIGKILL)
-    await journal.wait_for(event="routers", name="router-2", routers=["router-0", "router-2"])
-    again = await journal.start_after(before)
-    assert again["address"] == routers[0].address
-    assert await journal.wait_for(event="workers", name="router-1", workers=SMALLEST)
-
-    await cluster.control.scale({R: 2})
-    drained = await journal.wait_for(event="drained")
-    assert (drained["name"], drained["timeout_s"]) == ("router-1", 5.0), "the newest drains first"
-    await cluster.control.scale({R: 1})
-    await journal.wait_for(event="drained", name="router-2")
-    await journal.wait_for(event="routers", name="router-0", routers=["router-0"])
-    assert [router.service_id for router in await cluster.routers()] == [routers[0].service_id]
-
-
 async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     """A port that all routers share with SO_REUSEPORT keeps out every other fleet, also before a router serves."""
     cluster, _ = fleet
@@ -278,7 +252,8 @@ async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brin
     """The new config is one with which no decode worker starts; the prefill worker goes there and back."""
     cluster, journal = fleet
     before = journal.started["prefill-0"]
-    cores = before["cores"]
+    cores: list[int] = before["cores"]  # type: ignore[assignment]
+    assert (before["num_threads"], before["omp"]) == (len(cores), str(len(cores)))
     assert (await cluster.control.apply("{}", "", restart=True)).revision == 2
     assert (await journal.wait_for(event="started", name="prefill-1"))["cores"] == cores
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
@@ -288,24 +263,6 @@ async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brin
     await journal.wait_for(event="workers", workers=SMALLEST)
     await wait_for_message(cluster, "fleet has rolled: every service has config 1")
     assert {note.subject for note in await cluster.control.notes(1000, 0)} >= {"fleet", "prefill-1", "decode-1"}
-
-
-async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
-    cluster, journal = fleet
-    first: set[tuple[int, ...]] = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
-    assert first == {share_of_cores(usable_cores(), local_rank, 2) for local_rank in range(2)}
-    await cluster.control.scale({P: 2})
-    started = await journal.wait_for(name="prefill-1", event="started")
-    assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]
-    assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]
-    assert started["omp"] == str(started["num_threads"])
-    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])  # only then can it be seen to go
-
-
-async def test_a_service_runs_at_the_niceness_of_the_command_that_started_it(fleet: Fleet) -> None:
-    _, journal = fleet
-    niceness = {name: journal.started[name]["niceness"] for name in ("router-0", *SMALLEST)}
-    assert niceness == dict.fromkeys(niceness, os.nice(0)), "a service loses its cores to any other program"
 
 
 async def test_the_router_alone_can_ask_the_supervisor_for_the_wanted_sizes(fleet: Fleet) -> None:

@@ -1,9 +1,11 @@
-"""Hand-offs between pools on pretended devices, and between a device and host memory: agents, machines and nixl."""
+"""Pools on pretended devices: the promises of `DeviceMemory`, hand-offs between two devices and between a device and
+host memory over nixl, and a whole deployment."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,66 @@ import torch
 from core.config import TransferConfig
 from core.handoff import AbortReason
 from core.kv_layout import KVLayout
+from core.paths import PathState
 from engine.gpu.device_memory import CudaDeviceMemory
+from kv_transfer.device.device_memory import DeviceMemory
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from kv_transfer.protocol.digests import of_blocks
 from kv_transfer.transports.transport import PoolMemory
+from tandem_client.stubs import inference_pb2
 from tests.integration.transfer_owner_process import device_pool
 from tests.integration.transfer_worker import LAYOUT, HandOff, Kind
+from tests.support.deployment import Deployment, deploy, tiny_config, transfers
+from tests.support.device_runner import put_pools_on_devices
 from tests.support.host_nixl import HostNixl
+from tests.support.reference import CoLocatedEngine
+from tests.support.waiting import until
+
+NUM_BLOCKS, BLOCK_BYTES = 24, 4096
+
+
+@dataclass
+class Pool:
+    memory: DeviceMemory
+    tensor: torch.Tensor  # uint8 [NUM_BLOCKS, BLOCK_BYTES]
+
+    def bytes(self) -> torch.Tensor:
+        return self.tensor.cpu().clone()
+
+
+def make_pool(kind: str, seed: int) -> Pool:
+    noise = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), generator=torch.Generator().manual_seed(seed))
+    noise = noise.to(torch.uint8)
+    if kind == "fake":
+        fake = FakeDeviceMemory(NUM_BLOCKS * BLOCK_BYTES, copy_bytes_per_s=1e9)
+        tensor = torch.from_numpy(fake.bytes).view(NUM_BLOCKS, BLOCK_BYTES)
+        tensor.copy_(noise)
+        return Pool(fake, tensor)
+    if kind == "cuda":
+        tensor = noise.cuda()
+        return Pool(CudaDeviceMemory(tensor), tensor)
+    return Pool(CudaDeviceMemory(noise, probe_bytes=1 << 20), noise)
+
+
+@pytest.fixture(params=["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+def test_digests_are_those_of_the_host(kind: str) -> None:
+    pool = make_pool(kind, 1)
+    blocks = [5, 0, NUM_BLOCKS - 1]
+    expected = of_blocks(memoryview(pool.bytes().view(-1).numpy().data), blocks, BLOCK_BYTES)
+    assert pool.memory.digests(blocks, BLOCK_BYTES) == expected
+
+
+def test_the_copy_speed_is_known(kind: str) -> None:
+    assert make_pool(kind, 1).memory.copy_bytes_per_s > 0
+
+
+# ---- hand-offs
 
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=20.0)  # a busy machine is no broken path
 HOST = Kind(HostNixl)
@@ -85,3 +141,43 @@ def test_pools_of_other_block_sizes_hand_off_without_digests() -> None:
             half = hand_off.puller.bytes[target].view(np.uint16).reshape(shape)
             assert np.array_equal(half, whole[:, :, :, part * 8 : part * 8 + 8])
     hand_off.close()
+
+
+# ---- a whole deployment
+
+PROMPT = tuple(range(1, 120))
+NUM_OUTPUT = 12
+
+
+@pytest.fixture
+async def deployment(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+    put_pools_on_devices(monkeypatch)
+    async with deploy(tiny_config(transport="nixl")) as deployed:
+        yield deployed
+
+
+async def test_every_token_is_that_of_one_engine_and_the_path_is_in_the_reports(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = deployment.decode
+
+    def found() -> list[object]:
+        return [path.state for path in transfers(worker).paths]
+
+    await until(lambda: found() == [PathState.FINE], lambda: f"{transfers(worker).paths}")
+    (measured,) = transfers(worker).paths
+    assert measured.expected_bytes_per_s == 1e6, "both pools are on one GPU"
+    monkeypatch.undo()
+    reference = CoLocatedEngine(deployment.config.engine)
+    tokens = reference.tokens(PROMPT, NUM_OUTPUT)
+    for _ in range(2):
+        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert answer.token_ids == tokens
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        assert answer.finished.attempts == 1
+        await deployment.settle()
+        deployment.drop_caches(deployment.decode)
+    reference.close()
+    pool: PoolMemory = worker._parts.agent.pool
+    assert isinstance(pool.memory, FakeDeviceMemory)
+    assert transfers(worker).counters.num_digest_mismatches == 0

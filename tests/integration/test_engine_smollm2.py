@@ -23,6 +23,7 @@ from model_files.model_source import load_model_info, resolve_model
 from tests.unit.engine.driving import Engine, request
 from text.tokenizer import ModelTokenizer, load_tokenizer
 from text.tokenizer_files import byte_level_bytes, from_gguf
+from tools.sampled_streams import count_different, make_requests
 
 MODEL = "smollm2-135m"
 PARIS = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -154,3 +155,9 @@ def test_the_cached_turns_of_a_chat_have_the_tokens_of_its_whole_text() -> None:
     for num_turns in range(1, len(messages) + 1):
         rendered = tokenizer.render_chat(messages[:num_turns])
         assert tokenizer.encode_chat(messages[:num_turns]) == library.encode(rendered, add_special_tokens=False).ids
+
+
+def test_the_path_of_a_request_changes_no_sampled_token_in_float32() -> None:
+    """`python -m tools.sampled_streams` compares 300 streams, in bfloat16 too."""
+    paths = ("resumed", "batches of 32", "chunks of 16 tokens", "preempted", "split")
+    assert dict(count_different("float32", make_requests(4), num_blocks=13)) == dict.fromkeys(paths, 0)

@@ -1,4 +1,5 @@
-"""Every program of examples/ runs as its first lines say, against a fleet with API keys and its gateway."""
+"""Every program of examples/ runs as its first lines say, against a fleet with API keys and its gateway. So do the
+policy of docs/routing.md, and the commands of docs/runbook.md that ask a router."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -14,10 +16,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
+from cli.compose import load_policy
+from cli.main import app
 from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
+from tandem_client.stubs import inference_pb2
+from tests.support.commands_of_docs import commands_of
 from tests.support.deployment import deploy, tiny_config
 from tests.support.gateway import serving_gateway
 
@@ -115,3 +122,38 @@ async def test_node_streams_over_grpc(addresses: Addresses) -> None:
 @needs_node
 async def test_openai_s_node_client_streams(addresses: Addresses) -> None:
     assert re.search(r"\d+ \+ \d+ tokens of \S+\n", await answer_of("node/openai_client.js", addresses.gateway))
+
+
+# ---- programs and commands of the documents
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "routing.md"
+
+
+async def test_the_policy_of_the_document_serves_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    (tmp_path / "own_policy.py").write_text(code[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny_config(policy="own_policy:make")
+    assert type(load_policy(config.router)).__name__ == "FewestRequests"
+    async with deploy(config, num_prefill=1, num_decode=1) as deployment:
+        answer = await deployment.generate(text="Hello", max_tokens=4)
+    assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL, "the built-in policy may not choose it here"
+    assert len(answer.token_ids) == 4
+
+
+RUNBOOK = Path(__file__).resolve().parents[2] / "docs/runbook.md"
+ASKING = ("status", "trace", "explain")  # `scale` and `events` need a supervisor, `doctor` asks the machine
+
+
+async def test_the_commands_of_the_runbook_answer() -> None:
+    commands = [command for command in dict.fromkeys(commands_of(RUNBOOK)) if command.split()[1] in ASKING]
+    assert len(commands) >= 5
+    async with deploy(tiny_config()) as deployment:
+        answer = await deployment.generate(text="Hello", max_tokens=8)
+        for command in commands:
+            _, *arguments = shlex.split(command.replace("REQUEST_ID", answer.finished.request_id))
+            arguments += ["--router", deployment.router_address]
+            result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+            assert result.exit_code == 0, (command, result.output)
+            assert result.output.strip(), command

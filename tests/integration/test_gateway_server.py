@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,10 +14,9 @@ import pytest
 
 from cli.compose import build_router
 from cli.remote_router import RemoteRouter
-from core.config import GatewayConfig, ServedModelConfig, TelemetryConfig
+from core.config import GatewayConfig, TelemetryConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
-from gateway.http.http_protocol import MAX_HEAD_BYTES
 from gateway.server import HttpServer
 from tandem_client import Credentials
 from tests.support.certificates import Authority
@@ -144,26 +142,6 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(deployment: De
         writer.close()
 
 
-@pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES + 6_000, 200_000, 1_000_000])
-async def test_a_long_body_is_not_taken_for_a_head(deployment: Deployment, num_bytes: int) -> None:
-    """In one write, in two with the last bytes alone, and twice on one connection."""
-    body = json.dumps({"prompt": "x" * num_bytes}).encode()
-    head = f"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with client_of(Fleets([deployment.router.calls])) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        for cut in (0, len(head), len(head) + len(body) // 2, len(head) + len(body) - 1):
-            writer.write((head + body)[:cut])
-            await writer.drain()
-            await asyncio.sleep(0.02)
-            writer.write((head + body)[cut:])
-            async with asyncio.timeout(20):
-                answer = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = int(re.search(r"content-length: (\d+)", answer).group(1))  # type: ignore[union-attr]
-                await reader.readexactly(length)
-            assert answer.startswith("HTTP/1.1 200"), answer
-        writer.close()
-
-
 async def test_only_pages_of_the_configured_origins_may_call(deployment: Deployment) -> None:
     origin = "https://chat.example"
     async with client_of(Fleets([deployment.router.calls]), GatewayConfig(cors_origins=(origin,))) as client:
@@ -186,25 +164,6 @@ async def test_with_a_certificate_it_serves_https_only(deployment: Deployment, t
         assert (await client.get("/ready")).status_code == 200
         with pytest.raises(httpx.HTTPError):
             await client.get(f"http://127.0.0.1:{client.base_url.port}/health")
-
-
-async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 1.0)
-    models = (ServedModelConfig("small", aliases=("fast",)), ServedModelConfig("big", router=NOWHERE))
-    async with client_of(Fleets([deployment.router.calls], models, connect=connect)) as client:
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["root"]) for model in listed] == [
-            ("small", "small"), ("big", "big"), ("fast", "small"),
-        ]  # fmt: skip
-        answer = await client.post("/v1/completions", json=ASK | {"model": "fast"})
-        assert (answer.status_code, answer.json()["model"]) == (200, "small")
-        away = await client.post("/v1/completions", json=ASK | {"model": "big"})
-        assert away.status_code == 503
-        assert NOWHERE in away.json()["error"]["message"]
-        ready = await client.get("/ready")
-        assert (ready.status_code, ready.json()["models"]["small"]) == (200, "ready")
 
 
 async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployment: Deployment) -> None:

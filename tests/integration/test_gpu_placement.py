@@ -125,18 +125,13 @@ def memory_set_aside_mb() -> float:
     return float(resources[0]["memory"] - resources[1]["memory"]) / 2**20
 
 
-REFUSED = [
-    ({"decode_memory_mb": 10**9}, r"the services ask for 1000000000 MB of memory, but Ray has \d+ MB on this machine"),
-    ({"num_decode": 2}, r"the workers need 3 GPUs, but this machine has 2"),
-    ({"prefill_accelerator": "H200"}, r"prefill_accelerator = 'H200', but the GPU of this machine is H100"),
-    (
-        {"decode_accelerator": "H300"},
-        r"decode_accelerator = 'H300' is no accelerator type of Ray: it knows A100, .*H200",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_decode": 2}, "the workers need 3 GPUs, but this machine has 2"),
+        ({"decode_accelerator": "H300"}, "'H300' is no accelerator type of Ray: it knows A100, .*H200"),
+    ],
+)
 async def test_a_fleet_that_needs_other_gpus_is_refused_before_anything_starts(
     ray_here: Cluster, tmp_path: Path, options: dict[str, object], message: str
 ) -> None:

@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from core.config import SecurityConfig
 from tandem_client.stubs import cluster_pb2, worker_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.steps import slow_down
@@ -68,23 +67,6 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
             assert list(listed.ledger.holders) == []
 
 
-async def test_a_running_sequence_is_named_with_its_blocks_and_since_when() -> None:
-    async with deploy(tiny_config(), num_prefill=0) as deployment:
-        slow_down(deployment.decode[0], 0.005)
-        asking = asyncio.create_task(deployment.generate(text="tell me more " * 8, max_tokens=200))
-        async with asyncio.timeout(PATIENCE_S):
-            while not (holders := (await look(deployment))["decode-0"].ledger.holders):
-                assert not asking.done(), "it ended before anybody looked"
-        (holder,) = holders
-        assert holder.kind == worker_pb2.HOLDER_KIND_SEQUENCE
-        assert holder.state == worker_pb2.HOLDER_STATE_RUNNING
-        assert holder.name.startswith("router-")
-        assert holder.num_blocks == holder.num_counted > 0
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await deployment.settle()
-
-
 async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,12 +100,3 @@ async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:
             await look(deployment, worker_ids=["decode-9"])
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "decode-9" in str(refused.value.details())
-
-
-async def test_the_router_shows_the_workers_its_token() -> None:
-    config = replace(tiny_config(), security=SecurityConfig(cluster_token="the-token-of-this-cluster"))
-    async with deploy(config) as deployment:
-        request = cluster_pb2.GetLedgerRequest()
-        token = [("tandem-cluster-token", "the-token-of-this-cluster")]
-        answer = await deployment.cluster.GetLedger(request, timeout=PATIENCE_S, metadata=token)
-        assert [worker.error for worker in answer.workers] == ["", ""]

@@ -1,22 +1,29 @@
-"""The router's Prometheus page shows requests by path, latencies, and every worker's ledger."""
+"""What an operator sees of a deployment: the router's Prometheus page with requests, latencies and the ledger of every
+worker, and the paths between workers in the fleet, in the log and on this page."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.request
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
-import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.compose import FABRIC
-from core.config import TelemetryConfig
+from cli.diagnosis import doctor
+from cli.screens.path_lines import path_lines, paths_of
+from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.handoff import Abort, AbortReason
+from core.paths import Lane, PathState, PathStatus
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
 from router.operations.request_metrics import PHASES, TRANSFER_PHASES
-from tests.support.deployment import deploy, generate_beside_a_full_queue, tiny_config, wait_until_known
+from tandem_client.stubs import cluster_pb2
+from tests.integration.transfer_owner_process import real_transport
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, wait_until_known
 
 Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) of each series
 
@@ -54,6 +61,7 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
         await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.settle()
         page, pulled = await when_counted(metrics_port, "tandem_worker_transferred_bytes_total", "decode")
+        size = machine_of(deployment.decode[0]).core.pool.num_blocks
     assert pulled["prefill"] == 0
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}
     assert by_path == {"disaggregated": 1, "local": 1}
@@ -62,7 +70,10 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     assert tokens["output"] == 10
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
     assert columns == {"free", "cached", "held", "leased", "incoming"}
-    assert {labels["role"] for labels, _ in page["tandem_worker_blocks"]} == {"prefill", "decode"}
+    num_blocks: Counter[str] = Counter()
+    for labels, value in page["tandem_worker_blocks"]:
+        num_blocks[labels["role"]] += int(value)
+    assert num_blocks == {"prefill": size, "decode": size}
     predicted = {labels["path"]: value for labels, value in page["tandem_router_ttft_prediction_ratio_count"]}
     assert predicted == {"disaggregated": 1, "local": 1}
     steps = {labels["role"]: value for labels, value in page["tandem_worker_step_seconds"]}
@@ -73,20 +84,6 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     }
     phases = {labels["phase"]: value for labels, value in page["tandem_phase_duration_seconds_count"]}
     assert phases == dict.fromkeys(PHASES, 2) | dict.fromkeys(TRANSFER_PHASES, 1)
-
-
-async def test_what_is_refused_is_on_the_page(metrics_port: int) -> None:
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port), max_queued=1)
-    async with deploy(config, num_prefill=0, num_decode=0) as deployment:
-        with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
-            await deployment.generate(text="hey", temperature=-1)
-        with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
-            await generate_beside_a_full_queue(deployment)
-        page = await scrape(metrics_port)
-    refused = {(labels["path"], labels["end"]): value for labels, value in page["tandem_requests_total"]}
-    assert refused == {("none", "invalid_argument"): 1, ("none", "resource_exhausted"): 1, ("none", "cancelled"): 1}
-    ended = {labels["error_type"]: value for labels, value in page["gen_ai_server_request_duration_seconds_count"]}
-    assert ended == {"resource_exhausted": 1, "cancelled": 1}
 
 
 async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metrics_port: int) -> None:
@@ -110,3 +107,75 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metric
         *(("offer", state) for state in ("computing", "offered")),
         *(("pull", state) for state in ("reserved", "wanting", "reading", "verifying")),
     }
+
+
+def config_of(transport: str, port: int = 0, expected_bytes_per_s: float = 0.0) -> TandemConfig:
+    if transport != "memory":
+        real_transport(transport)  # or the test is skipped
+    config = tiny_config(transport=transport, telemetry=TelemetryConfig(metrics_port=port))
+    return replace(
+        config,
+        transfer=replace(config.transfer, expected_path_bytes_per_s=expected_bytes_per_s),
+        worker=replace(config.worker, idle_report_interval_s=0.05),
+    )
+
+
+async def fleet_with_paths(deployment: Deployment) -> tuple[Any, list[PathStatus]]:
+    """Once every path has been reported as it is now."""
+    num_pairs = len(deployment.prefill) * len(deployment.decode)
+    async with asyncio.timeout(20):
+        while True:
+            fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
+            paths = [path for _, path in paths_of(fleet)]
+            if len(paths) == num_pairs and not any(path.state is PathState.CONNECTING for path in paths):
+                return fleet, paths
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", ["memory", "nixl", "ucxx"])
+async def test_every_pair_is_connected_and_measured_before_the_first_request(transport: str) -> None:
+    async with deploy(config_of(transport), num_prefill=2, num_decode=2) as deployment:
+        fleet, paths = await fleet_with_paths(deployment)
+        assert {path.lane for path in paths} == {Lane.SHARED_MEMORY}
+        assert all(path.bytes_per_s > 0 and 0 < path.latency_s < 5 for path in paths)
+        assert path_lines(fleet) == ["paths: 4 fine"]
+        assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).end is not None
+        await deployment.settle()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metrics_page(
+    transport: str, metrics_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with deploy(config_of(transport, metrics_port, expected_bytes_per_s=1e15)) as deployment:
+        fleet, (path,) = await fleet_with_paths(deployment)
+        page = await scrape(metrics_port)
+        reader = deployment.endpoints[id(deployment.decode[0])].service_id
+    assert path.state is PathState.SLOW
+    summary, line = path_lines(fleet)
+    assert summary == "paths: 1 slow"
+    assert line.endswith(str(path))
+    (finding,) = doctor.paths(fleet)
+    assert (finding.health, finding.text) == (doctor.Health.WARN, str(path))
+    told = [record for record in caplog.records if f"-> {reader} is slow" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"]
+    states = {labels["state"]: value for labels, value in page["tandem_transfer_paths"] if labels["worker"] == reader}
+    assert states == {state.value: float(state is PathState.SLOW) for state in PathState}
+    ((labels, bandwidth),) = page["tandem_transfer_path_bandwidth_bytes_per_second"]
+    assert labels == {"worker": reader, "peer": path.peer, "lane": "shared memory"}
+    assert bandwidth == pytest.approx(path.bytes_per_s)
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+@pytest.mark.parametrize(("lanes", "health"), [("", doctor.Health.OK), ("tcp,self", doctor.Health.WARN)])
+async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
+    transport: str, lanes: str, health: doctor.Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_transport(transport)
+    if lanes:
+        monkeypatch.setenv("UCX_TLS", lanes)
+    # The speed is the machine's mood today; the lane is not.
+    finding = await asyncio.to_thread(doctor.transport, TransferConfig(transport=transport, slow_path_share=1e-6))
+    assert finding.health is health, finding.text
+    assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
+    assert bool(finding.fix) == bool(lanes)

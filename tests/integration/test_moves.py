@@ -1,35 +1,63 @@
-"""Running requests go on at a neighbour when their decode worker drains or runs short of blocks, over real gRPC and
-nixl: with their KV, with nothing computed again, and with the tokens of one engine that nothing disturbs."""
+"""Running requests go on at a neighbour when their decode worker drains, runs short of blocks or changes its role, over
+real gRPC and nixl: with their KV, with nothing computed again, and with the tokens of one engine that nothing disturbs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
-from core.lifecycle import WorkerState
+from core.errors import WorkerUnavailable
+from core.lifecycle import ServiceRole, WorkerState
 from tandem_client.stubs import inference_pb2
-from tandem_client.stubs.inference_pb2 import OutputFormat
-from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
+from tests.support.deployment import (
+    Answer,
+    Deployment,
+    deploy,
+    machine_of,
+    make_request,
+    tiny_config,
+    wait_until_known,
+    wait_until_met,
+)
 from tests.support.reference import CoLocatedEngine
 from tests.support.steps import slow_down
-from tests.support.streams import Streams
 from tests.support.waiting import until
 from worker.service import WorkerService
 
 DRAIN_TIMEOUT_S = 20.0
 NUM_OUTPUT = 90
 STEP_S = 0.02  # a stream lasts for two seconds
-PROMPTS = [tuple(range(1 + number, 40 + 3 * number)) for number in range(6)]
-SCHEMA = {
-    "type": "object",
-    "properties": {"items": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 20}},
-    "required": ["items"],
-}
+PROMPTS = [tuple(range(1 + number, 40 + 3 * number)) for number in range(16)]
+FEW = PROMPTS[:6]
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.875, "presence_penalty": 0.5, "seed": 7}
+
+
+class Streams:
+    """Requests that are answered in the background."""
+
+    def __init__(self, deployment: Deployment, requests: list[inference_pb2.GenerateRequest]) -> None:
+        self._deployment = deployment
+        self.answers = [Answer() for _ in requests]
+        self._tasks = [asyncio.create_task(self._read(*pair)) for pair in zip(requests, self.answers, strict=True)]
+
+    async def _read(self, request: inference_pb2.GenerateRequest, answer: Answer) -> None:
+        async for response in self._deployment.inference.Generate(request, timeout=60.0):
+            answer.take(response)
+
+    async def reach(self, num_tokens: int) -> None:
+        def enough() -> bool:
+            return all(len(answer.token_ids) >= num_tokens for answer in self.answers)
+
+        await until(enough, f"every stream has {num_tokens} tokens")
+
+    async def finished(self) -> list[inference_pb2.Finished]:
+        await asyncio.gather(*self._tasks)
+        return [answer.finished for answer in self.answers]
 
 
 @pytest_asyncio.fixture
@@ -40,8 +68,8 @@ async def deployment() -> AsyncIterator[Deployment]:
         yield running
 
 
-def expected(deployment: Deployment, prompt: tuple[int, ...], **sampling: Any) -> list[int]:
-    return CoLocatedEngine(deployment.config.engine).tokens(prompt, NUM_OUTPUT, **sampling)
+def expected(deployment: Deployment, prompt: tuple[int, ...], length: int = NUM_OUTPUT, **sampling: Any) -> list[int]:
+    return CoLocatedEngine(deployment.config.engine).tokens(prompt, length, **sampling)
 
 
 def by_load(deployment: Deployment) -> list[WorkerService]:
@@ -63,7 +91,7 @@ async def drain(deployment: Deployment, worker: WorkerService) -> None:
 async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_computed_again(
     deployment: Deployment,
 ) -> None:
-    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in PROMPTS]
+    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in FEW]
     streams = Streams(deployment, requests)
     await streams.reach(3)
     leaving, staying = by_load(deployment)
@@ -71,30 +99,14 @@ async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_c
     finished = await streams.finished()
     moved = [end for end in finished if end.num_moves]
     assert moved, "no stream was on the drained worker"
-    assert len(finished) == len(PROMPTS)
+    assert len(finished) == len(FEW)
     for end in moved:
         assert end.path == inference_pb2.REQUEST_PATH_MIGRATED
         assert end.decode_worker == deployment.id_of(staying)
         assert end.transferred_bytes > 0
-    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
-    for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
+    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(FEW)
+    for prompt, answer in zip(FEW, streams.answers, strict=True):
         assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
-    await deployment.settle()
-
-
-async def test_a_request_with_an_output_format_moves_in_the_middle_of_it(deployment: Deployment) -> None:
-    form = OutputFormat(json_schema=json.dumps(SCHEMA))
-    request = make_request(
-        token_ids=PROMPTS[0], max_tokens=NUM_OUTPUT, ignore_eos=False, output_format=form, temperature=1.0, seed=3
-    )
-    (undisturbed,) = await deployment.generate_all(request)
-    streams = Streams(deployment, [request] * 4)
-    await streams.reach(3)
-    leaving, _ = by_load(deployment)
-    await drain(deployment, leaving)
-    finished = await streams.finished()
-    assert any(end.num_moves for end in finished)
-    assert all(answer.token_ids == undisturbed.token_ids for answer in streams.answers)
     await deployment.settle()
 
 
@@ -105,36 +117,74 @@ async def test_sequences_move_from_a_full_pool_to_an_empty_one_instead_of_being_
     known = list(deployment.endpoints.values())
     await deployment.router.set_workers([each for each in known if each.service_id != deployment.id_of(empty)])
     scheduler = machine_of(full).core.scheduler
-    needed = sum(-(-(len(prompt) + NUM_OUTPUT) // scheduler.block_size) for prompt in PROMPTS)
+    needed = sum(-(-(len(prompt) + NUM_OUTPUT) // scheduler.block_size) for prompt in FEW)
     filled = scheduler.pool.allocate(scheduler.pool.num_available - int(needed / 1.3))
     assert filled is not None
-    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in PROMPTS]
+    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in FEW]
     streams = Streams(deployment, requests)
     await streams.reach(3)
     await deployment.router.set_workers(known)
     finished = await streams.finished()
-    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
+    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(FEW)
     assert scheduler.num_preemptions == 0
     moved = [end for end in finished if end.num_moves]
     assert moved, "the pool was large enough: nothing was tested"
     assert all(end.decode_worker == deployment.id_of(empty) for end in moved)
-    for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
+    for prompt, answer in zip(FEW, streams.answers, strict=True):
         assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
     scheduler.pool.release(filled)
     await deployment.settle()
 
 
-async def test_a_drain_without_room_anywhere_waits(deployment: Deployment) -> None:
+async def known_as(deployment: Deployment, worker: WorkerService, role: ServiceRole) -> None:
+    """The router has the worker in its new role, and the worker has met the others."""
+    shell = deployment.router._shell
+    view, worker_id = shell.view, deployment.id_of(worker)
+
+    def is_known() -> bool:
+        record = view.worker(worker_id)
+        return record is not None and record.role is role and not record.leaves
+
+    await until(is_known, f"the router knows {worker_id} as {role.value} worker")
+    await wait_until_known(deployment, len(deployment.endpoints))
+    await wait_until_met(deployment)
+
+
+async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cache_stays_warm(
+    deployment: Deployment,
+) -> None:
+    streams = Streams(deployment, [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT) for prompt in PROMPTS])
+    await streams.reach(3)
+    worker, _ = by_load(deployment)
+    parts = worker._parts
+    await deployment.switch_role(worker, ServiceRole.PREFILL)
+    finished = await streams.finished()
+    moved = [prompt for prompt, end in zip(PROMPTS, finished, strict=True) if end.num_moves]
+    assert moved, "no stream was on the worker"
+    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(PROMPTS)
+    for prompt, answer in zip(PROMPTS, streams.answers, strict=True):
+        assert answer.token_ids == expected(deployment, prompt)
+
+    assert parts is not None
+    assert (worker._parts.agent, worker._parts.executor) == (parts.agent, parts.executor)
+    await known_as(deployment, worker, ServiceRole.PREFILL)
+    staying = [worker, *deployment.decode]  # so that no other worker computes the prompt
+    await deployment.router.set_workers([deployment.endpoints[id(each)] for each in staying])
+    answer = await deployment.generate(token_ids=moved[-1], max_tokens=8)
+    assert answer.token_ids == expected(deployment, moved[-1], 8)
+    assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+    assert answer.finished.prefill_worker == deployment.id_of(worker)
+    assert answer.finished.usage.cached_tokens == len(moved[-1]) // 16 * 16
+    await deployment.settle()
+
+
+async def test_a_worker_that_still_has_work_keeps_its_role(deployment: Deployment) -> None:
     streams = Streams(deployment, [make_request(token_ids=PROMPTS[0], max_tokens=NUM_OUTPUT)])
     await streams.reach(3)
-    leaving, staying = by_load(deployment)
-    pool = machine_of(staying).core.pool
-    filled = pool.allocate(pool.num_available)
-    assert filled is not None
-    staying._feed.mark_changed()
-    await asyncio.sleep(0.2)  # for its report
-    await leaving.drain(DRAIN_TIMEOUT_S)
+    worker, _ = by_load(deployment)
+    with pytest.raises(WorkerUnavailable, match="still has work"):
+        await worker.switch_role(ServiceRole.PREFILL, 0.0)
     (end,) = await streams.finished()
-    assert (end.num_moves, end.attempts, end.recomputed_tokens) == (0, 1, 0)
-    pool.release(filled)
+    assert end.recomputed_tokens == 0
+    assert worker._role is ServiceRole.DECODE
     await deployment.settle()

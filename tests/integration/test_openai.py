@@ -255,23 +255,6 @@ async def test_a_receipt_comes_on_request(scripted_client: openai.AsyncOpenAI) -
 
 # ---- errors
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
-    "too long an output, under its other name": (
-        {"max_completion_tokens": 100_000}, "max_completion_tokens", "context of"),
-    "more log-probabilities than one object may have": (
-        {"n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs", "at most 1048576"),
-    "an id that would be two headers": ({"extra_body": {"request_id": "a\r\nset-cookie: b"}}, "request_id", "ASCII"),
-}  # fmt: skip
-
-
-async def test_a_bad_request_names_its_field(client: openai.AsyncOpenAI) -> None:
-    for case, (body, param, message) in REFUSED.items():
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | body))
-        assert (caught.value.param, case) == (param, case)
-        assert message in caught.value.message
-
 
 async def test_another_route_and_another_method_have_errors_of_the_same_shape(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:

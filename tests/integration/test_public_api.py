@@ -1,4 +1,4 @@
-"""tandem.v1.Inference and Cluster as a client meets them: streams and refusals.
+"""tandem.v1.Inference and Cluster as a client meets them: streams, refusals, promises and receipts.
 
 Cancellation and deadlines, at each state of a request's life, are in tests/faults/test_every_state.py.
 """
@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,10 +18,11 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from core.service import FleetRouter
-from model_files.builtin_configs import BYTE_EOS_ID
 from runtime.rpc.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
+from tandem_client.client import AsyncClient
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
@@ -134,35 +136,6 @@ async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_h
     assert timings.decode_ms > 0
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_a_stop_token_with_it(deployment: Deployment) -> None:
-    whole = await deployment.generate(text="tell me more about it", max_tokens=24)
-    readable = [i for i in range(4, len(whole.text)) if whole.text[i].isascii() and whole.text[i].isprintable()]
-    stop = whole.text[readable[0]]
-    stopped = await deployment.generate(text="tell me more about it", max_tokens=24, stop_strings=[stop])
-    assert stopped.text == whole.text[: whole.text.index(stop)]
-    assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
-    assert stopped.finished.stop_match == stop
-    assert stopped.finished.usage.completion_tokens == len(stopped.token_ids) < 24
-    stop_id = whole.token_ids[6]
-    stopped = await deployment.generate(text="tell me more about it", max_tokens=24, stop_token_ids=[stop_id])
-    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
-    assert stopped.finished.stop_match == str(stop_id)
-    await deployment.settle()
-
-
-async def test_logprobs_come_with_every_token_the_first_one_too(deployment: Deployment) -> None:
-    answer = await deployment.generate(text="how likely is each of these", max_tokens=6, logprobs=3)
-    entries = [entry for chunk in answer.chunks for entry in chunk.logprobs]
-    assert len(entries) == len(answer.token_ids) == 6
-    for token_id, entry in zip(answer.token_ids, entries, strict=True):
-        assert entry.logprob <= 0
-        assert len(entry.top) == 3
-        assert entry.top[0].logprob == max(top.logprob for top in entry.top)
-        assert entry.top[0].token_id == token_id  # greedy
-        assert entry.token == entry.top[0].token
-    assert b"".join(entry.token for entry in entries).decode(errors="replace") == answer.text
-
-
 async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:
     sent = "<|im_start|>naïve 日本語 🙂 text<|im_end|>"
     tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=PATIENCE_S)
@@ -214,26 +187,6 @@ async def test_explain_names_the_candidates_with_their_terms_and_cached_tokens_a
         assert (explained.candidates[0].cached_tokens, explained.candidates[0].uncached_tokens) == (16, 7)
 
 
-async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(deployment: Deployment) -> None:
-    await deployment.generate(text="something to remember for later", max_tokens=4)
-    await deployment.settle()
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
-            if all(worker.load.ledger.cached for worker in fleet.workers):
-                break
-            await asyncio.sleep(0.02)  # the reports are on their way
-    assert sorted(worker.role for worker in fleet.workers) == [1, 2]
-    for worker, shell in zip(
-        sorted(fleet.workers, key=lambda w: -w.role), deployment.decode + deployment.prefill, strict=True
-    ):
-        ledger = worker.load.ledger
-        assert (
-            ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming
-            == shell._parts.machine.core.pool.num_blocks
-        )
-
-
 async def test_a_router_lists_the_routers_of_its_fleet_and_the_load_of_itself_alone(deployment: Deployment) -> None:
     fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
     (own,) = fleet.routers
@@ -249,12 +202,6 @@ async def test_a_router_lists_the_routers_of_its_fleet_and_the_load_of_itself_al
     assert [router.state for router in fleet.routers] == states
 
 
-async def test_scaling_without_a_supervisor_is_unavailable(deployment: Deployment) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await deployment.cluster.Scale(cluster_pb2.ScaleRequest(prefill=2), timeout=PATIENCE_S)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
     health = health_pb2_grpc.HealthStub(deployment.channel)
     for service in ("", "tandem.v1.Inference", "tandem.v1.Cluster"):
@@ -268,27 +215,86 @@ async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
     assert {"tandem.v1.Inference", "tandem.v1.Cluster", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_chat_with_tools_is_rendered_and_the_model_tells_its_format_of_calls(deployment: Deployment) -> None:
-    chat = inference_pb2.ChatPrompt(
-        messages=[
-            inference_pb2.ChatMessage(role="developer", content="Be brief."),
-            inference_pb2.ChatMessage(role="user", content="How warm is it?"),
-            inference_pb2.ChatMessage(
-                role="assistant",
-                tool_calls=[inference_pb2.ToolCall(id="1", name="warmth", arguments_json='{"in":"K"}')],
-            ),
-            inference_pb2.ChatMessage(role="tool", tool_call_id="1", content="280<|im_end|>"),
-        ],
-        tools=[inference_pb2.Tool(name="warmth", description="The temperature")],
-    )
-    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(chat=chat), timeout=PATIENCE_S)
-    assert list(tokens.token_ids).count(BYTE_EOS_ID) == 4, "one for each message, and none from the answer of the tool"
-    plain = bytes(token_id for token_id in tokens.token_ids if token_id < 256).decode()
-    for part in ("Be brief.", "The temperature", '"arguments": {"in": "K"}', "280<|im_end|>"):
-        assert part in plain
-    [answer] = await deployment.generate_all(
-        GenerateRequest(chat=chat, stop=StopConditions(max_tokens=3, ignore_eos=True))
-    )
-    assert len(answer.token_ids) == 3
-    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=PATIENCE_S)
-    assert model.tool_format == "hermes"
+PROMPT = "long enough for two workers, in several blocks"
+RECEIPT = {
+    "tandem-queue-ms",
+    "tandem-prefill-ms",
+    "tandem-decode-ms",
+    "tandem-kv-block-seconds",
+    "tandem-transferred-bytes",
+}
+
+
+async def call(
+    deployment: Deployment, request: inference_pb2.GenerateRequest
+) -> tuple[dict[str, str], dict[str, str], list[Any]]:
+    """Initial metadata, trailing metadata and the last messages of the choices."""
+    generate = deployment.inference.Generate(request, timeout=30)
+    promised = dict(await generate.initial_metadata())
+    finished = [response.finished async for response in generate if response.HasField("finished")]
+    return promised, dict(await generate.trailing_metadata()), finished
+
+
+async def test_the_promise_comes_first_and_the_receipt_last(deployment: Deployment) -> None:
+    promised, took, (finished,) = await call(deployment, make_request(text=PROMPT, max_tokens=20))
+    assert promised["tandem-predicted-path"] == "disaggregated"
+    assert float(promised["tandem-predicted-ttft-ms"]) == pytest.approx(finished.promise.ttft_ms, abs=1e-3)
+    assert 0 < float(promised["tandem-predicted-tpot-ms"]) < 10_000
+    assert finished.promise.path == finished.path
+    assert took.keys() >= RECEIPT
+    assert float(took["tandem-decode-ms"]) == pytest.approx(finished.timings.decode_ms, abs=1e-3)
+    assert int(took["tandem-transferred-bytes"]) == finished.receipt.transferred_bytes == finished.transferred_bytes > 0
+    busy_s = finished.timings.total_ms / 1e3
+    num_blocks = -(-(finished.usage.prompt_tokens + 20) // 16)
+    assert 0 < finished.receipt.kv_block_seconds < 2 * num_blocks * busy_s, "two workers at most, for the whole call"
+    assert float(took["tandem-kv-block-seconds"]) == pytest.approx(finished.receipt.kv_block_seconds, abs=1e-6)
+
+
+async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(deployment: Deployment) -> None:
+    await deployment.router.set_workers([])
+    generate = deployment.inference.Generate(make_request(text=PROMPT), timeout=30)
+    promise = asyncio.ensure_future(generate.initial_metadata())
+    shell = deployment.router._shell
+    async with asyncio.timeout(10):
+        while not shell.view.num_queued:
+            await asyncio.sleep(0.01)
+    assert not promise.done()
+    await deployment.router.set_workers(list(deployment.endpoints.values()))
+    assert "tandem-predicted-ttft-ms" in dict(await promise)
+    generate.cancel()
+
+
+async def test_the_page_comes_over_grpc_without_a_metrics_port_and_adds_up_what_tenants_took() -> None:
+    async with deploy(tiny_config()) as deployment, AsyncClient(deployment.router_address) as client:
+        request = make_request(text=PROMPT, max_tokens=5)
+        request.user = "acme"
+        _, _, (finished,) = await call(deployment, request)
+        text = await client.metrics()
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    charged = found["tandem_tenant_kv_block_seconds_total", ("tenant", "acme")]
+    assert charged == pytest.approx(finished.receipt.kv_block_seconds)
+    assert found["tandem_tenant_tokens_total", ("kind", "output"), ("tenant", "acme")] == 5
+    gaps = [value for (name, *_), value in found.items() if name == "tandem_inter_token_latency_seconds_count"]
+    assert gaps == [4]
+    assert found["vllm:generation_tokens_total", ("model_name", "fake:tiny")] == 5
+    assert found["tandem_workers", ("role", "decode"), ("state", "serving")] == 1
+    assert found["tandem_router_decision_seconds_count",] == 1
+
+
+async def test_a_decode_worker_that_computes_the_prompt_is_promised_as_local() -> None:
+    async with deploy(tiny_config(), num_prefill=0) as deployment:
+        promised, _, (finished,) = await call(deployment, make_request(text=PROMPT))
+    assert promised["tandem-predicted-path"] == "local"
+    assert finished.receipt.kv_block_seconds > 0
+    assert finished.receipt.transferred_bytes == 0
+
+
+async def test_the_receipt_of_a_call_is_the_sum_over_its_choices(deployment: Deployment) -> None:
+    _, took, finished = await call(deployment, make_request(text=PROMPT, n=3, temperature=1.0))
+    assert len(finished) == 3
+    block_seconds = sum(message.receipt.kv_block_seconds for message in finished)
+    assert float(took["tandem-kv-block-seconds"]) == pytest.approx(block_seconds, abs=1e-5)

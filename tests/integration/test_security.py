@@ -142,6 +142,9 @@ async def test_the_public_api_and_health_need_no_token_but_steering_does(deploym
     # With the token it is refused for another reason: nobody supervises this fleet.
     with_token = deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, TOKEN)])
     assert await status_of(with_token) is grpc.StatusCode.UNAVAILABLE
+    # The router has the token for its workers.
+    ledgers = await deployment.cluster.GetLedger(cluster_pb2.GetLedgerRequest(), metadata=[(TOKEN_KEY, TOKEN)])
+    assert [worker.error for worker in ledgers.workers] == ["", ""]
 
 
 async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,9 @@
-"""A client that does not read and gave no deadline: its call ends at the router's own, and everything is freed."""
+"""Clients that do not read: a stop string ends the output at the worker, and a call without a deadline ends at the
+router's own. Everything is freed."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import grpc
 import grpc.aio
@@ -11,10 +11,50 @@ import pytest
 
 from router.serving.inference_servicer import InferenceServicer
 from tandem_client.stubs import inference_pb2_grpc
-from tests.support.deployment import deploy, make_request, tiny_config
+from tests.support.deployment import Deployment, deploy, make_request, tiny_config
+from tests.support.faults import prompt_of
+from tests.support.steps import slow_down
+from tests.support.waiting import until
 
-TIMEOUT_S = 3.0
+PROMPT = prompt_of(1)
+NUM_TOKENS = 200
+# With 20 log-probabilities for each token, 16 choices fill this window with less than their tokens.
+WINDOW_BYTES = 64 * 1024
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 PATIENCE_S = 20.0
+
+
+async def stop_string_of(deployment: Deployment) -> str:
+    """A string that first appears far into the text."""
+    plain = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_TOKENS)
+    text = ""
+    for chunk in plain.chunks:
+        text += chunk.text
+        stop, num_tokens = text[-4:], chunk.index + len(chunk.token_ids)
+        if num_tokens > NUM_TOKENS / 2 and text.count(stop) == 1 and "\ufffd" not in stop:
+            return stop
+    raise AssertionError("the text has no such string")
+
+
+async def test_a_stop_string_ends_the_output_at_the_worker_although_the_client_does_not_read() -> None:
+    async with deploy(tiny_config()) as deployment:
+        slow_down(deployment.decode[0], 0.002)
+        stop = await stop_string_of(deployment)
+        shell = deployment.router._shell
+        async with grpc.aio.insecure_channel(deployment.router_address, SMALL_WINDOW) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            request = make_request(token_ids=PROMPT, max_tokens=4000, stop_strings=[stop], logprobs=20, n=16)
+            call = inference.Generate(request, timeout=60.0)
+            await call.read()
+            await until(lambda: not shell.view.num_in_flight, "the stop string has ended every choice", PATIENCE_S)
+            num_bytes, ends = 0, []
+            while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                num_bytes += response.ByteSize()
+                if response.HasField("finished"):
+                    ends.append(response.finished)
+    assert num_bytes > 2 * WINDOW_BYTES, "the router could not write all of it before the client read"
+    assert [end.stop_match for end in ends] == [stop] * 16
+    assert all(end.usage.completion_tokens < NUM_TOKENS for end in ends)
 
 
 async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(
@@ -30,12 +70,11 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(
             ended.set()
 
     monkeypatch.setattr(InferenceServicer, "Generate", watched)
-    async with contextlib.AsyncExitStack() as stack:
-        deployment = await stack.enter_async_context(deploy(tiny_config(default_timeout_s=TIMEOUT_S)))
-        # 16 choices of 500 tokens with 20 log-probabilities each are megabytes; this client's window is 64 KiB.
-        window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(deployment.router_address, window))
-        inference = inference_pb2_grpc.InferenceStub(channel)
+    async with (
+        deploy(tiny_config(default_timeout_s=3.0)) as deployment,
+        grpc.aio.insecure_channel(deployment.router_address, SMALL_WINDOW) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         call = inference.Generate(make_request(text="speak on", max_tokens=500, n=16, logprobs=20))
         assert await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]
         async with asyncio.timeout(PATIENCE_S):

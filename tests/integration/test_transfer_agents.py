@@ -8,25 +8,27 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from core.config import TransferConfig
 from core.errors import TransportError
-from core.handoff import AbortReason, Ready, Release
+from core.handoff import AbortReason, Release
 from kv_transfer.agent import NICENESS
 from kv_transfer.protocol.events import (
-    AgentEvent,
     AgentFailed,
     Connect,
-    MessageReceived,
     SendMessage,
 )
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport
+from protos.handoff_codec import encode
+from tests.integration.transfer_owner_process import host_pool
 from tests.integration.transfer_worker import (
     LAYOUT,
+    PATIENCE_S,
     TRANSFER_ID,
     HandOff,
     Kind,
@@ -68,26 +70,6 @@ def test_blocks_move_over_nixl_and_their_digests_fit() -> None:
     hand_off.close()
 
 
-def test_a_byte_that_changes_after_the_digest_is_noticed_over_nixl() -> None:
-    hand_off = hand_off_over(NixlTransport)
-    hand_off.begin()
-    hand_off.offer_up_to(8)
-    end = time.monotonic() + 20.0
-    arrived: list[AgentEvent] = []
-    while not any(
-        isinstance(event, MessageReceived) and isinstance(event.message, Ready) and event.message.blocks
-        for event in arrived
-    ):
-        assert time.monotonic() < end
-        hand_off.owner.step(0.001)
-        arrived += hand_off.puller.events.get(timeout=20.0) if not hand_off.puller.events.empty() else []
-    hand_off.owner.bytes[hand_off.sources[3], 1000] ^= 0x10
-    hand_off.puller.take(arrived)  # only now does it begin to read
-    run_until_results([hand_off.puller], 1)
-    assert "position 3" in hand_off.assert_failed(AbortReason.DIGEST_MISMATCH).detail
-    hand_off.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a whole process's")
 def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) -> None:
     hand_off.run()
@@ -113,6 +95,29 @@ def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: Op
     assert hand_off.owner.agent.num_malformed == 4
     transport.close()
     stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "payload"), [("stranger", b"nonsense"), (b"\xff\xfe", encode(Release(TRANSFER_ID, 7, 9, None)))]
+)
+def test_over_nixl_too_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(
+    name: Any, payload: bytes
+) -> None:
+    hand_off = hand_off_over(NixlTransport)
+    victim, stranger = hand_off.owner, NixlTransport(name)
+    _array, memory = host_pool(LAYOUT, 1)
+    stranger.register(memory)
+    stranger.connect(victim.machine.address)
+    stranger.notify(victim.machine.address.name, payload)
+    end = time.monotonic() + PATIENCE_S
+    while not victim.agent.num_malformed:
+        assert time.monotonic() < end, "it was not counted"
+        stranger.poll()
+        victim.step(0.001)
+    stranger.close()
+    hand_off.run()
+    hand_off.assert_moved()
+    hand_off.close()
 
 
 class BrokenTransport(MemoryTransport):

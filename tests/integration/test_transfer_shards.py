@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from core.config import TransferConfig
-from core.handoff import AbortReason
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import Column
-from kv_transfer.protocol.events import OfferEnded, PullCompleted, PullFailed
+from kv_transfer.protocol.events import PullCompleted
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from tests.integration.transfer_owner_process import real_transport
-from tests.integration.transfer_worker import TransferWorker, run_until_results
+from tests.integration.transfer_worker import TransferWorker
 
 WHOLE = KVLayout(model="m", dtype="bfloat16", num_layers=3, num_kv_heads=4, block_size=16, head_dim=8)
 HALVES = (replace(WHOLE, num_kv_heads=2), replace(WHOLE, num_kv_heads=2, first_kv_head=2))
@@ -163,41 +162,3 @@ def test_a_bit_flipped_between_unequal_pools_is_read_again(memory: Opener, fabri
     assert isinstance(result, PullCompleted)
     assert result.stats.num_blocks_reread == 1
     close(sources, targets)
-
-
-def test_several_readers_of_one_block_each_hold_it(memory: Opener) -> None:
-    """As for n > 1, where each choice runs on another decode worker."""
-    sequence = whole_sequence()
-    source = Shard("prefill", memory, WHOLE)
-    readers = [Shard(f"decode-{i}", memory, WHOLE) for i in range(3)]
-    source.compute(sequence)
-    for transfer_id, reader in enumerate(readers, 1):
-        source.offer(transfer_id, reader)
-    source.worker.pool.release(source.blocks)
-    leases = lambda: [source.worker.pool.num_leases(block) for block in source.blocks]  # noqa: E731
-    assert leases() == [3] * len(source.blocks)
-    for num_left, (transfer_id, reader) in zip((2, 1, 0), enumerate(readers, 1), strict=True):
-        reader.pull(transfer_id, source)
-        end = time.monotonic() + 30.0
-        while len(source.worker.results) < transfer_id or not reader.worker.results:
-            assert time.monotonic() < end, (source.worker.results, reader.worker.results)
-            source.worker.step(0.001)
-            reader.worker.step(0.001)
-        reader.assert_holds(sequence)
-        assert leases() == [num_left] * len(source.blocks)
-    assert all(isinstance(result, OfferEnded) for result in source.worker.results)
-    assert source.worker.pool.ledger()[Column.LEASED] == 0
-    close([source], readers)
-
-
-def test_a_puller_that_is_not_what_the_router_said_is_refused(memory: Opener) -> None:
-    source, target = Shard("prefill", memory, WHOLE), Shard("decode", memory, WHOLE)
-    source.compute(whole_sequence())
-    said = replace(target.worker.machine.address, layout=HALVES[0])
-    source.worker.act(source.worker.machine.offer(1, said, time.monotonic()))
-    target.pull(1, source)
-    run_until_results([source.worker, target.worker], 1)
-    (result,) = target.worker.results
-    assert isinstance(result, PullFailed)
-    assert result.reason is AbortReason.LAYOUT_MISMATCH
-    close([source], [target])

@@ -236,20 +236,6 @@ async def openai_client(fleet: FakeFleet) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_openais_client_chats_and_streams() -> None:
-    async with deploy_fakes() as fleet, openai_client(fleet) as client:
-        limits: Any = {"temperature": 0, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
-        answer = await client.chat.completions.create(**CHAT, **limits)
-        stream = await client.chat.completions.create(**CHAT, **limits, stream=True)
-        chunks = [chunk async for chunk in stream]
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert text == answer.choices[0].message.content
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 60
-        assert fleet.cluster.num_handoffs == 2
-        await fleet.settle()
-
-
 async def test_tools_and_formats_hold_on_the_way_through_two_engines() -> None:
     async with deploy_fakes() as fleet, openai_client(fleet) as client:
         tools: Any = [openai.pydantic_function_tool(Order, name="order")]

@@ -40,7 +40,6 @@ class Site:
     host: str = "127.0.0.1"  # where it listens
     prefix: tuple[str, ...] = ()  # of its command, e.g. ip netns exec ...
     environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None  # file for standard error; None = standard error of the test
 
 
 async def _as_it_is(address: str) -> str:
@@ -128,12 +127,10 @@ class Fleet:
     async def spawn(self, name: str) -> None:
         role, _, ordinal = name.partition("-")
         site = self.site_of(name)
-        with contextlib.ExitStack() as stack:
-            log = None if site.log is None else stack.enter_context(site.log.open("ab"))
-            process = await asyncio.create_subprocess_exec(
-                *site.prefix, sys.executable, "-m", "tests.support.service_process",
-                cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE, stderr=log,
-            )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            *site.prefix, sys.executable, "-m", "tests.support.service_process",
+            cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE,
+        )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         first = Role(role, int(ordinal), site.host, asdict(self.config), self.step_delays_s.get(role, 0.0))

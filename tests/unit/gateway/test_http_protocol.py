@@ -335,6 +335,19 @@ async def test_bytes_that_end_no_part_of_a_request_are_bounded(start: bytes, pie
         assert client.has_answer(status)
 
 
+@pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES + 6_000, 1_000_000])
+async def test_a_long_body_is_not_taken_for_a_head(num_bytes: int) -> None:
+    head = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % num_bytes
+    whole = head + b"x" * num_bytes
+    for cut in (0, len(head), len(head) + num_bytes // 2, len(whole) - 1):
+        client = Client(waits=True)
+        await client.sends(whole[:cut], whole[cut:])
+        assert len(client.body) == num_bytes
+        client.release.set()
+        await client.settles()
+        assert client.has_answer(200)
+
+
 async def test_a_head_in_one_piece_has_the_same_bounds() -> None:
     for head in (b"x: " + b"y" * MAX_HEAD_BYTES, b"x: y\r\n" * (MAX_HEADERS + 1)):
         client = Client()

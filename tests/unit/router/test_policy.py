@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.compose import load_policy
 from core.config import RouterConfig
 from core.cost.step_cost import StepCost
+from core.errors import ConfigError
 from core.lifecycle import RequestPath
 from core.paths import Lane, PathState, PathStatus
 from core.scheduling.worker_load import NUM_SIZE_CLASSES, size_class
@@ -313,3 +315,16 @@ def test_requests_follow_their_cached_prefix_unless_the_other_worker_is_less_bus
     assert route("E", "F") == "b", "worker a is busy"
     assert route("A", "B", "C", "D", "G") == "a", "four blocks cached outweigh two blocks more queued"
     assert route("A", "E") == "b", "one cached block does not"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:make", r"\[router\] policy: cannot import no_such_module"),
+        ("json:no_such_function", "json has no function no_such_function"),
+        ("builtins:repr", "builtins:repr must return a Policy, its object has no compared"),
+    ],
+)
+def test_a_wrong_name_of_a_policy_is_an_error_of_the_config(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_policy(replace(RouterConfig(), policy=name))

@@ -192,6 +192,7 @@ def test_a_refusal_has_its_reason(error: TandemError, reason: str) -> None:
     recorded.fail(error, Stage.QUEUE, Stage.PREFILL)  # a worker had it: a failure, and no refusal
     assert reason_of(error) == reason
     assert recorded.of(Metric.REFUSALS) == {(reason,): 2}
+    assert recorded.of(Metric.REQUESTS) == {("none", error.code.value): 3}
 
 
 def test_a_tenant_is_charged_with_the_receipt() -> None:

@@ -57,7 +57,8 @@ a stop string ends the request and its calls
   fleet P D
   arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
   prefilled r#1 11 -> deliver r 0: 11
-  stopped r        -> cancel r#1; finish r stop, disaggregated, 1 tokens
+  time 2
+  stopped r        -> cancel r#1; finish r stop, disaggregated, 1 tokens, block seconds 6, decode 2
   tokens_from r#1 1 12
   ends r#1
 

@@ -15,6 +15,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.scheduling.block_pool import Column
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from protos import codec
 from router.requests.peer_discovery import announce_join, announce_leave
 from router.routing.policy import Candidate, SecondsPolicy
 from router.routing.worker_record import CallWork, ReleaseRate, WorkerRecord
@@ -308,3 +309,14 @@ def test_a_worker_learns_only_of_peers_of_its_version(version: int) -> None:
     peer = {OLD: "p-old", NEW: "p-new"}[version]
     assert {update.worker_id for update in announce_join(joining, BOTH)} == {"d-2", peer}
     assert {update.worker_id for update in announce_leave(joining, BOTH)} == {peer}
+
+
+def test_the_version_of_a_worker_reaches_the_router() -> None:
+    sent = of_version("d", D, NEW).agent
+    assert codec.decode_agent(codec.encode_agent(sent)) == sent
+
+
+def test_a_worker_that_says_nothing_of_quantization_has_none() -> None:
+    wire = codec.encode_layout(LAYOUT)
+    wire.ClearField("quantization")
+    assert codec.decode_layout(wire) == LAYOUT
