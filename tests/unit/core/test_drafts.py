@@ -7,10 +7,10 @@ import pytest
 import core.scheduling.step_planner
 from core.cost.step_cost import StepCost
 from core.lifecycle import FinishReason
-from core.scheduling.drafts import FIRST_CHANCES, MAX_DRAFTS, DraftChances, RowCosts, choose_drafts, saved_s
+from core.scheduling.drafts import FIRST_CHANCES, DraftChances, RowCosts, choose_drafts, saved_s
 from core.scheduling.sequence import Sequence
 from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
-from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven, make_sequence
+from tests.unit.core.driving_scheduler import EOS, Driven, make_sequence
 
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -82,26 +82,6 @@ def test_an_output_ends_inside_a_run_of_right_guesses(
     assert [event.finish_reason for event in events] == [None, None, reason]
     assert driven.scheduler.schedule() is None
     assert driven.pool.num_available == driven.pool.num_blocks
-
-
-def test_drafts_never_pass_the_last_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Guessing(monkeypatch)
-    driven.add("a", PROMPT, max_tokens=4)
-    driven.finish_step(driven.begin(), {"a": guesses(6, MAX_DRAFTS)})
-    (chunk,) = driven.begin().chunks
-    assert len(chunk.drafts) == 2, "the last of four tokens is sampled, and needs no draft behind it"
-
-
-def test_full_blocks_of_right_guesses_alone_are_found_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Guessing(monkeypatch)
-    driven.add("a", PROMPT, max_tokens=20)
-    driven.finish_step(driven.begin(), {"a": guesses(6, 8, wrong_at=11)})
-    driven.finish_step(driven.begin(), {})  # slots 5 to 13 are written, those up to 10 with right tokens
-    text = (*PROMPT, *(Guessing.token_at(p) for p in range(5, 14)))
-    other = make_sequence("b", text)
-    driven.scheduler.hold_cached_prefix(other, len(text))
-    assert len(other.block_table) == 11 // BLOCK_SIZE
-    driven.scheduler.drop_blocks(other)
 
 
 @pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 0), (4, 4)])

@@ -1,4 +1,8 @@
-"""The rules of the scheduler, one sentence a test."""
+"""The rules of the scheduler, one sentence a test.
+
+tests/property/test_scheduler.py has the laws of every step: decodes do not wait, limits hold, no block is written or
+found before its tokens are computed, and every sequence ends.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,6 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     driven = Driven(budget=8)
     driven.add("long", range(1, 21))
     assert [driven.step() for _ in range(3)] == [{"long": 8}, {"long": 8}, {"long": 4}]
-
-
-def test_a_decode_never_waits_behind_a_prefill_chunk() -> None:
-    driven = Driven(budget=8)
-    driven.add("decoding", [1, 2], arrival=1)
-    driven.step()
-    driven.add("urgent", range(1, 31), arrival=2, priority=-1)
-    assert driven.step() == {"decoding": 1, "urgent": 7}
-    assert driven.step() == {"decoding": 1, "urgent": 7}, "the higher rank leaves a token to the decode"
 
 
 # ---- rank
@@ -89,15 +84,6 @@ def test_the_tokens_of_a_prefix_hit_are_not_computed() -> None:
     second = driven.add("second", [*range(1, 9), 50, 51, 52], max_tokens=1)
     assert driven.step() == {"second": 3}
     assert second.num_cached_tokens == 8
-
-
-def test_a_full_prefix_hit_still_computes_the_last_token() -> None:
-    driven = Driven()
-    for name in ("first", "same again"):
-        driven.add(name, range(1, 9), max_tokens=1)
-        plan = driven.begin()
-        driven.end(plan)
-    assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in plan.chunks] == [(4, 4, True)]
 
 
 def test_blocks_filled_by_decoding_are_cached() -> None:
@@ -233,15 +219,6 @@ def test_waiting_sequences_are_preempted_only_if_their_blocks_are_enough() -> No
 # ---- hand-offs
 
 
-def test_a_preempted_pulled_sequence_is_recomputed() -> None:
-    driven = Driven(num_blocks=4, max_running=1)
-    pulled = driven.add_pulled("pulled", range(1, 8), arrival=2, max_tokens=2)
-    driven.add("before", range(21, 34), arrival=1, max_tokens=1)
-    assert driven.step() == {"before": 13}
-    assert pulled.num_preemptions == 1
-    assert [event.index for event in driven.run_until_idle()] == [1]
-
-
 def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher_rank() -> None:
     """Otherwise both wait for ever: the first for blocks, the second for admission."""
     driven = Driven(num_blocks=4)
@@ -292,21 +269,6 @@ def test_a_sequence_that_was_not_computed_ends_alone_and_its_blocks_enter_no_cac
     assert driven.step() == {"a": 1, "c": 1}
 
 
-def test_a_lowered_limit_stops_nothing_that_runs_and_admits_nothing_until_enough_have_ended() -> None:
-    driven = Driven(max_running=3)
-    for name, max_tokens in (("a", 2), ("b", 3), ("c", 4)):
-        driven.add(name, [1, 2], max_tokens=max_tokens)
-    driven.step()
-    driven.add("d", [1, 2, 3])
-    driven.scheduler.set_config(SchedulerConfig(max_batched_tokens=2, max_running=2, max_waiting=1))
-    driven.scheduler.check()
-    with pytest.raises(QueueFull, match="max_waiting"):
-        driven.add("e", [1, 2])
-    assert driven.step() == {"a": 1, "b": 1, "c": 1}, "each goes on, beyond the limits"
-    assert driven.step() == {"b": 1, "c": 1}
-    assert driven.step() == {"c": 1, "d": 1}, "the budget of tokens is the new one, too"
-
-
 def test_a_pulled_prompt_waits_while_more_run_than_the_new_limit() -> None:
     driven = Driven(max_running=3)
     for name in "abc":
@@ -318,32 +280,7 @@ def test_a_pulled_prompt_waits_while_more_run_than_the_new_limit() -> None:
     assert driven.step() == {"a": 1, "b": 1, "c": 1}
 
 
-# ---- a step ahead
-
-
-def test_the_chunks_of_a_prompt_follow_each_other_over_two_steps_in_flight() -> None:
-    driven = Driven(budget=8)
-    driven.add("a", range(1, 19))
-    plans = [driven.begin(), driven.begin()]
-    assert [(chunk.start, chunk.num_tokens) for plan in plans for chunk in plan.chunks] == [(0, 8), (8, 8)]
-    assert driven.pool.registered_hashes() == [], "the prefix cache has blocks that are not computed"
-    driven.end(plans[0])
-    assert len(driven.pool.registered_hashes()) == 2
-    assert [(chunk.start, chunk.num_tokens) for chunk in driven.begin().chunks] == [(16, 2)]
-    assert driven.scheduler.num_waiting_tokens == 10
-
-
-def test_a_pulled_sequence_preempts_a_later_one_only_after_the_step_in_flight() -> None:
-    driven = Driven(num_blocks=7, max_running=2)
-    driven.add("running", [1, 2], max_tokens=8)
-    plan = driven.begin()
-    driven.add_pulled("pulled", range(1, 13), arrival=1)  # lacks a block for its next token
-    later = driven.add_pulled("later", range(21, 32), arrival=2)
-    assert driven.scheduler.schedule() is None
-    assert len(later.block_table) == 3
-    driven.end(plan)
-    assert driven.step() == {"running": 1, "pulled": 1}
-    assert later.num_preemptions == 1
+# ---- views
 
 
 def test_a_view_belongs_to_one_block_table_that_never_shrinks() -> None:
