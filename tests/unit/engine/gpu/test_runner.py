@@ -71,7 +71,7 @@ def poison(runner: GpuRunner) -> None:
     runner._pool.tensor.fill_(float("nan"))
 
 
-def test_graphs_and_eager_steps_give_the_tokens_of_the_torch_runner(
+def test_graphs_and_eager_steps_give_the_tokens_of_the_torch_runner_and_a_poisoned_pool_changes_none(
     runner: GpuRunner, expected: dict[str, list[int]]
 ) -> None:
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected
