@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, Queue
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
+from router.operations import trace_messages
 from router.operations.request_metrics import RequestMetrics, reason_of
 from router.operations.request_ring import MAX_TRACED, RequestRing
 from router.operations.request_spans import predicted_s, root_attributes, route_attributes, spans_of
@@ -19,7 +21,7 @@ from router.operations.trace_messages import list_requests, trace_of
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
 from router.routing.policy import Candidate, PrefixRead
 from router.serving.choice_stream import ChoiceStream
-from router.serving.receipt import receipt_of
+from router.serving.receipt import phase_timings, receipt_of
 from runtime.prometheus.metric_series import Buckets
 from runtime.prometheus.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
 from runtime.prometheus.metrics_page import Metrics
@@ -247,6 +249,20 @@ def test_a_trace_that_clients_share_shows_its_newest_choices() -> None:
         ring.add(replace(named.ended(13.0), request_id=f"r-{number}"))
     shown = trace_of(ring, named.trace.trace_id_hex, "router").requests
     assert [summary.number for summary in shown] == list(range(4, MAX_TRACED + 4))
+
+
+def test_a_request_is_summed_up_once_for_all_who_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full ring took 7 to 19 ms of the router's loop for each caller."""
+    ring, named, encode = RequestRing(), stream(), Mock(wraps=phase_timings)
+    named.result = Finish("r", OUTCOME)
+    monkeypatch.setattr(trace_messages, "phase_timings", encode)
+    for number in (1, 2):
+        ring.add(named.ended(13.0))
+        listed = [list_requests(ring, ListRequestsRequest()) for _ in range(3)]
+        assert listed[0] == listed[1] == listed[2]
+        listed[0].requests[0].tenant = "changed"
+        assert list_requests(ring, ListRequestsRequest()) == listed[1]
+        assert encode.call_count == len(trace_of(ring, "r", "router").requests) == number
 
 
 def test_the_label_of_a_tenant_has_no_control_character() -> None:
