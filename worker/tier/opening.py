@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 
 from core.config import CacheConfig
 from core.errors import ConfigError
@@ -64,7 +65,11 @@ def open_tier(
             if removed := remove_unused(config.disk_dir, time.time()):
                 logger.info("%s removed files that no worker has written for long: %s", worker, ", ".join(removed))
             late_at = time.monotonic() + MAX_SCAN_S
-            return file, file.scan(lambda: time.monotonic() >= late_at)
+            try:
+                return file, file.scan(lambda: time.monotonic() >= late_at)
+            except OSError:
+                file.close()  # else this process would hold the lock without a tier
+                raise
 
         file, stored = _within(MAX_OPEN_S, open_file)
     except BlockingIOError:
@@ -85,20 +90,26 @@ def open_tier(
 
 
 def _within(limit_s: float, open_file: Callable[[], Opened]) -> Opened:
-    """The result or the exception of `open_file`. Raises `TimeoutError` if the disk has not answered in time."""
-    results: queue.SimpleQueue[Opened | Exception] = queue.SimpleQueue()
+    """The result or the exception of `open_file`. Raises `TimeoutError` if the disk has not answered in time; a file
+    that is opened later is closed."""
+    opened: Future[Opened] = Future()
 
     def run() -> None:
         try:
-            results.put(open_file())
+            result = open_file()
         except Exception as error:  # noqa: BLE001  raised below
-            results.put(error)
+            with contextlib.suppress(InvalidStateError):
+                opened.set_exception(error)
+            return
+        try:
+            opened.set_result(result)
+        except InvalidStateError:
+            result[0].close()
 
     threading.Thread(target=run, name="tandem-disk-open", daemon=True).start()
     try:
-        result = results.get(timeout=limit_s)
-    except queue.Empty:
-        raise TimeoutError(f"the disk has not answered within {limit_s:g} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+        return opened.result(limit_s)
+    except TimeoutError:
+        if opened.cancel():
+            raise TimeoutError(f"the disk has not answered within {limit_s:g} s") from None
+        return opened.result()  # it has just ended, or the disk itself raised the error

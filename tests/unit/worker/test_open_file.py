@@ -146,6 +146,17 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     assert open_at(tmp_path, 0.001) is None
     assert "serves without its disk tier: the disk has not answered within 0 s" in caplog.text
     answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "tandem-disk-open":
+            thread.join(WAIT_S)
+    OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
+
+
+def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(tmp_path: Path) -> None:
+    (tmp_path / DIRECTORY).mkdir(mode=0o700)
+    os.mkfifo(tmp_path / DIRECTORY / "w.kv", 0o600)
+    assert open_at(tmp_path, 0.001) is None
+    OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
 
 def test_every_byte_of_the_weights_counts(tmp_path: Path) -> None:
