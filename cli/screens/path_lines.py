@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from core.paths import BROKEN, PathState, PathStatus
-from protos.path_codec import decode_path
+from protos.path_codec import PATH_STATE_FROM_WIRE, decode_path
 from tandem_client.stubs import cluster_pb2
 
 MAX_BROKEN_PATHS = 20
@@ -13,12 +13,14 @@ ID_DIGITS_HIDDEN = 12  # of the 16 digits of the incarnation in a worker id
 
 
 def paths_of(fleet: cluster_pb2.GetFleetResponse) -> list[tuple[str, PathStatus]]:
-    """(id of the reading worker, path) of every path between two workers of the fleet."""
+    """(id of the reading worker, path) of every path between two workers of the fleet, but those in a state
+    that only a newer router knows."""
     known = {worker.worker_id for worker in fleet.workers}
     found = [
         (worker.worker_id, decode_path(wire))  # type: ignore[arg-type]  # the class in protos/ has the same fields
         for worker in fleet.workers
         for wire in worker.load.paths
+        if wire.state in PATH_STATE_FROM_WIRE
     ]
     return [(reader, path) for reader, path in found if path.peer in known]
 

@@ -187,13 +187,15 @@ def test_a_rate_is_the_difference_of_two_samples_and_needs_both() -> None:
     assert rates(None, after) == {}
 
 
-def test_each_broken_path_has_its_line() -> None:
+def test_each_broken_path_has_its_line_and_a_state_of_a_newer_router_has_none() -> None:
     slow = worker_pb2.PathReport(
         peer=PREFILL.worker_id, state=worker_pb2.PATH_STATE_SLOW, lane=worker_pb2.PATH_LANE_TCP, bytes_per_s=1.1e9,
         expected_bytes_per_s=12.5e9, latency_ms=0.31,
     )  # fmt: skip
     reader = worker("decode-0")
-    reader.load.paths.extend([slow, worker_pb2.PathReport(peer=PREFILL.worker_id, state=worker_pb2.PATH_STATE_FINE)])
+    fine = worker_pb2.PathReport(peer=PREFILL.worker_id, state=worker_pb2.PATH_STATE_FINE)
+    newer = worker_pb2.PathReport(peer=PREFILL.worker_id, state=99)  # type: ignore[arg-type]
+    reader.load.paths.extend([slow, fine, newer])
     assert path_lines(fleet(reader, PREFILL)) == [
         "paths: 1 fine · 1 slow",
         "prefill-0.0123 -> decode-0.0123: slow: TCP, 1.1 GB/s of 12.5, 310 us there and back",
