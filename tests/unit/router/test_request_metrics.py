@@ -252,7 +252,7 @@ def test_a_trace_that_clients_share_shows_its_newest_choices() -> None:
 
 
 def test_a_request_is_summed_up_once_for_all_who_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full ring took 7 to 19 ms of the router's loop for each caller."""
+    """A full ring took 7 ms of the router's loop for each caller."""
     ring, named, encode = RequestRing(), stream(), Mock(wraps=phase_timings)
     named.result = Finish("r", OUTCOME)
     monkeypatch.setattr(trace_messages, "phase_timings", encode)
