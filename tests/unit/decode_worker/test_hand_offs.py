@@ -33,16 +33,6 @@ a pulled first token that ends the text ends the request
   reads                       -> release 1; tokens a 0: 63; done a stop, pulled 2; path peer fine
   blocks
 
-hand-offs get their blocks in order of arrival
-  decode blocks=4
-  arrive a 12 max=2 ticket=1  -> connect peer; want 1: 0..2
-  ready 1 0..2 tokens=20      -> read 1: 0..2
-  arrive b 12 max=2 first=30 ticket=2
-  arrive c 4 max=2 first=50 ticket=3  # would fit, but b comes first
-  load                        -> serving; pulls 2; promised 4
-  reads                       -> first step a 12+1; release 1; tokens a 0: 20; path peer fine
-  run                         -> tokens a 1: 13; done a length, pulled 3; want 2: 0..2; want 3: 0
-
 a pull leaves the next block of each running sequence free
   decode blocks=5
   arrive pulls 12 max=4 first=30 ticket=1 -> connect peer; want 1: 0..2
@@ -53,15 +43,6 @@ a pull leaves the next block of each running sequence free
   reads                       -> first step pulls 12+1; release 1; tokens pulls 0: 20; path peer fine
   run                         -> tokens pulls 1: 13..15; done pulls length, pulled 3
   load                        -> serving
-
-a hand-off does not overtake a prompt that waits for blocks
-  decode blocks=6
-  arrive runs 12 max=8        -> first step runs 0+8
-  arrive waits 16 max=4 first=30
-  arrive pulls 4 max=4 first=50 ticket=1 -> connect peer
-  load                        -> serving; waiting 1; pulls 1; promised 1
-  run                         -> tokens runs 0: 12..19; tokens waits 0: 16..19; done runs length; want 1: 0
-                              -> done waits length
 
 a full queue does not refuse a pulled sequence
   decode max_running=1 max_waiting=1

@@ -237,18 +237,6 @@ events that move nothing do not prolong a stall
 
 test_starvation = transcripts(
     """
-later local requests do not keep a hand-off waiting
-  arrive pulled 40 first=5000 ticket=1 -> connect peer  # 10 of the 16 blocks
-  arrive local5 8 first=500
-  arrive local6 8 first=600
-  run                         -> tokens local2 1: 9..11; tokens local3 0: 8..11; tokens local4 0: 8..11
-                              -> tokens local5 0: 8..11; tokens local6 0: 8..11; done local2 length
-                              -> done local3 length; want 1: 0..9; done local4 length; done local5 length
-                              -> done local6 length
-  ready 1 0..9 tokens=20      -> read 1: 0..9
-  reads                       -> first step pulled 40+1; release 1; tokens pulled 0: 20; path peer fine
-  run                         -> tokens pulled 1: 41..43; done pulled length, pulled 10
-
 a hand-off of nearly all blocks waits for none of a lower priority that comes later
   arrive pulled 59 first=5000 priority=-10 ticket=1 -> connect peer
   arrive local5 8 first=500

@@ -185,13 +185,6 @@ an offer whose reader lacks blocks is withdrawn
   release 1 overloaded        -> first step b 0+8
   run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 1.1
 
-an offer that is wanted is not withdrawn
-  wait 0.5
-  want 1 0..3                 -> ready 1: 0..3 last 16
-  wait 1
-  release 1                   -> first step b 0+8
-  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 16; done b 0: 16, queue 1.5
-
 an offer whose reader has its blocks is not withdrawn
   wait 0.5
   want 1 0..3                 -> ready 1: 0..3 last 16

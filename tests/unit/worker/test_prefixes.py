@@ -241,15 +241,6 @@ a read ends before a running sequence is preempted or asked to move
 a source with another layout is not read
   seek a 10 prefix=8 other=1    -> first step a 0+8
 
-a cancelled call ends its pull
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  ready 9 0 1 last=1            -> read 9: 0 1
-  cancel a                      -> fail a RequestCancelled: the router cancelled the call
-  blocks                        -> incoming 2
-  reads                         -> release 9 cancelled
-  blocks
-  idle                          -> yes
-
 the deadline of a call ends its pull
   seek a 10 prefix=8 limit=5 timeout=1 -> connect peer; want 9: 0 1
   wait 2                        -> fail a DeadlineExceeded: the deadline passed on the decode worker in stage queue
