@@ -47,6 +47,8 @@ from kv_transfer.protocol.plan import TransferPlan
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048  # blocks in a READY; beyond: several messages
+# Limit: blocks in the WANTs that an owner keeps before their offers; beyond: dropped, counted; the puller repeats them
+MAX_EARLY_BLOCKS = 262_144
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +263,13 @@ class Owner:
                 return []
             return self._send_abort(peer, message.transfer_id, ended_by)
         kept = self._early.get(message.transfer_id)
-        if kept is None and len(self._early) >= self.config.max_transfers:
+        if kept is not None and message.counter <= kept.message.counter:
+            return []
+        others = [early.message for name, early in self._early.items() if name != message.transfer_id]
+        num_blocks = sum(map(_num_blocks, others)) + _num_blocks(message)
+        if len(others) >= self.config.max_transfers or num_blocks > MAX_EARLY_BLOCKS:
             self._peers.drop(Drop.TABLE_FULL)
-        elif kept is None or message.counter > kept.message.counter:
+        else:
             arrived_at = now if kept is None else kept.arrived_at
             self._early[message.transfer_id] = _EarlyMessage(sender, message, arrived_at)
         return []
@@ -365,3 +371,8 @@ class Owner:
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers
+
+
+def _num_blocks(message: Want | Release) -> int:
+    """As numbers in memory; a message names them as runs, 48 bytes of which name 65,536."""
+    return len(message.positions) if isinstance(message, Want) else 0

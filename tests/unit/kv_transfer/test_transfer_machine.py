@@ -10,6 +10,7 @@ import pytest
 from core.config import TransferConfig
 from core.errors import LayoutMismatch, QueueFull
 from core.handoff import (
+    MAX_POSITIONS,
     Abort,
     AbortReason,
     HandoffMessage,
@@ -26,6 +27,7 @@ from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol import owner, puller
 from kv_transfer.protocol.events import ComputeDigests, Connect, Disconnect, MessageReceived, PeerLost, PullFailed
 from kv_transfer.protocol.machine import TransferMachine
+from kv_transfer.protocol.owner import MAX_EARLY_BLOCKS
 from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import (
     CONFIG,
@@ -317,6 +319,17 @@ def test_messages_for_unknown_transfers_are_bounded_and_dropped() -> None:
     pair.wait(6.0)
     assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 3
     assert pair.owner.machine.next_deadline() is None
+
+
+def test_the_blocks_that_early_wants_name_are_bounded() -> None:
+    """48 bytes of a stranger name 65,536 blocks: a thousand such messages took 2.5 GiB."""
+    pair, most = Pair(TransferConfig(lease_s=12.0)), MAX_EARLY_BLOCKS // MAX_POSITIONS
+    for number in range(most + 3):
+        want = Want(number, 33, 1 + number, 0, tuple(range(MAX_POSITIONS)))
+        pair.event(pair.owner, MessageReceived("stranger", want))
+    assert pair.owner.machine.counters.dropped[Drop.TABLE_FULL] == 3
+    pair.wait(6.0)
+    assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == most
 
 
 def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
