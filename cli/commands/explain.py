@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from google.protobuf import json_format
 from rich import box
 from rich.console import Console
@@ -33,13 +35,15 @@ def candidates_table(explained: cluster_pb2.ExplainResponse) -> Table:
     )
     for name in ("", "prefill", "decode"):
         table.add_column(name, overflow="fold")
-    evicts = any(candidate.evict_ms for candidate in explained.candidates)
-    has_reads = any(candidate.source for candidate in explained.candidates)
-    for name in (*COLUMNS, *(EVICT,) * evicts, *(READ,) * has_reads):
+    extra: list[tuple[str, Callable[[cluster_pb2.Candidate], str]]] = []
+    if any(candidate.evict_ms for candidate in explained.candidates):
+        extra.append((EVICT, lambda candidate: _ms(candidate.evict_ms)))
+    if any(candidate.source for candidate in explained.candidates):
+        extra.append((READ, _read))
+    for name in (*COLUMNS, *(name for name, _ in extra)):
         table.add_column(name, justify="right", no_wrap=True)  # in a narrow terminal, only the names wrap
     for candidate in sorted(explained.candidates, key=lambda candidate: candidate.cost_ms)[:MAX_ROWS]:
-        read = f"{_name(candidate.source)} {_ms(candidate.read_ms)}" if candidate.source else "-"
-        cells = [*_row(candidate), *(_ms(candidate.evict_ms),) * evicts, *(read,) * has_reads]
+        cells = (*_row(candidate), *(cell_of(candidate) for _, cell_of in extra))
         table.add_row(*cells, style="bold" if candidate.chosen else None)
     return table
 
@@ -57,6 +61,10 @@ def _row(candidate: cluster_pb2.Candidate) -> list[str]:
         _ms(c.first_token_ms),
         _ms(c.cost_ms),
     ]
+
+
+def _read(candidate: cluster_pb2.Candidate) -> str:
+    return f"{_name(candidate.source)} {_ms(candidate.read_ms)}" if candidate.source else "-"
 
 
 def _name(worker_id: str) -> str:

@@ -265,14 +265,18 @@ class Owner:
         kept = self._early.get(message.transfer_id)
         if kept is not None and message.counter <= kept.message.counter:
             return []
-        others = [early.message for name, early in self._early.items() if name != message.transfer_id]
-        num_blocks = sum(map(_num_blocks, others)) + _num_blocks(message)
-        if len(others) >= self.config.max_transfers or num_blocks > MAX_EARLY_BLOCKS:
+        is_full = kept is None and len(self._early) >= self.config.max_transfers
+        if is_full or self._num_early_blocks(message) > MAX_EARLY_BLOCKS:
             self._peers.drop(Drop.TABLE_FULL)
         else:
             arrived_at = now if kept is None else kept.arrived_at
             self._early[message.transfer_id] = _EarlyMessage(sender, message, arrived_at)
         return []
+
+    def _num_early_blocks(self, message: Want | Release) -> int:
+        """With this message, which takes the place of one of its transfer."""
+        others = (early.message for name, early in self._early.items() if name != message.transfer_id)
+        return sum(map(_num_blocks, others), _num_blocks(message))
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
         """READYs for all announced blocks from `first_block` on. There is at least one: it acknowledges the WANT."""

@@ -280,6 +280,7 @@ class Start(NamedTuple):
     times: PromptTimes
     cached_tokens: int  # with those that it reads
     read: PrefixRead = NO_READ
+    evict_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -291,7 +292,8 @@ _COMPUTED = PromptTimes(0.0, 0.0, 0.0)
 
 def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Start:
     """With the prefix of a peer, or of the worker's disk, if the prompt is then computed sooner."""
-    start = Start(prompt_times(question, worker, cached_tokens), cached_tokens)
+    evict_s = _evict_s(question, worker, cached_tokens)  # a read takes as many blocks as a computation
+    start = Start(prompt_times(question, worker, cached_tokens), cached_tokens, NO_READ, evict_s)
     on_disk = question.on_disk.get(worker.worker_id, 0)
     if not (question.sources and worker.reads_prefixes) and on_disk <= cached_tokens:
         return start
@@ -305,7 +307,7 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     # A token costs about the same everywhere, so few reads are worth a closer look.
     read = min(reads, key=lambda read: read.seconds - read.num_tokens * worker.cost.token_s)
     cached_tokens += read.num_tokens
-    with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read)
+    with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read, evict_s)
     least_gain_s = LEAST_GAIN_SHARE * start.total_s + LEAST_GAIN_S
     gain_s = start.total_s - with_read.total_s
     return with_read._replace(read=read._replace(gain_s=gain_s)) if gain_s > least_gain_s else start
@@ -396,13 +398,11 @@ def pair(
         question.uncached(start.cached_tokens),
     )
     transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
-    evict_s = _evict_s(question, prefill, start.cached_tokens - start.read.num_tokens)
-    evict_s += _evict_s(question, decode, decode_cached)
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
         prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
         _room_wait_s(question, decode, decode_cached, start.total_s), _stream_s(question, decode), decode.num_sequences,
-        start.read, evict_s,
+        start.read, start.evict_s + _evict_s(question, decode, decode_cached),
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
@@ -434,7 +434,7 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
         None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
         times.prefill_s, 0.0, _room_wait_s(question, worker, cached_tokens, 0.0),
         times.gap_s + _stream_s(question, worker), worker.num_sequences, start.read,
-        _evict_s(question, worker, cached_tokens),
+        start.evict_s,
     )  # fmt: skip
     return _new_tuple(Candidate, terms)
 
