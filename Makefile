@@ -36,8 +36,8 @@ test: setup  ## The tests but the slow ones of `make soak`, with warnings as err
 	$(BIN)/tandem pull
 	$(MAKE) --no-print-directory test-main test-kernels
 
-# In CI, after `make vllm`: of tests/vllm, the contract of the engine. The others start two or three engines for minutes.
-WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_verified_kv.py test_model_families.py)
+# In CI, after `make vllm`: of tests/vllm, what starts at most one engine. The others start two or three for minutes.
+WITH_VLLM := --override-ini 'norecursedirs=.* node_modules' $(addprefix --ignore tests/vllm/,test_two_pools.py test_tandem_connector.py test_verified_kv.py test_model_families.py)
 
 test-main: setup  ## The tests of `make test` but those of test-kernels
 	@# four processes on two cores: one computes, three wait most of the time (tests/support/scheduling.py)

@@ -64,6 +64,8 @@ KEEPALIVE_TIMEOUT_S = 5.0  # the answer to this ping; beyond: the connection bre
 # Calls that gRPC accepts before a servicer starts them. Above the limit (1,000 by default), gRPC cancels calls at
 # random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
 MAX_PENDING_CALLS = 20_000  # calls that the server has not started; beyond: gRPC cancels calls
+# By default 30 s: a router that a burst keeps busy for longer would lose the calls at its end, without a retry hint.
+MAX_PENDING_S = 3600  # a call that the server has not started; beyond: gRPC cancels it
 ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client does not read; beyond: it stays there
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
@@ -85,6 +87,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", 64 * 1024),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
     ]
 
 

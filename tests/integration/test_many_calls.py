@@ -16,12 +16,13 @@ NUM_CALLS = 1000
 NUM_PROMPTS = 20
 NUM_OUTPUT = 3
 STEP_S = 0.05  # so slow that calls come faster than they are served
+WITHIN_S = 150.0  # a machine with 24 busy processes beside this one took 29 s
 
 
 def calls(deployment: Deployment, count: int) -> list[Stream]:
     prompts = [prompt_of(seed, 20 + seed) for seed in range(NUM_PROMPTS)]
     return [
-        Stream(deployment.inference, prompts[number % NUM_PROMPTS], NUM_OUTPUT, timeout_s=60.0)
+        Stream(deployment.inference, prompts[number % NUM_PROMPTS], NUM_OUTPUT, timeout_s=WITHIN_S)
         for number in range(count)
     ]
 
@@ -41,7 +42,8 @@ async def test_of_a_thousand_calls_each_ends_with_tokens_or_a_retry_hint_and_lea
             await stream.end()
         refused = [stream for stream in streams if stream.code is grpc.StatusCode.RESOURCE_EXHAUSTED]
         served = [stream for stream in streams if stream.code is None]
-        assert len(refused) + len(served) == NUM_CALLS
+        others = {(stream.code, stream.details) for stream in {*streams} - {*refused, *served}}
+        assert not others
         assert len(refused) > 100
         assert len(served) > 40, "no more than the queue holds"
         for stream in served:

@@ -1,7 +1,7 @@
 """What `TandemConnector` uses of vLLM: its hooks, what each one promises, and what the requests and the pool must have.
 
 vLLM calls its interface of connectors experimental. `unmet` names the first line of these tables that a vLLM breaks;
-then the worker takes vLLM's own connector. tests/vllm/test_tandem_connector.py holds the installed vLLM to the tables.
+then the worker takes vLLM's own connector. tests/vllm/test_tandem_schedulers.py holds the installed vLLM to the tables.
 """
 
 from __future__ import annotations
