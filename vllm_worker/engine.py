@@ -39,6 +39,7 @@ class EngineTransfer:
     transfer_id: TransferId
     peer: AgentAddress
     is_offer: bool
+    deadline: float  # of the call, in time of `time.monotonic`
     is_move: bool = False  # the owner decodes the request until the reader has its blocks
 
 

@@ -190,11 +190,15 @@ class VllmMachine:
             case EngineDied(detail):
                 return self._on_died(detail)
             case PrefillArrived(request):
-                transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
+                transfer = self._transfer(event.transfer_id, event.reader, event.deadline, is_offer=True)
                 return self._on_arrived(event, EngineCall(request, True, None, transfer), now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
-                transfer = None if source is None else self._transfer(*source, is_offer=False, is_move=event.is_move)
+                transfer = (
+                    None
+                    if source is None
+                    else self._transfer(*source, event.deadline, is_offer=False, is_move=event.is_move)
+                )
                 call = EngineCall(request, False, None if transfer else transfer_id, transfer)
                 return self._on_arrived(event, call, now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
@@ -246,9 +250,12 @@ class VllmMachine:
 
     def _move_out(self, event: MoveArrived) -> MoveOut:
         request_id = event.request_id
-        transfer = self._transfer(event.transfer_id, event.reader, is_offer=True, is_move=True)
-        if transfer is None or request_id not in self._calls or not self._can_move(request_id):
+        if request_id not in self._calls or not self._can_move(request_id):
             raise TransferFailed(f"{request_id} cannot move now")
+        deadline = self.open_calls.deadlines.when(request_id)
+        transfer = self._transfer(event.transfer_id, event.reader, deadline, is_offer=True, is_move=True)
+        if transfer is None:
+            raise TransferFailed("the connector of this worker moves no request")
         return self.moves.start(event, transfer)
 
     # ---- calls
@@ -278,7 +285,7 @@ class VllmMachine:
         return []
 
     def _transfer(
-        self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool, is_move: bool = False
+        self, transfer_id: TransferId, peer: AgentAddress, deadline: float, *, is_offer: bool, is_move: bool = False
     ) -> EngineTransfer | None:
         """None if vLLM's own connector moves the blocks. Raises `LayoutMismatch`."""
         agent = self.info.agent
@@ -286,7 +293,7 @@ class VllmMachine:
             return None
         if differences := agent.layout.differences(peer.layout):
             raise LayoutMismatch(differences)
-        return EngineTransfer(transfer_id, peer, is_offer, is_move)
+        return EngineTransfer(transfer_id, peer, is_offer, deadline, is_move)
 
     def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = self._waiting.pop(transfer_id, None)

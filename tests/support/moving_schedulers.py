@@ -11,6 +11,7 @@ what happened.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import sys
@@ -115,8 +116,8 @@ class Stream:
         source, transfer_id = self.call.engine, secrets.randbits(127) | 1
         target = self.engines[source is self.engines[0]]
         source.offered[transfer_id] = list(self.tokens)
-        offer = EngineTransfer(transfer_id, target.address, is_offer=True, is_move=True)
-        pull = EngineTransfer(transfer_id, source.address, is_offer=False, is_move=True)
+        offer = EngineTransfer(transfer_id, target.address, is_offer=True, deadline=math.inf, is_move=True)
+        pull = EngineTransfer(transfer_id, source.address, is_offer=False, deadline=math.inf, is_move=True)
         source.rank.handoffs.begin_move(self.call.name, offer, len(self.tokens))
         self.target = self._begin(target, pull)
 

@@ -12,6 +12,7 @@ happened.
 from __future__ import annotations
 
 import json
+import math
 import random
 import secrets
 import sys
@@ -316,8 +317,8 @@ def _draw_prompt(shared: list[int], before: list[HandOff], draws: random.Random)
 def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, reader: Engine) -> HandOff:
     transfer_id = secrets.randbits(127) | 1
     submits = [
-        lambda: owner.submit(name, prompt, EngineTransfer(transfer_id, reader.address, True), 1),
-        lambda: reader.submit(name, prompt, EngineTransfer(transfer_id, owner.address, False), NUM_OUTPUTS),
+        lambda: owner.submit(name, prompt, EngineTransfer(transfer_id, reader.address, True, math.inf), 1),
+        lambda: reader.submit(name, prompt, EngineTransfer(transfer_id, owner.address, False, math.inf), NUM_OUTPUTS),
     ]
     for submit in draws.sample(submits, 2):
         submit()

@@ -157,7 +157,7 @@ class Handoffs:
         request_id, transfer_id = request.request_id, transfer.transfer_id
         if transfer.is_offer:
             self._offers[request_id] = _Offer(transfer_id, request, request.num_prompt_tokens)
-            self._transfers.post(OfferBegun(transfer_id, transfer.peer))
+            self._transfers.post(OfferBegun(transfer_id, transfer.peer, transfer.deadline))
         elif transfer_id not in self._puller_of:
             self._pulls[request_id] = _Pull(transfer_id, request, transfer.is_move)
             self._puller_of[transfer_id] = request_id
@@ -189,7 +189,7 @@ class Handoffs:
         if request is None or request.request_id in self._offers or request.num_tokens < num_known_tokens:
             return
         self._offers[request.request_id] = _Offer(transfer.transfer_id, request, num_known_tokens, request.max_tokens)
-        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer))
+        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, transfer.deadline))
 
     def end_move(self, name: str, transfer_id: TransferId) -> None:
         """The request goes on here, unless it has left."""

@@ -37,6 +37,7 @@ def encode_transfer(transfer: EngineTransfer) -> dict[str, Any]:
             "peer": encode_agent(transfer.peer).SerializeToString(),
             "is_offer": transfer.is_offer,
             "is_move": transfer.is_move,
+            "deadline": transfer.deadline,
         }
     }
 
@@ -52,7 +53,7 @@ def decode_transfer(parameters: Mapping[str, Any] | None) -> EngineTransfer | No
     if wire is None:
         return None
     peer = decode_agent(worker_pb2.AgentAddress.FromString(wire["peer"]))
-    return EngineTransfer(int(wire["transfer_id"], 16), peer, wire["is_offer"], wire["is_move"])
+    return EngineTransfer(int(wire["transfer_id"], 16), peer, wire["is_offer"], wire["deadline"], wire["is_move"])
 
 
 def encode_end(end: RequestEnd) -> dict[str, Any] | None:

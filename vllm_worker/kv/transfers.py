@@ -46,6 +46,7 @@ class OfferBegun:
 
     transfer_id: TransferId
     reader: AgentAddress
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class EngineTransfers:
 
     def _handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
         match event:
-            case OfferBegun(transfer_id, reader):
-                return self._begin_offer(transfer_id, reader, now)
+            case OfferBegun(transfer_id, reader, deadline):
+                return self._begin_offer(transfer_id, reader, deadline, now)
             case BlocksComputed(transfer_id, blocks, is_last, token_ids):
                 self.blocks.lend(block for _, block in blocks)
                 actions = self.transfers.owner.add_ready(transfer_id, blocks, is_last, token_ids, now)
@@ -135,11 +136,13 @@ class EngineTransfers:
     def next_deadline(self) -> float | None:
         return self.transfers.next_deadline()
 
-    def _begin_offer(self, transfer_id: TransferId, reader: AgentAddress, now: float) -> list[AgentAction]:
+    def _begin_offer(
+        self, transfer_id: TransferId, reader: AgentAddress, deadline: float, now: float
+    ) -> list[AgentAction]:
         """A refused offer is none: the blocks come back, and the reader's WANT stays without an answer."""
         try:
             self._refuse_other_layout(reader)
-            return self._apply(self.transfers.offer(transfer_id, reader, now))
+            return self._apply(self.transfers.offer(transfer_id, reader, deadline, now))
         except TandemError:
             return []
 

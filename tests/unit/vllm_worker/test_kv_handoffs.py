@@ -5,6 +5,7 @@ Two engines in any interleaving, whose schedulers are as strict as vLLM's. The r
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -109,7 +110,7 @@ class World:
         self.mail: deque[tuple[Engine, Engine, Any]] = deque()
         self.requests = {}
         for engine, other in ((self.owner, self.reader), (self.reader, self.owner)):
-            transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner)
+            transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner, math.inf)
             self.requests[engine.name] = request_of(num_tokens, transfer)
         self.begun: set[str] = set()
         self.ended: set[str] = set()
@@ -298,8 +299,8 @@ class MovingWorld(World):
     def __init__(self, num_tokens: int, is_flipping: bool) -> None:
         super().__init__(num_tokens, is_flipping)
         self.num_known = num_tokens + 3
-        self.transfer_out = EngineTransfer(7, ADDRESSES["reader"], is_offer=True, is_move=True)
-        source = EngineTransfer(7, ADDRESSES["owner"], is_offer=False, is_move=True)
+        self.transfer_out = EngineTransfer(7, ADDRESSES["reader"], is_offer=True, deadline=math.inf, is_move=True)
+        source = EngineTransfer(7, ADDRESSES["owner"], is_offer=False, deadline=math.inf, is_move=True)
         self.requests = {
             "owner": request_of(num_tokens, None, MOST_OUTPUTS),
             "reader": request_of(self.num_known, source, MOST_OUTPUTS - 3),
