@@ -348,6 +348,31 @@ def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
         assert_failed(pair, AbortReason.READ_FAILED)
 
 
+def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
+    pair = Pair()
+    pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
+    pair.pull([0])
+    for counter, token_id in ((50, 42), (51, 43)):
+        blocks = OfferedBlocks.of([(0, 3, 0)])
+        pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, counter, 1, 0, blocks, True, (token_id,))))
+    pair.run()
+    assert_failed(pair, AbortReason.READ_FAILED)
+
+
+def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_pull() -> None:
+    """A sequence that grows during the pull has 4 tokens for each block. It had 2, and 5 came: they fill 2 blocks."""
+    pair = Pair()
+    pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
+    pair.reserve_pull()
+    start, positions = pair.puller.machine.puller.start, [0, 1, 2]
+    pair.act(pair.puller, start(ID, positions, pair.now(pair.puller), 12, 2))
+    pair.add_targets(pair.puller.targets(positions))
+    blocks = OfferedBlocks.of([(position, 3 + position, 0) for position in positions])
+    pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, 50, 1, 0, blocks, True, (1, 2, 3, 4, 5))))
+    pair.run()
+    assert_failed(pair, AbortReason.READ_FAILED)
+
+
 def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
     pair = Pair()
     pair.offer([0])
