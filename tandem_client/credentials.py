@@ -28,6 +28,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a restarted router never inherits a broken connection
     # After a failed connection, calls fail until the next one: by default for 1 s, longer than they are retried.
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # a stopped router accepts, and says nothing: by default, 20 s
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, Credentials, Piece, RetryPolicy
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, Credentials, Piece, RetryPolicy, credentials
 from tandem_client.credentials import LOOKAHEAD_BYTES
 from tandem_client.stubs import inference_pb2
 from tests.support.scripted_router import ScriptedRouter, scripted_router
@@ -122,6 +124,21 @@ async def test_an_address_that_lists_several_routers_reaches_the_one_that_serves
     target: str, router: ScriptedRouter
 ) -> None:
     assert await ask(target.format(nobody=NOBODY, router=router.address)) == "abc"
+
+
+async def test_a_router_that_answers_no_connection_holds_up_a_call_for_a_fourth_of_grpcs_time(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stopped process, whose kernel takes connections."""
+    options = dict(credentials.CHANNEL_OPTIONS)
+    assert options["grpc.min_reconnect_backoff_ms"] <= 5000
+    options["grpc.min_reconnect_backoff_ms"] = 500
+    monkeypatch.setattr(credentials, "CHANNEL_OPTIONS", tuple(options.items()))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with AsyncClient([f"127.0.0.1:{silent.getsockname()[1]}", router.address]) as client:
+            begun_at = time.monotonic()
+            assert (await client.complete("a")).text == "abc"
+            assert 0.4 < time.monotonic() - begun_at < 5
 
 
 @pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
