@@ -22,6 +22,7 @@ from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import ErrorCode, TandemError, WorkerUnavailable, quoted
 from core.service import Metadata
 from gateway.router_calls import RouterCalls
+from runtime.rpc.api_keys import presented_key
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
@@ -29,6 +30,7 @@ POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0  # for the answer of a router about itself; beyond: requests go to the other routers of its fleet
 NEXT_ASKED_S = 0.2  # a router or a fleet that has not said in this time whether it takes a key holds up no other
+MAX_KEYS = 1024  # keys whose fleet is known; beyond: every fleet is asked about the oldest again
 REFUSALS = (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED)
 
 Asking = Callable[[], Coroutine[Any, Any, None]]
@@ -193,6 +195,7 @@ class Fleets:
         self._aliases = {alias: model.name for model in models for alias in model.aliases}
         self._rules = tuple(rules)
         self._tasks: list[asyncio.Task[None]] = []
+        self._takers: dict[str | None, Fleet] = {}  # by key, the fleet that took the key last
 
     @property
     def fleets(self) -> list[Fleet]:
@@ -220,8 +223,21 @@ class Fleets:
             await link.router.close()
 
     async def authorize(self, metadata: Metadata) -> None:
-        """Raises `TandemError` if no fleet takes calls with the API key in `metadata`."""
-        await _ask_in_turn([partial(fleet.authorize, metadata) for fleet in self.fleets])
+        """Raises `TandemError` if no fleet takes calls with the API key in `metadata`.
+
+        The fleet that took the key last is asked first: the others refuse the key again, and need not see it.
+        """
+        key = presented_key(metadata)
+        taker = self._takers.get(key)
+
+        async def ask(fleet: Fleet) -> None:
+            await fleet.authorize(metadata)
+            self._takers.pop(key, None)  # the oldest come first
+            self._takers[key] = fleet
+
+        await _ask_in_turn([partial(ask, fleet) for fleet in sorted(self.fleets, key=lambda each: each is not taker)])
+        while len(self._takers) > MAX_KEYS:
+            del self._takers[next(iter(self._takers))]
 
     def names(self) -> list[str]:
         return [listed.name for listed in self.listed()]

@@ -154,6 +154,26 @@ async def test_a_key_is_taken_if_one_fleet_takes_it_also_while_another_is_silent
                 await fleets.authorize(())
 
 
+async def test_a_key_is_shown_to_other_fleets_once_and_again_when_its_own_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(models=MODELS) as (fleets, routers):
+        here, away = routers["here:1"], routers["away:2"]
+        here.takes_keys = False
+        key = [("authorization", "Bearer a key of the other fleet")]
+        for _ in range(3):
+            await fleets.authorize(key)
+        assert (here.num_keys, away.num_keys) == (1, 3)
+        here.takes_keys, away.takes_keys = True, False
+        for _ in range(3):
+            await fleets.authorize(key)
+        assert (here.num_keys, away.num_keys) == (4, 4)
+        monkeypatch.setattr(fleets_module, "MAX_KEYS", 2)
+        for number in range(4):
+            await fleets.authorize([("authorization", f"Bearer {number}")])
+        assert list(fleets._takers) == ["2", "3"]
+
+
 async def test_a_fleet_that_is_away_fails_its_own_models_only() -> None:
     async with opened(models=MODELS, away=("away:2",)) as (fleets, routers):
         assert fleets.resolve("small").name == "small"
