@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import logging
@@ -53,10 +54,11 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
     async def main(config: TandemConfig) -> None:
         credentials = _channel_credentials(config)
         server = _server(config, remote_routers(routers, credentials))
-        await server.start()
-        gc.collect()
-        gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
+        starting = asyncio.create_task(server.start())
         try:
+            await asyncio.shield(starting)  # a start that is broken off has nothing to drain, and logs its traceback
+            gc.collect()
+            gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
             for fault in dict.fromkeys(away):
                 show(f"the gateway answers 503 until its router answers: {fault}")
@@ -64,6 +66,7 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
             show(gateway_line(config.gateway))
             raise TandemError(f"the HTTP server has failed: {await server.failed()}")
         finally:
+            await starting
             await server.drain(config.router.drain_timeout_s)
 
     with claimed_port(config.gateway) as claimed:
