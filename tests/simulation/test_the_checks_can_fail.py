@@ -216,7 +216,7 @@ TWO_AUTHORS = (
 
 BROKEN = {
     "a router that finishes at the end of a call without its last tokens": Broken(
-        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=9
+        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=25
     ),
     "a router that waits for a broken token stream": Broken(
         ("has no token stream",), ((RouterMachine, "_on_stream_lost", do_nothing),), breaking_streams
@@ -464,7 +464,7 @@ def an_engine_that_loads_the_kv_of_another_prompt(submit: Any, self: FakeCore, p
     method=Moves._hand_over_if_still,
     also=((Moves, "check", ignore), *((Authorship, name, ignore) for name in ("step_begins", "step_ended", "emitted"))),
     change=draining,
-    first_seed=15,
+    first_seed=2,
 )
 def a_worker_that_writes_the_block_it_has_handed_over(hand_over: Any, self: Moves, move: Move, now: float) -> Any:
     """It samples on at once in the block that the reader reads."""
