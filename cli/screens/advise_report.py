@@ -84,7 +84,8 @@ def limit_of(one: Candidate) -> str:
     """What requests miss first at a higher rate, and the resource behind it."""
     trial = one.beyond
     if one.shape.is_split:
-        if trial.late_share >= trial.slow_share:
+        is_late = trial.late_share > trial.slow_share
+        if is_late or (trial.late_share == trial.slow_share and trial.busy[0] > trial.busy[1]):
             return f"first tokens are late: prefill pool {trial.busy[0]:.0%} busy with prompts"
         if trial.pool_used >= FULL:
             return "tokens are slow: the decode pool has no more room for KV"

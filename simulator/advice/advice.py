@@ -115,10 +115,10 @@ def advise(
     """`on_progress` gets the number of trials so far. Raises `AdviceRefused`."""
     if len(load.jobs) < MIN_REQUESTS:
         raise AdviceRefused(f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed")
-    group = _group(num_gpus)
+    group = group_of(num_gpus)
     search = Search(load, model, slo)
     splits = list(split_shapes(group, model, search.mean, slo.tpot_s))
-    undivided = list(undivided_shapes(group, model))
+    undivided = list(undivided_shapes(group, model, search.mean))
     if not splits or not undivided:
         widths = ", ".join(str(width) for width in model.widths)
         raise AdviceRefused(f"no undivided fleet and no split of {group} GPUs can be built of workers of {widths} GPUs")
@@ -145,7 +145,8 @@ def advise(
     return Advice(tuple(candidates), contests, num_groups, search.num_trials)
 
 
-def _group(num_gpus: int) -> int:
+def group_of(num_gpus: int) -> int:
+    """GPUs of each of the equal groups that are asked as one. Raises `AdviceRefused`."""
     if not 2 <= num_gpus <= MAX_GPUS:
         raise AdviceRefused(f"the number of GPUs must be in [2, {MAX_GPUS}], is {num_gpus}")
     if num_gpus <= MAX_SIMULATED:

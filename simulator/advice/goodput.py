@@ -19,6 +19,7 @@ COUNTED = 0.4, 0.85  # shares of a run: before, the fleet fills up; after, it ru
 MIN_RUN, MAX_RUN = 1000, 10_000  # requests of a run
 RUN_LIVES = 6.0  # a run lasts this many times as long as a request at its limits
 CLOSE_ENOUGH = 0.08  # of the rate, between the two rates that goodput90 interpolates
+KEEPS_UP = 0.9  # of the requests that came in the counted time, those that ended in it; else the fleet falls behind
 MAX_TRIALS = 16  # of one goodput
 STEP, LONG_STEP = 1.12, 1.3  # from a rate to the next one: near an expected goodput, and else
 
@@ -115,13 +116,17 @@ class Search:
         counted = served[int(COUNTED[0] * len(served)) : int(COUNTED[1] * len(served))]
         late = sum(one.ttft_s > self.slo.ttft_s for one in counted)
         slow = sum(one.tpot_s is not None and one.tpot_s > self.slo.tpot_s for one in counted)
-        kept = sum(one.within(self.slo.ttft_s, self.slo.tpot_s) for one in counted)
+        kept_share = sum(one.within(self.slo.ttft_s, self.slo.tpot_s) for one in counted) / len(counted)
+        first_at, last_at = counted[0].arrived_at, counted[-1].arrived_at
+        ended_share = sum(first_at <= one.ended_at <= last_at for one in served) / len(counted)
+        if ended_share < KEEPS_UP:  # limits that are long beside the run hide a queue that grows without end
+            kept_share = min(kept_share, ended_share)
         lasts_s = max(one.ended_at for one in served)
         first_busy = sum(worker.busy_s for worker in fleet.first)
         decode_busy = sum(worker.busy_s for worker in fleet.decode)
         count = len(counted)
         return Trial(
-            rate, kept / count, late / count, slow / count,
+            rate, kept_share, late / count, slow / count,
             (first_busy / len(fleet.first) / lasts_s, decode_busy / max(1, len(fleet.decode)) / lasts_s),
             sum(worker.prompt_s for worker in fleet.first) / first_busy,
             max(worker.most_reserved / worker.kind.pool_tokens for worker in (*fleet.first, *fleet.decode)),

@@ -15,6 +15,7 @@ from simulator.calibration.calibration import MEAN_DELAY, NUM_MESSAGES
 from simulator.calibration.costs import Costs
 
 BUDGETS = (512, 2048, 8192)  # tokens of a step that undivided workers try
+MAX_CHUNKS = 256  # of the mean prompt; a smaller budget is not tried
 NUM_NEAR = 3  # splits of each pair of widths: those whose pools are best balanced
 MIN_MODEL_ERROR, UNKNOWN_MODEL_ERROR = 0.10, 0.20  # of a time, as a share
 
@@ -116,12 +117,12 @@ class CostModel:
         return running / (gap_s * max(1, mean.num_output_tokens - 1))
 
 
-def undivided_shapes(num_gpus: int, model: CostModel) -> Iterator[Shape]:
+def undivided_shapes(num_gpus: int, model: CostModel, mean: Job) -> Iterator[Shape]:
     for width, costs in model.widths.items():
         if num_gpus % width == 0:
-            for budget in sorted({*BUDGETS, costs.max_step_tokens}):
-                if budget <= costs.max_step_tokens:
-                    yield Shape(num_gpus // width, width, budget)
+            most, least = costs.max_step_tokens, mean.num_prompt_tokens / MAX_CHUNKS
+            for budget in sorted({most, *(budget for budget in BUDGETS if least <= budget < most)}):
+                yield Shape(num_gpus // width, width, budget)
 
 
 def split_shapes(num_gpus: int, model: CostModel, mean: Job, slo_tpot_s: float) -> Iterator[Shape]:

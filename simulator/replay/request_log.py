@@ -68,8 +68,9 @@ def _request(where: str, at: float, usage: object, num_blocks: int) -> tuple[Tra
         raise ValueError(f"{where}: prompt_tokens must be at least 1, is 0")
     num_output = tokens(where, usage, "completion_tokens")
     details = usage.get("prompt_tokens_details")
-    has_cached = isinstance(details, dict) and details.get("cached_tokens") is not None
-    num_cached = tokens(where, details, "cached_tokens") if has_cached else 0
+    num_cached = 0
+    if isinstance(details, dict) and details.get("cached_tokens") is not None:
+        num_cached = tokens(where, details, "cached_tokens")
     if num_cached > num_tokens:
         raise ValueError(f"{where}: cached_tokens must be at most prompt_tokens, {num_tokens}, is {num_cached}")
     common = num_cached // TOKENS_PER_BLOCK
