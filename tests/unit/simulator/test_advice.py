@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -183,11 +184,11 @@ def test_the_gaps_of_a_log_keep_their_bursts_at_any_rate() -> None:
     chance = random.Random(3)
     times = sorted(chance.choice((0.0, 50.0)) + chance.random() for _ in range(200))
     jobs = [Job(10, 0, 2)] * 200
-    gaps = [1.0] + [(b - a) / (times[-1] / 199) for a, b in zip(times, times[1:], strict=False)]
+    gaps = [1.0, *((b - a) / (times[-1] / 199) for a, b in pairwise(times))]
     served = Load("bursts", jobs, gaps, 4.0).run(fleet(1), 20.0, 200, seed=0)
     starts = sorted(one.arrived_at for one in served)
     assert starts[-1] == pytest.approx(10.0, rel=0.01)
-    assert max(b - a for a, b in zip(starts, starts[1:], strict=False)) > 2.0
+    assert max(b - a for a, b in pairwise(starts)) > 2.0
 
 
 # ---- verdicts
@@ -217,8 +218,8 @@ def test_long_prompts_and_tight_gaps_are_split() -> None:
     assert advise(load(16_000, 200), MODEL, Slo(2.0, 0.009), 4).verdict is Verdict.SPLIT
 
 
-def test_short_prompts_without_a_tight_limit_are_not() -> None:
-    advice = advise(load(200, 200), MODEL, Slo(5.0, 0.2), 2)
+def test_prompts_that_fill_both_gpus_are_not() -> None:
+    advice = advise(load(4000, 50), MODEL, Slo(5.0, 0.2), 2)
     assert advice.verdict is Verdict.DO_NOT_SPLIT
     undivided, split = advice.best_of(is_split=False), advice.best_of(is_split=True)
     assert undivided is not None
