@@ -91,7 +91,7 @@ bench-planner: setup  ## Compare the planner with fixed sizes and an oracle, in 
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(PARTS_OF)
 
 bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (a minute)
-	$(BIN)/python -m benchmarks.advise
+	$(BIN)/python -m benchmarks.advise $(PARTS_OF)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -155,8 +156,8 @@ def closed_loop(fleet: Fleet, job: Job, concurrency: int, num_requests: int) -> 
 
 
 def dynamo() -> Iterator[str]:
-    yield "| prompt | published, throughput and ITL | beside one undivided GPU | beside two |"
-    yield "|---|---|---|---|"
+    yield "| prompt | published: throughput, ITL | beside one undivided GPU | beside two | tokens/s of one, of 1P1D |"
+    yield "|---|---|---|---|---|"
     slow_link = EFA_GB * 1e9 / H100_8B.widths[1].link.bytes_per_s
     for point in GUIDE:
         job = Job(point.num_prompt_tokens, 0, 50)
@@ -165,7 +166,9 @@ def dynamo() -> Iterator[str]:
             for shape in (ONE, TWO, SPLIT)
         )
         cells = [f"{relative(split[0], rival[0])}, {relative(split[1], rival[1])}" for rival in (one, two)]
-        yield f"| {point.num_prompt_tokens:,} | {point.throughput:+.0%}, {point.gap:+.0%} | {cells[0]} | {cells[1]} |"
+        published = f"{point.throughput:+.0%}, {point.gap:+.0%}"
+        rates = f"{one[0]:.0f}, {split[0]:.0f}"
+        yield f"| {point.num_prompt_tokens:,} | {published} | {cells[0]} | {cells[1]} | {rates} |"
 
 
 def vllm() -> Iterator[str]:
@@ -192,10 +195,15 @@ def tail(gaps: Sequence[tuple[float, int]]) -> float:
     return gaps[-1][0]
 
 
+PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm)}
+
+
 def main() -> None:
-    for part in (machines, distserve, dynamo, vllm):
-        print(f"\n{part.__name__}\n", flush=True)
-        for line in part():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    for name in parser.parse_args().parts:
+        print(f"\n{name}\n", flush=True)
+        for line in PARTS[name]():
             print(line, flush=True)
 
 

@@ -15,8 +15,8 @@ from simulator.advice.goodput import Goodput, Load, Search, Slo, Trial
 from simulator.advice.shapes import CostModel, Scenario, Shape, highest_rate, split_shapes, undivided_shapes
 from simulator.replay.replay_result import WANTED_ATTAINMENT
 
-MIN_REQUESTS = 100  # of a log; beyond: `AdviceRefused`
-MAX_GPUS = 1024  # of a fleet; beyond: `AdviceRefused`
+MIN_REQUESTS = 100  # requests of a log that `tandem advise` answers from, at least; beyond: `AdviceRefused`
+MAX_GPUS = 1024  # GPUs that `tandem advise` is asked about; beyond: `AdviceRefused`
 MAX_SIMULATED = 16  # GPUs; a larger fleet is asked as equal groups
 MIN_GROUP = 8
 NUM_FINALISTS = 2  # splits; of undivided workers the best of each token budget
