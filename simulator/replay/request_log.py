@@ -18,7 +18,7 @@ from simulator.replay.trace_rows import MAX_TOKENS, Row, json_rows, number, toke
 from simulator.replay.workloads import Workload, from_zero
 
 TOKENS_PER_BLOCK = 128
-MAX_BLOCKS = 2_000_000  # blocks of 128 tokens of all prompts of a log of calls; beyond: `ValueError` that names the option for fewer requests
+MAX_BLOCKS = 2_000_000  # blocks of 128 tokens in all prompts of a log; beyond: `ValueError` that names the option
 TIMES = ("timestamp", "arrived_at", "created_at", "created", "time")
 FIRST_BLOCK = MAX_TOKENS // TOKENS_PER_BLOCK  # of what no other prompt has; lower ids are the common prefix
 LEAST_MS = 1e11  # a later time than year 5138 in seconds is one in milliseconds
