@@ -34,11 +34,11 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in their order. Their gaps keep the bursts of the log; their mean is 1, for any rate."""
+    """Requests in their order. Any rate scales the gaps, so that the bursts of the log stay."""
 
     name: str
     jobs: Sequence[Job]
-    gaps: Sequence[float]  # before each job; empty: a Poisson process
+    gaps: Sequence[float]  # seconds before each job; empty: a Poisson process
     rate: float | None  # requests/s of the log
 
     @property
@@ -77,7 +77,7 @@ def load_of(workload: Workload, *, is_random: bool) -> Load:
     rate = (len(requests) - 1) / lasts_s if lasts_s > 0.0 else None
     if is_random or rate is None:
         return Load(workload.name, jobs, (), rate)
-    return Load(workload.name, jobs, [1.0, *((then - now) * rate for now, then in pairwise(times))], rate)
+    return Load(workload.name, jobs, [1.0 / rate, *(then - now for now, then in pairwise(times))], rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ What is left out: the prefix cache of each worker (a job says what is cached), a
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -148,10 +149,12 @@ class Worker:
             placed.num_computed += length
             if not placed.prompt_left:
                 done.append(placed)
-        self._prompt_work_s = max(0.0, self._prompt_work_s - prompt_s)
+        self._prompt_work_s -= prompt_s
         self.prompt_s += prompt_s
         reads_s = num_decodes * cost.sequence_s + self._context * cost.context_s
         self._pass(cost.step_s + prompt_s + reads_s - self.kind.overlap * min(cost.step_s, prompt_s), 1)
+        if len(done) == len(self._prefilling) and not self._waiting:
+            self._prompt_work_s = 0.0  # without what rounding left
         for placed in done:
             self._prefilling.popleft()
             placed.first_token_at = self.now
@@ -169,12 +172,11 @@ class Worker:
         first_s = cost.step_s + num_decodes * cost.sequence_s + self._context * cost.context_s
         growth_s = num_decodes * cost.context_s  # of each step over the one before it
         num_steps = self._decoding[0][0] - self._num_steps
-        least = first_s * num_steps  # without growth
-        if self.now + least + growth_s * num_steps * (num_steps - 1) / 2 > until:
-            # growth / 2 x k^2 + first x k = left, in the form that stays exact for a small growth
+        if until < math.inf:
+            # growth / 2 x k^2 + (first - growth / 2) x k = left, in the form that stays exact for a small growth
             left, linear = until - self.now, first_s - growth_s / 2
             within = 2.0 * left / (linear + (linear * linear + 2.0 * growth_s * left) ** 0.5)
-            num_steps = min(num_steps, max(1, int(within) + 1))
+            num_steps = min(num_steps, int(within) + 1)
         self._pass(first_s * num_steps + growth_s * num_steps * (num_steps - 1) / 2, num_steps)
 
     def _pass(self, seconds: float, num_steps: int) -> None:
@@ -277,7 +279,7 @@ class Fleet:
         """All of them, by time of arrival."""
         for job, at in zip(jobs, times, strict=True):
             self.add(job, at)
-        self.advance(float("inf"))
+        self.advance(math.inf)
         self.served.sort(key=attrgetter("arrived_at"))
         return self.served
 

@@ -137,6 +137,13 @@ def test_bytes_that_are_no_text_are_refused_by_a_value_error(tmp_path: Path, con
         azure(path)
 
 
+def test_a_field_that_is_too_long_for_csv_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000)
+    with pytest.raises(ValueError, match=r"line \d: field larger than field limit"):
+        azure(path)
+
+
 def test_reading_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_rows, "MAX_ROW_BYTES", 100)
     with pytest.raises(ValueError, match="line 2: longer than 100 bytes"):
