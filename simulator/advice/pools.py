@@ -89,10 +89,10 @@ class Worker:
         self._prompt_work_s = 0.0  # of prompts that wait or are being computed
         self._known_context = 0  # of every job here, for `load_s`
 
-    @property
-    def load_s(self) -> float:
-        """Seconds of work that a new job finds: what the router compares."""
-        return self._prompt_work_s + self._known_context * self.kind.cost.context_s + len(self._decoding) * 1e-9
+    def load_s(self, at: float) -> float:
+        """Seconds of work that a new job finds, with the rest of the step in flight: what the router compares."""
+        waits_s = max(0.0, self.now - at) + self._prompt_work_s
+        return waits_s + self._known_context * self.kind.cost.context_s + len(self._decoding) * 1e-9
 
     def add(self, placed: PlacedJob) -> None:
         if not (self._waiting or self._prefilling or self._decoding):
@@ -241,7 +241,7 @@ class Fleet:
         steps = 0 if self.decode else job.num_output_tokens - 1
         new_tokens = job.num_prompt_tokens - job.num_cached_tokens
         placed = PlacedJob(job, now, now, new_tokens, job.num_cached_tokens, steps)
-        min(self.first, key=_LOAD).add(placed)
+        min(self.first, key=lambda worker: worker.load_s(now)).add(placed)
 
     def advance(self, until: float) -> None:
         ended = _advanced(self.first, until)
@@ -261,7 +261,7 @@ class Fleet:
             return
         now = placed.first_token_at
         self._serve(_advanced(self.decode, now))
-        reader = min(self.decode, key=_LOAD)
+        reader = min(self.decode, key=lambda worker: worker.load_s(now))
         size = placed.job.num_prompt_tokens * self.handoff.token_bytes
         read_s = self.handoff.latency_s + size / (self.handoff.bytes_per_s * reader.kind.width)
         reader.link_free_at = max(now, reader.link_free_at) + read_s
@@ -282,9 +282,6 @@ class Fleet:
         self.advance(math.inf)
         self.served.sort(key=attrgetter("arrived_at"))
         return self.served
-
-
-_LOAD = attrgetter("load_s")
 
 
 def _advanced(workers: Sequence[Worker], until: float) -> list[PlacedJob]:
