@@ -153,8 +153,8 @@ def test_the_coarse_workers_are_near_the_production_machines() -> None:
     jobs = [Job(one.num_tokens, 0, one.num_output_tokens) for one in replay.trace]
     coarse = MODEL.fleet(Shape(2, 1, 8192, 2), NOMINAL).run(jobs, [one.arrives_at for one in replay.trace])
     exact = replay.run()
-    assert percentile(rising(one.tpot_s for one in coarse), 50) == pytest.approx(percentile(exact.tpot_s, 50), rel=0.05)
-    assert percentile(rising(one.ttft_s for one in coarse), 50) == pytest.approx(percentile(exact.ttft_s, 50), rel=0.25)
+    assert percentile(rising(one.tpot_s for one in coarse), 50) == pytest.approx(percentile(exact.tpot_s, 50), rel=0.03)
+    assert percentile(rising(one.ttft_s for one in coarse), 50) == pytest.approx(percentile(exact.ttft_s, 50), rel=0.06)
 
 
 # ---- shapes
