@@ -40,7 +40,15 @@ from vllm_worker.engine import (
 from vllm_worker.handoff import EngineAddress, decode_handoff, encode_handoff
 from vllm_worker.kv.host_pool import layout_of
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, NUM_LENT, RequestEnd, decode_end, encode_request, encode_transfer
+from vllm_worker.kv.parameters import (
+    HOLDERS,
+    LOST_MOVES,
+    NUM_LENT,
+    RequestEnd,
+    decode_end,
+    encode_request,
+    encode_transfer,
+)
 from vllm_worker.nixl_handshake import EXTENSION, shake_hands
 from vllm_worker.prefix_cache import PrefixCache
 from vllm_worker.process_group import Guardian
@@ -166,7 +174,12 @@ class AsyncEngine:
     def submit(self, prompt: Prompt) -> None:
         task = asyncio.create_task(self._generate(prompt), name=prompt.request_id)
         self._tasks[prompt.request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(prompt.request_id, None))
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        """A request that was aborted may have a successor of the same name."""
+        if self._tasks.get(task.get_name()) is task:
+            del self._tasks[task.get_name()]
 
     def abort(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
@@ -505,4 +518,5 @@ def _step_of(stats: Any) -> EngineStep:
         prompt_tokens=0 if details is None else details.num_ctx_tokens,
         num_lent=transfers.get(NUM_LENT, 0),
         holders=decode_holders(transfers.get(HOLDERS, ())),
+        lost_moves=tuple(int(transfer_id, 16) for transfer_id in transfers.get(LOST_MOVES, ())),
     )

@@ -82,6 +82,7 @@ class EngineStep(NamedTuple):
     prompt_tokens: int  # computed in the step
     num_lent: int = 0  # references of peers to blocks, which they may still read
     holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
+    lost_moves: tuple[TransferId, ...] = ()  # whose blocks do not come, on both sides; the owner's request goes on
 
 
 class BlocksChanged(NamedTuple):
@@ -124,7 +125,8 @@ class Engine(Protocol):
     def move(self, request_id: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
         """Let the engine of a peer go on with a running request, of which the peer knows so many tokens.
 
-        The request runs until the peer has its blocks. Its last output `is_moved`, unless it ends before.
+        The request runs until the peer has its blocks. Its last output `is_moved`, unless it ends before, or a step
+        has the move among its `lost_moves`.
         """
         ...
 

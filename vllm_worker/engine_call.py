@@ -36,8 +36,11 @@ class EngineCall:
         return self.request.max_total_tokens - len(self.request.token_ids) - self.num_tokens
 
     @property
-    def reads_a_move(self) -> bool:
-        return self.transfer is not None and self.transfer.is_move and not self.transfer.is_offer
+    def awaited_move(self) -> TransferId | None:
+        """The move that brings the KV of this call, until the engine has sampled."""
+        transfer = self.transfer
+        is_awaited = transfer is not None and transfer.is_move and not self.num_tokens
+        return transfer.transfer_id if transfer is not None and is_awaited else None
 
     def take(self, output: EngineOutput) -> tuple[TokenEvent, ...]:
         """Number the sampled tokens of an output."""

@@ -135,6 +135,7 @@ class FakeCore:
         self._cluster, self._next_token = cluster, next_token
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
+        self._lost_moves: list[TransferId] = []  # since the last step
         self._cached: dict[int, None] = {}  # sequence hashes, oldest first
         self.adapters: tuple[str, ...] = ADAPTERS
         self.loses_loads = False
@@ -222,12 +223,16 @@ class FakeCore:
         for sequence in self._sequences.values():
             if sequence.waits:
                 self._load(sequence)
+            if sequence.move is not None and handoff_of(sequence.move) in self._cluster.over:
+                self._lost_moves.append(sequence.move.transfer_id)
+                sequence.move = None
         step, sampled = self.next_step(), list[EngineReport]()
         is_step = bool(self._sequences) or self.info.agent is not None
         for sequence in [sequence for sequence in self._sequences.values() if not sequence.waits]:
             sampled += self._store(sequence)
             sampled.append(self._sample(sequence))
-        steps = [step._replace(num_lent=self._num_lent)] if is_step else []
+        lost_moves, self._lost_moves = tuple(self._lost_moves), []
+        steps = [step._replace(num_lent=self._num_lent, lost_moves=lost_moves)] if is_step else []
         return [*reports, *steps, *sampled]
 
     @property
@@ -262,6 +267,7 @@ class FakeCore:
                 sequence.num_cached = num_known - 1
         elif kept is not None or handoff in self._cluster.over or transfer.peer.name not in self._cluster.agents:
             sequence.waits = False
+            self._lost_moves += [transfer.transfer_id] if transfer.is_move else []
 
     def _sample(self, sequence: _Sequence) -> EngineOutput:
         prompt, request = sequence.prompt, sequence.prompt.request

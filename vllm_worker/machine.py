@@ -179,6 +179,7 @@ class VllmMachine:
                 self._reported_at = now
                 self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
+                return [action for transfer_id in event.lost_moves for action in self._lose_move(transfer_id, now)]
             case BlocksChanged():
                 pass  # the shell reports the blocks
             case PeerJoined(peer, is_owner):
@@ -249,7 +250,16 @@ class VllmMachine:
         transfer = self._transfer(event.transfer_id, event.reader, is_offer=True, is_move=True)
         if transfer is None or request_id not in self._calls or not self._can_move(request_id):
             raise TransferFailed(f"{request_id} cannot move now")
+        call = self._calls[request_id]
+        if not len(call.request.token_ids) <= event.num_tokens <= len(call.request.token_ids) + call.num_tokens:
+            raise TransferFailed(f"{request_id} has not sent {event.num_tokens} tokens, or was called with more")
         return self.moves.start(event, transfer)
+
+    def _lose_move(self, transfer_id: TransferId, now: float) -> list[VllmAction]:
+        """The owner's request goes on. The engine of the reader would compute what the owner has computed."""
+        self.moves.lose(transfer_id, now)
+        waiting = [request_id for request_id, call in self._calls.items() if call.awaited_move == transfer_id]
+        return [action for request_id in waiting for action in self._end(request_id, _lost_move())]
 
     # ---- calls
 
@@ -324,7 +334,7 @@ class VllmMachine:
         call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
         if output.tokens:
             if not call.num_tokens:
-                if call.reads_a_move and not output.num_pulled_tokens:
+                if call.awaited_move is not None and not output.num_pulled_tokens:
                     return self._refuse_moved(output)
                 call.num_tokens = call.num_pulled_tokens = output.num_pulled_tokens
             self._note_tokens(call, output, now)
@@ -349,8 +359,7 @@ class VllmMachine:
 
         The owner may still sample, or has sampled tokens that this engine does not know.
         """
-        lost = TransferFailed("the KV of a request that moves has not come")
-        return self._end(output.request_id, lost, in_engine=output.finish_reason is None)
+        return self._end(output.request_id, _lost_move(), in_engine=output.finish_reason is None)
 
     def _note_tokens(self, call: EngineCall, output: EngineOutput, now: float) -> None:
         request_id = call.request.request_id
@@ -456,6 +465,10 @@ class VllmMachine:
         assert self.moves.by_id.keys() <= self._calls.keys()
         self.load.check(self._calls.keys())
         self.handshakes.check()
+
+
+def _lost_move() -> TransferFailed:
+    return TransferFailed("the KV of a request that moves has not come")
 
 
 def _error_of(output: EngineOutput) -> TandemError:

@@ -47,7 +47,7 @@ from kv_transfer.transports.transport import PoolMemory
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import REQUEST_FIELDS
-from vllm_worker.kv.parameters import RequestEnd, decode_end, encode_request
+from vllm_worker.kv.parameters import LOST_MOVES, RequestEnd, decode_end, encode_request
 from vllm_worker.kv.transfers import BlocksComputed, Command
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 32, 16, 2
@@ -118,6 +118,7 @@ class Engine:
     num_pulled: dict[str, int] = field(default_factory=dict)  # tokens, with the first output
     ends: dict[str, RequestEnd] = field(default_factory=dict)
     offered: dict[int, list[int]] = field(default_factory=dict)  # prompts by transfer id
+    lost_moves: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         transfer = TransferConfig(lease_s=3.0)
@@ -184,10 +185,13 @@ class Engine:
             for row in range(min(BLOCK_SIZE, len(token_ids) - first))
         )
 
-    def submit(self, name: str, prompt: list[int], transfer: EngineTransfer | None, max_tokens: int) -> None:
+    def submit(
+        self, name: str, prompt: list[int], transfer: EngineTransfer | None, max_tokens: int, stops: Sequence[int] = ()
+    ) -> None:
         sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": encode_request(name, transfer)}
-        )
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=list(stops),
+            extra_args={"kv_transfer_params": encode_request(name, transfer)},
+        )  # fmt: skip
         sampling.update_from_generation_config({}, None)
         self.outputs[name], self.prompts[name] = [], list(prompt)
         if transfer is not None and transfer.is_offer:
@@ -230,6 +234,8 @@ class Engine:
             kv_connector_output=transferred,
         )  # fmt: skip
         for core_outputs in scheduler.update_from_output(planned, output).values():
+            told = core_outputs.scheduler_stats.kv_connector_stats if core_outputs.scheduler_stats else {}
+            self.lost_moves |= {int(transfer_id, 16) for transfer_id in told.get(LOST_MOVES, ())}
             for one in core_outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:

@@ -139,15 +139,24 @@ class VllmReplay(Replay):
         return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
 
     def step(
-        self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int, lent: int = 0, reads: int = 0
+        self,
+        running: int,
+        waiting: int,
+        usage: float,
+        decodes: int,
+        prompt_tokens: int,
+        lent: int = 0,
+        reads: int = 0,
+        lost: int | str = "",
     ) -> Actions:
-        """`lent`, `reads`: blocks of an offer and of a pull."""
+        """`lent`, `reads`: blocks of an offer and of a pull; `lost`: tickets of moves."""
         claims = [
             Claim("offer", OwnerState.OFFERED, range(lent), self.now, "other"),
             Claim("pull", PullerState.READING, range(reads), self.now, "other"),
         ]
         holders = tuple(BlockHolder(claim, len(claim.blocks), 0.0) for claim in claims if claim.blocks)
-        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders))
+        lost_moves = tuple(numbers_of(lost))
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders, lost_moves))
 
     def died(self) -> Actions:
         return self.post(EngineDied("killed"))

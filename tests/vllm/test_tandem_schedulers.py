@@ -18,7 +18,10 @@ HAPPENED = (
     "right", "received", "first tokens", "flipped", "failed", "cancelled", "preempted",
     "joined a step that writes its prefix",
 )  # fmt: skip
-MOVED = ("moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "preempted", "right")
+MOVED = (
+    "moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "readers that never came",
+    "ends before the move", "preempted", "right",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(600)

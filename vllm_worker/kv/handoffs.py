@@ -2,6 +2,7 @@
 
     an offer    on_new_request -> begin_step, end_step ... -> finish   the blocks stay lent until the reader has them
     a move      begin_move -> begin_step, end_step ... -> finish       an offer of a request that goes on until then
+                                                  '-> the reader is gone: no offer any more, and `step_stats` tells it
     a pull      on_new_request -> num_to_load -> place -> loads()      vLLM schedules the request after its load
 
 The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
@@ -16,7 +17,8 @@ count as computed and are not written yet. So nothing is offered while a step ru
 requests, `end_step` offers them.
 
 A request that moves ends with the next token after its reader has caught up, as if that token were its last one. So
-vLLM ends it by itself, behind a step, and nothing writes into its last block any more.
+vLLM ends it by itself, behind a step, and nothing writes into its last block any more. Its offer begins together with
+its first blocks: a reader that is there before them would have caught up with nothing.
 
 `request` is vLLM's `Request` everywhere.
 """
@@ -33,7 +35,7 @@ from core.scheduling.ledger import Claim
 from kv_transfer.protocol.events import PullCompleted, PullFailed
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.ledger import encode_holders
-from vllm_worker.kv.parameters import HOLDERS, NUM_LENT, RequestEnd, decode_transfer, name_of
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, RequestEnd, decode_transfer, name_of
 from vllm_worker.kv.transfers import (
     BlocksComputed,
     Command,
@@ -79,11 +81,16 @@ class LendingPool(Protocol):
 
 @dataclass(slots=True)
 class _Offer:
-    transfer_id: TransferId
+    transfer: EngineTransfer
     request: Any
     num_tokens: int  # that the reader knows, and whose blocks it wants
     max_tokens: int | None = None  # of a request that moves; None: a prompt is handed off
     num_published: int = 0  # full blocks
+    is_open: bool = False  # the transfers know it
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self.transfer.transfer_id
 
     @property
     def num_settled(self) -> int:
@@ -139,6 +146,7 @@ class Handoffs:
         self._puller_of: dict[TransferId, str] = {}  # request ids
         self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
         self._named: dict[str, Any] = {}  # requests, by the name that the worker gives them
+        self._lost_moves: list[TransferId] = []  # that the worker does not know yet
         self._claims: tuple[Claim, ...] = ()
         self._holders: list[list[Any]] = []  # of `_claims`
 
@@ -156,8 +164,9 @@ class Handoffs:
             return
         request_id, transfer_id = request.request_id, transfer.transfer_id
         if transfer.is_offer:
-            self._offers[request_id] = _Offer(transfer_id, request, request.num_prompt_tokens)
-            self._transfers.post(OfferBegun(transfer_id, transfer.peer))
+            if self._offer_of(transfer_id) is None:
+                self._offers[request_id] = offer = _Offer(transfer, request, request.num_prompt_tokens)
+                self._open(offer)
         elif transfer_id not in self._puller_of:
             self._pulls[request_id] = _Pull(transfer_id, request, transfer.is_move)
             self._puller_of[transfer_id] = request_id
@@ -183,31 +192,50 @@ class Handoffs:
     def begin_move(self, name: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
         """Give a running request to a peer, of which the peer knows so many tokens. Call it between two steps.
 
-        Does nothing for a request that has just ended, and whose last output is on its way.
+        The move is lost for a request that has just ended, and whose last output is on its way, or that moves already.
         """
         request = self._named.get(name)
-        if request is None or request.request_id in self._offers or request.num_tokens < num_known_tokens:
+        is_offered = request is not None and request.request_id in self._offers
+        if request is None or is_offered or self._offer_of(transfer.transfer_id) is not None:
+            self._lost_moves.append(transfer.transfer_id)
             return
-        self._offers[request.request_id] = _Offer(transfer.transfer_id, request, num_known_tokens, request.max_tokens)
-        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer))
+        self._offers[request.request_id] = _Offer(transfer, request, num_known_tokens, request.max_tokens)
 
     def end_move(self, name: str, transfer_id: TransferId) -> None:
         """The request goes on here, unless it has left."""
         request = self._named.get(name)
         offer = None if request is None else self._offers.get(request.request_id)
-        if request is None or offer is None or offer.transfer_id != transfer_id:
+        if offer is None or offer.transfer_id != transfer_id:
             return
-        request.max_tokens = offer.max_tokens
-        del self._offers[request.request_id]
+        self._drop_move(offer)
         self._transfers.post(OfferCancelled(transfer_id))
 
     def _end_soon(self, transfer_id: TransferId) -> None:
         """The reader of a request that moves has caught up."""
-        for offer in self._offers.values():
-            if offer.transfer_id == transfer_id and offer.max_tokens is not None:
-                offer.request.max_tokens = min(offer.max_tokens, offer.request.num_output_tokens + 1)
+        offer = self._offer_of(transfer_id)
+        if offer is not None and offer.max_tokens is not None:
+            offer.request.max_tokens = min(offer.max_tokens, offer.request.num_output_tokens + 1)
+
+    def _lose_move(self, transfer_id: TransferId) -> None:
+        """The reader of a running request is gone, or has not come."""
+        offer = self._offer_of(transfer_id)
+        if offer is not None and offer.max_tokens is not None:
+            self._drop_move(offer)
+            self._lost_moves.append(transfer_id)
+
+    def _drop_move(self, offer: _Offer) -> None:
+        offer.request.max_tokens = offer.max_tokens
+        del self._offers[offer.request.request_id]
 
     # ---- offers
+
+    def _offer_of(self, transfer_id: TransferId) -> _Offer | None:
+        return next((offer for offer in self._offers.values() if offer.transfer_id == transfer_id), None)
+
+    def _open(self, offer: _Offer) -> None:
+        if not offer.is_open:
+            offer.is_open, transfer = True, offer.transfer
+            self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, transfer.is_move))
 
     def begin_step(self, scheduled: Collection[str], block_ids_of: Callable[[str], Sequence[int]]) -> None:
         """`scheduled`: requests of the step."""
@@ -216,9 +244,9 @@ class Handoffs:
 
     def end_step(self) -> None:
         """Offer the blocks that ended steps have filled. A request that has ended with the step is none of them."""
-        for request_id, block_ids in self._step.items():
-            if (offer := self._offers.get(request_id)) is not None:
-                self._lend(offer, block_ids[: offer.num_settled // self._block_size])
+        for request_id, offer in self._offers.items():
+            self._open(offer)
+            self._lend(offer, self._step.get(request_id, ())[: offer.num_settled // self._block_size])
         self._step = {}
 
     def _finish_offer(self, offer: _Offer, block_ids: Sequence[int]) -> None:
@@ -256,6 +284,8 @@ class Handoffs:
             self._num_lent -= len(freed)
         for transfer_id in _taken(self._transfers.machine.caught_up):
             self._end_soon(transfer_id)
+        for transfer_id in _taken(self._transfers.machine.ended_offers):
+            self._lose_move(transfer_id)
 
     @property
     def num_lent(self) -> int:
@@ -271,7 +301,8 @@ class Handoffs:
         if claims is not self._claims and pool is not None:
             self._claims, self._holders = claims, encode_holders(claims, pool.blocks)
         holds_blocks = self._num_lent or self._pulls  # else the claims may be those of a moment ago
-        return {NUM_LENT: self._num_lent, HOLDERS: self._holders if holds_blocks else []}
+        lost, self._lost_moves = [f"{transfer_id:032x}" for transfer_id in self._lost_moves], []
+        return {NUM_LENT: self._num_lent, HOLDERS: self._holders if holds_blocks else [], LOST_MOVES: lost}
 
     # ---- pulls
 
@@ -310,15 +341,21 @@ class Handoffs:
             if request_id is None or pull is None:
                 continue
             if isinstance(outcome, PullFailed):
-                if not pull.request.is_finished():
-                    why = outcome.detail or outcome.reason.value
-                    logger.warning("vLLM computes the prompt of request %s: its KV did not come (%s)", request_id, why)
+                self._note_failed(pull, outcome)
                 ended.failed |= {request_id} if pull.is_placed else set()
             if pull.is_placed:
                 ended.received.add(request_id)
                 if isinstance(outcome, PullCompleted) and not pull.request.is_finished():
                     self._take_tokens(pull, outcome.token_ids)
         return ended
+
+    def _note_failed(self, pull: _Pull, outcome: PullFailed) -> None:
+        """vLLM computes the prompt, unless the worker ends the request: its owner may still sample."""
+        if pull.is_move:
+            self._lost_moves.append(pull.transfer_id)
+        elif not pull.request.is_finished():
+            request_id, why = pull.request.request_id, outcome.detail or outcome.reason.value
+            logger.warning("vLLM computes the prompt of request %s: its KV did not come (%s)", request_id, why)
 
     def _take_tokens(self, pull: _Pull, token_ids: tuple[int, ...]) -> None:
         """Make tokens of the owner a part of the prompt, so that the next step samples behind them.
@@ -353,7 +390,8 @@ class Handoffs:
             del self._puller_of[pull.transfer_id]
 
     def check(self) -> None:
-        """Every pull has a request, and every request at most one."""
+        """Every transfer has a request, and every request at most one of each kind."""
+        assert len({offer.transfer_id for offer in self._offers.values()}) == len(self._offers)
         assert {pull.transfer_id: request_id for request_id, pull in self._pulls.items()} == self._puller_of
 
 

@@ -13,7 +13,8 @@ from vllm_worker.engine import EngineTransfer
 NAME_KEY = "tandem_request"
 TRANSFER_KEY = "tandem"
 END_KEY = "tandem_end"
-NUM_LENT, HOLDERS = "tandem_num_lent", "tandem_holders"  # in the statistics of each step
+# in the statistics of each step
+NUM_LENT, HOLDERS, LOST_MOVES = "tandem_num_lent", "tandem_holders", "tandem_lost_moves"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     engine's thread --commands--> EngineTransfers --AgentAction--> agent
                     <--outcomes, LentBlocks.freed--'  <--AgentEvent--'
 
-    OfferBegun -> BlocksComputed ... -> BlocksComputed(last)        or OfferCancelled
+    OfferBegun -> BlocksComputed ... -> BlocksComputed(last)        or OfferCancelled; a move may end before the last
     PullBegun -> TargetsGiven -> one outcome                        or PullCancelled -> one outcome
 
 Each `PullBegun` has exactly one outcome, whatever happens. After it, no read writes into the targets. vLLM allocates
@@ -23,6 +23,7 @@ from core.errors import LayoutMismatch, TandemError
 from core.handoff import AbortReason, AgentAddress, PullerState, TransferId
 from core.machine import Tick
 from core.scheduling.ledger import Claim
+from decode_worker.move_asks import ROOM_WAIT_S
 from kv_transfer.protocol.events import (
     Actions,
     AgentAction,
@@ -42,10 +43,11 @@ from vllm_worker.kv.lent_blocks import LentBlocks
 
 @dataclass(frozen=True, slots=True)
 class OfferBegun:
-    """A prompt will be computed for this reader."""
+    """A prompt will be computed for this reader, or a running request moves to it."""
 
     transfer_id: TransferId
     reader: AgentAddress
+    is_move: bool = False  # the reader has ROOM_WAIT_S to come, or another one may
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +96,16 @@ EngineTransferEvent = Command | AgentEvent | Tick
 
 
 class EngineTransfers:
-    """`outcomes`, `caught_up` and `claims` are for the engine's thread, as the queues of `blocks` are."""
+    """`outcomes`, `caught_up`, `ended_offers` and `claims` are for the engine's thread, like the queues of `blocks`."""
 
     def __init__(self, config: TransferConfig, address: AgentAddress) -> None:
         self.blocks = LentBlocks()
         self.transfers = TransferMachine(config, self.blocks, address)
         self.outcomes: deque[PullEnded] = deque()
         self.caught_up: deque[TransferId] = deque()  # offers whose readers have all blocks so far
+        self.ended_offers: deque[TransferId] = deque()
         self.claims: tuple[Claim, ...] = ()
+        self._want_by: dict[TransferId, float] = {}  # of moves whose readers may not have come yet
         self._targets: dict[TransferId, tuple[int, ...]] = {}
 
     def handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
@@ -112,8 +116,8 @@ class EngineTransfers:
 
     def _handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
         match event:
-            case OfferBegun(transfer_id, reader):
-                return self._begin_offer(transfer_id, reader, now)
+            case OfferBegun():
+                return self._begin_offer(event, now)
             case BlocksComputed(transfer_id, blocks, is_last, token_ids):
                 self.blocks.lend(block for _, block in blocks)
                 actions = self.transfers.owner.add_ready(transfer_id, blocks, is_last, token_ids, now)
@@ -129,19 +133,36 @@ class EngineTransfers:
                 return self._apply(self.transfers.puller.cancel(transfer_id, AbortReason.CANCELLED, now))
             case AgentFailed():
                 raise AssertionError("the shell ends the engine")
+            case Tick():
+                return self._apply(self.transfers.handle(event, now) + self._end_unwanted(now))
             case _:
                 return self._apply(self.transfers.handle(event, now))
 
     def next_deadline(self) -> float | None:
-        return self.transfers.next_deadline()
+        known = [self.transfers.next_deadline(), *self._want_by.values()]
+        return min((when for when in known if when is not None), default=None)
 
-    def _begin_offer(self, transfer_id: TransferId, reader: AgentAddress, now: float) -> list[AgentAction]:
+    def _begin_offer(self, begun: OfferBegun, now: float) -> list[AgentAction]:
         """A refused offer is none: the blocks come back, and the reader's WANT stays without an answer."""
+        transfer_id = begun.transfer_id
         try:
-            self._refuse_other_layout(reader)
-            return self._apply(self.transfers.offer(transfer_id, reader, now))
+            self._refuse_other_layout(begun.reader)
+            actions = self.transfers.offer(transfer_id, begun.reader, now)
         except TandemError:
+            self.ended_offers.append(transfer_id)
             return []
+        if begun.is_move:
+            self._want_by[transfer_id] = now + ROOM_WAIT_S
+        return self._apply(actions)
+
+    def _end_unwanted(self, now: float) -> Actions:
+        """The engines of these readers have no room."""
+        actions: Actions = []
+        for transfer_id in [transfer_id for transfer_id, until in self._want_by.items() if now >= until]:
+            del self._want_by[transfer_id]
+            if not self.transfers.is_wanted(transfer_id):
+                actions += self.transfers.owner.abort(transfer_id, AbortReason.OVERLOADED, "no room in time")
+        return actions
 
     def _begin_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> list[AgentAction]:
         try:
@@ -184,8 +205,11 @@ class EngineTransfers:
                     raise AssertionError("every position has its target before it is announced")
                 case CaughtUp(transfer_id):
                     self.caught_up.append(transfer_id)
-                case PullGivenUp() | OfferEnded():
-                    pass  # the outcome follows; the blocks are back
+                case OfferEnded(transfer_id):
+                    self._want_by.pop(transfer_id, None)
+                    self.ended_offers.append(transfer_id)
+                case PullGivenUp():
+                    pass  # the outcome follows
                 case _:
                     for_agent.append(action)
         return for_agent
@@ -193,3 +217,4 @@ class EngineTransfers:
     def check(self) -> None:
         self.transfers.check()
         assert self._targets.keys() <= self.transfers.puller.pulls.keys()
+        assert self._want_by.keys() <= self.transfers.owner.offers.keys()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,13 @@ from core.config import TransferConfig
 from core.handoff import AbortReason, AgentAddress, Ready
 from core.kv_layout import KVLayout
 from core.machine import Tick
+from decode_worker.move_asks import ROOM_WAIT_S
 from kv_transfer.protocol.events import AgentAction, MessageReceived, ReadFailed, ReadFinished, SendMessage, StartRead
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, RequestEnd, encode_request
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, RequestEnd, encode_request
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
@@ -260,8 +262,6 @@ class World:
 def _with_digests(engine: Engine, message: Any) -> Any:
     if not isinstance(message, Ready):
         return message
-    from dataclasses import replace
-
     digests = tuple(engine.content[block] + 1 for block in message.blocks.blocks)
     return replace(message, blocks=replace(message.blocks, digests=digests))
 
@@ -376,19 +376,11 @@ def test_a_request_moves_with_its_tokens_or_stays(num_tokens: int, is_flipping: 
 
 def caught_up() -> tuple[MovingWorld, Any]:
     """A move whose reader has all full blocks, and the request of the owner."""
-    world = MovingWorld(num_tokens=10, is_flipping=False)
-    world.begin(world.owner)
-    for _ in range(4):
-        world.step_owner()
-    world.move()
+    world = moving()
     world.begin(world.reader)
     world.step_owner()
     world.step_reader()
-    for _ in range(20):  # no step: nothing but messages and reads
-        world.transfer(world.owner)
-        world.transfer(world.reader)
-        world.deliver()
-        world.end_read()
+    exchange(world)
     return world, world.requests["owner"]
 
 
@@ -412,6 +404,100 @@ def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
     assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
     world.settle()
     assert world.reader.outcomes == {"r": False}
+
+
+def exchange(world: World) -> None:
+    """All commands, messages and reads. Neither engine makes a step."""
+    for _ in range(20):
+        world.transfer(world.owner)
+        world.transfer(world.reader)
+        world.deliver()
+        world.end_read()
+
+
+def moving() -> MovingWorld:
+    """A move that has just begun, and whose owner has made no step since."""
+    world = MovingWorld(num_tokens=10, is_flipping=False)
+    world.begin(world.owner)
+    for _ in range(4):
+        world.step_owner()
+    world.move()
+    return world
+
+
+def lost_moves(engine: Engine) -> list[int]:
+    engine.handoffs.take_back()
+    return [int(transfer_id, 16) for transfer_id in engine.handoffs.step_stats()[LOST_MOVES]]
+
+
+def test_a_reader_that_waits_for_the_first_block_has_not_caught_up() -> None:
+    world = moving()
+    world.begin(world.reader)
+    world.step_reader()
+    exchange(world)
+    for _ in range(2):
+        world.step_owner()
+        assert not world.num_handed_over
+    exchange(world)
+    world.step_owner()
+    assert world.num_handed_over == 1
+    world.settle()
+    assert world.reader.outcomes == {"r": True}
+
+
+def test_a_reader_that_never_asks_holds_no_move() -> None:
+    world = moving()
+    world.step_owner()
+    exchange(world)
+    assert lost_moves(world.owner) == []
+    world.wait(ROOM_WAIT_S)
+    assert lost_moves(world.owner) == [7]
+    world.transfer_out = replace(world.transfer_out, transfer_id=8)
+    world.move()
+    world.owner.handoffs.begin_move("w", replace(world.transfer_out, transfer_id=9), world.num_known)
+    assert lost_moves(world.owner) == [9], "it moves already"
+    while "owner" not in world.ended:
+        world.step_owner()
+    assert world.num_handed_over == 0
+
+
+def test_a_reader_that_ends_between_the_phases_leaves_the_request_here() -> None:
+    world, owned = caught_up()
+    world.owner.handoffs.take_back()
+    assert owned.max_tokens == owned.num_output_tokens + 1
+    world.end(world.reader, "FINISHED_ABORTED")
+    exchange(world)
+    assert lost_moves(world.owner) == [7]
+    assert owned.max_tokens == MOST_OUTPUTS
+    while "owner" not in world.ended:
+        world.step_owner()
+    assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
+
+
+def test_a_worker_hears_at_once_that_the_blocks_of_a_move_do_not_come() -> None:
+    world, _ = caught_up()
+    world.end(world.owner, "FINISHED_ABORTED")
+    exchange(world)
+    world.step_reader()
+    assert lost_moves(world.reader) == [7]
+    assert lost_moves(world.owner) == []
+
+
+def test_a_request_that_moves_again_before_its_last_step_has_one_more_token() -> None:
+    world, owned = caught_up()
+    world.owner.machine.caught_up.append(7)
+    world.owner.handoffs.take_back()
+    assert owned.max_tokens == owned.num_output_tokens + 1
+
+
+def test_two_requests_never_offer_by_one_transfer() -> None:
+    engine, transfer = Engine("owner"), EngineTransfer(7, ADDRESSES["reader"], is_offer=True)
+    for name in "rs":
+        request = request_of(4, transfer)
+        request.request_id = name
+        engine.handoffs.on_new_request(request)
+    engine.handoffs.check()
+    assert len(engine.commands) == 1
 
 
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:

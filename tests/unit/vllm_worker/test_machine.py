@@ -212,9 +212,10 @@ requests are asked for a few at once and again after a while
   wait 0.4
   output b 1                  -> tokens b 0: 1; ask to move b (drain)
   wait 0.1                    -> ask to move a (drain)
-  move a 5                    -> move a to other by 5, 8 known
+  move a 5 known=7            -> move a to other by 5, 7 known
   wait 0.4                    -> ask to move b (drain)
-  move a 6                    -> refused TransferFailed: a moves already
+  move a 6 known=7            -> refused TransferFailed: a moves already
+  move b 5 known=7            -> refused TransferFailed: another request moves by this transfer
   cancel a                    -> abort a; fail a RequestCancelled: the router cancelled the call
 
 a request whose reader has failed goes on here and is asked for again
@@ -229,6 +230,26 @@ a request whose reader has failed goes on here and is asked for again
   move a 6                    -> move a to other by 6, 8 known
   output a 7 ends=stop        -> tokens a 2: 7; done a stop, decode 0.5  # before it could move
   resume a 6
+
+a request whose reader the engine has lost goes on here and is asked for again
+  decode a                    -> submit a
+  output a 1                  -> tokens a 0: 1
+  drain                       -> ask to move a (drain)
+  move a 5 known=7            -> move a to other by 5, 7 known
+  step 1 0 0.1 1 0 lost=6  # of no request
+  step 1 0 0.1 1 0 lost=5
+  resume a 5
+  wait 0.5                    -> ask to move a (drain)
+  move a 7 known=7            -> move a to other by 7, 7 known
+  step 1 0 0.1 1 0 lost=5
+  output a 2 ends=length is_moved=1 -> tokens a 1: 2; handed over a 2; done a handoff, decode 0.5
+
+a reader that the router tells of other tokens than this worker has sent is refused
+  decode a delivered=2        -> submit a
+  output a 1                  -> tokens a 2: 1
+  move a 5 known=10           -> refused TransferFailed: a has not sent 10 tokens, or was called with more
+  move a 5 known=7            -> refused TransferFailed: a has not sent 7 tokens, or was called with more
+  move a 5 known=9            -> move a to other by 5, 9 known
 
 only a request in decode moves and only to the same layout
   decode a                    -> submit a
@@ -251,6 +272,16 @@ a reader whose pull has failed samples nothing because the owner may still sampl
   output a 4                  -> abort a; fail a TransferFailed: the KV of a request that moves has not come
   decode b ticket=6 delivered=2 is_move=1 -> submit b from other by 6
   output b 4 ends=length      -> fail b TransferFailed: the KV of a request that moves has not come
+
+a reader whose pull has failed ends before its engine computes what the owner has computed
+  decode a ticket=5 delivered=2 is_move=1 -> submit a from other by 5
+  decode b ticket=6           -> submit b from other by 6
+  step 1 0 0.1 0 4 lost=5,6
+                              -> abort a; fail a TransferFailed: the KV of a request that moves has not come
+  output b 3                  -> tokens b 0: 3  # a hand-off, whose prompt this engine computes
+  decode c ticket=7 delivered=2 is_move=1 -> submit c from other by 7
+  output c 4 num_pulled_tokens=1 -> tokens c 3: 4
+  step 1 0 0.1 1 0 lost=7
 
 a worker without a transfer agent asks for no move
   machine
@@ -330,7 +361,8 @@ EVENTS = [
     "prefill NAME", "decode NAME", "decode NAME ticket=TICKET", "handoff TICKET", "cancel_prefill NAME", "cancel NAME",
     "output NAME 3", "output NAME 7 ends=stop handoff=kv", "output NAME ends=length", "output NAME error=lost",
     "step 1 1 0.5 1 8", "move NAME TICKET", "resume NAME TICKET", "output NAME 3 ends=length is_moved=1",
-    "decode NAME ticket=TICKET is_move=1", "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
+    "decode NAME ticket=TICKET is_move=1", "step 1 1 0.5 1 8 lost=TICKET",
+    "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
 ]  # fmt: skip
 STEPS = st.tuples(st.sampled_from(EVENTS), st.sampled_from("abc"), st.sampled_from("012"), st.floats(0.0, 20.0))
 
