@@ -11,15 +11,13 @@ A worker that drains moves its running requests to other workers, if its engine 
 (vllm_worker/moves.py).
 
 The engine schedules, owns the blocks and moves them. The machine ends each call once, at its deadline at the latest,
-numbers the tokens, and keeps the figures of the report. A hand-off may arrive before its Decode call: two calls of a
-router can overtake each other.
+numbers the tokens, and keeps the figures of the report.
 
 An engine that reports nothing for `step_timeout_s` while it has requests hangs.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -40,7 +38,6 @@ from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
 from core.scheduling.worker_load import WorkerLoad
 from decode_worker.events import (
-    AskToMove,
     DecodeArrived,
     DecodeCancelled,
     DecodeDone,
@@ -53,82 +50,26 @@ from decode_worker.events import (
 )
 from decode_worker.move_asks import MIN_TOKENS_LEFT
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from vllm_worker.awaited_handoffs import AwaitedHandoffs
 from vllm_worker.engine import (
     BlocksChanged,
     EngineDied,
     EngineInfo,
     EngineOutput,
-    EngineReport,
     EngineStep,
     EngineTransfer,
     HandshakeEnded,
     Prompt,
 )
 from vllm_worker.engine_call import EngineCall
-from vllm_worker.handshakes import Handshakes, ShakeHands
+from vllm_worker.events import Abort, Fail, Submit, VllmAction, VllmEvent
+from vllm_worker.handshakes import Handshakes
 from vllm_worker.load import EngineLoad
-from vllm_worker.moves import EngineMoves, MoveOut, Stay
+from vllm_worker.moves import EngineMoves, MoveOut
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
 from worker.prefixes import PrefixRequested
-
-MAX_EARLY_HANDOFFS = 1024  # hand-offs that wait for their Decode calls; beyond: `QueueFull`
-EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call; beyond: forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Compute a request."""
-
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request of the engine early."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The engine is dead or hangs: end this process, and the engine with it."""
-
-    detail: str
-
-
-VllmEvent = (
-    PrefillArrived
-    | PrefillCancelled
-    | DecodeArrived
-    | DecodeCancelled
-    | HandoffArrived
-    | MoveArrived
-    | ResumeArrived
-    | PrefixRequested
-    | EngineReport
-    | ConfigChanged
-    | DrainRequested
-    | PeerJoined
-    | PeerLeft
-    | Tick
-)
-VllmAction = (
-    Submit
-    | Abort
-    | MoveOut
-    | Stay
-    | ShakeHands
-    | Fail
-    | PrefillDone
-    | PrefillFailed
-    | EmitTokens
-    | AskToMove
-    | HandedOver
-    | DecodeDone
-    | DecodeFailed
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +97,7 @@ class VllmMachine:
     handshakes: Handshakes = field(default_factory=Handshakes)
     moves: EngineMoves = field(default_factory=EngineMoves)
     _calls: dict[str, EngineCall] = field(default_factory=dict)  # by request id
-    _waiting: dict[TransferId, str] = field(default_factory=dict)  # hand-offs that calls wait for -> request id
-    _early: OrderedDict[TransferId, tuple[bytes, float]] = field(default_factory=OrderedDict)  # with their time
+    _handoffs: AwaitedHandoffs = field(default_factory=AwaitedHandoffs)
     _reported_at: float = 0.0  # by the engine, or the time of the first request since it was idle
     _num_submitted: int = 0  # requests in the engine
     _failed: bool = False
@@ -207,7 +147,8 @@ class VllmMachine:
             case PrefixRequested():
                 raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
             case HandoffArrived(transfer_id, handoff):
-                return self._on_handoff(transfer_id, handoff, now)
+                waiting = self._handoffs.arrive(transfer_id, handoff, now)
+                return [] if waiting is None else self._submit(self._calls[waiting], handoff, now)
             case ConfigChanged(scheduler, worker):
                 slo_itl_s = self.load.slo_itl_s = scheduler.slo_itl_ms / 1e3
                 limits = self.limits
@@ -222,11 +163,9 @@ class VllmMachine:
         return []
 
     def next_deadline(self) -> float | None:
-        known = [self.open_calls.deadlines.next(), self.moves.next_deadline()]
+        known = [self.open_calls.deadlines.next(), self.moves.next_deadline(), self._handoffs.next_deadline()]
         if self._num_submitted and not self._failed:
             known.append(self._reported_at + self.limits.step_timeout_s)
-        if self._early:
-            known.append(next(iter(self._early.values()))[1] + EARLY_HANDOFF_S)
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -271,8 +210,7 @@ class VllmMachine:
             raise WorkerUnavailable("the engine of this worker is dead")
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
-        if call.transfer_id in self._waiting:
-            raise InvalidRequest("transfer_id", "another call waits for this hand-off")
+        self._handoffs.refuse(call.transfer_id)
         if len(self._calls) >= self.limits.max_calls:
             raise QueueFull(f"{self.limits.max_calls} requests are open already (max_waiting + max_running)")
         if request.max_total_tokens > self.info.context_length:
@@ -282,10 +220,8 @@ class VllmMachine:
         self._calls[request.request_id] = call
         if call.transfer_id is None:
             return self._submit(call, b"", now)
-        if call.transfer_id in self._early:
-            return self._submit(call, self._early.pop(call.transfer_id)[0], now)
-        self._waiting[call.transfer_id] = request.request_id
-        return []
+        handoff = self._handoffs.take(call.transfer_id, request.request_id)
+        return self._submit(call, handoff, now) if handoff else []
 
     def _transfer(
         self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool, is_move: bool = False
@@ -297,15 +233,6 @@ class VllmMachine:
         if differences := agent.layout.differences(peer.layout):
             raise LayoutMismatch(differences)
         return EngineTransfer(transfer_id, peer, is_offer, is_move)
-
-    def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
-        request_id = self._waiting.pop(transfer_id, None)
-        if request_id is not None:
-            return self._submit(self._calls[request_id], handoff, now)
-        if len(self._early) >= MAX_EARLY_HANDOFFS:
-            raise QueueFull(f"{MAX_EARLY_HANDOFFS} hand-offs wait for their calls already")
-        self._early[transfer_id] = (handoff, now)
-        return []
 
     def _submit(self, call: EngineCall, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = call.request.request_id
@@ -423,8 +350,7 @@ class VllmMachine:
         for request_id in self.open_calls.deadlines.expire(now):
             stage = self.open_calls.timelines[request_id].stage.value
             actions += self._end(request_id, DeadlineExceeded(f"the deadline passed on the worker in stage {stage}"))
-        while self._early and next(iter(self._early.values()))[1] + EARLY_HANDOFF_S <= now:
-            self._early.popitem(last=False)
+        self._handoffs.forget_old(now)
         if self._num_submitted and not self._failed and now >= self._reported_at + self.limits.step_timeout_s:
             silent = f"no step has ended for {self.limits.step_timeout_s:g} s (step_timeout_s)"
             return [*actions, *self._on_died(silent)]
@@ -448,7 +374,7 @@ class VllmMachine:
         if call.submitted:
             self._num_submitted -= 1
         elif call.transfer_id is not None:
-            del self._waiting[call.transfer_id]
+            del self._handoffs.waiting[call.transfer_id]
         self.load.forget(request_id)
         self.moves.forget(request_id)
         self.open_calls.close(request_id)
@@ -458,10 +384,9 @@ class VllmMachine:
         self.open_calls.check()
         assert self._calls.keys() == self.open_calls.calls.keys()
         waiting = {request_id for request_id, call in self._calls.items() if not call.submitted}
-        assert waiting == set(self._waiting.values())
+        assert waiting == set(self._handoffs.waiting.values())
         assert self._num_submitted == len(self._calls) - len(waiting)
-        assert not self._waiting.keys() & self._early.keys()
-        assert len(self._early) <= MAX_EARLY_HANDOFFS
+        self._handoffs.check()
         assert self.moves.by_id.keys() <= self._calls.keys()
         self.load.check(self._calls.keys())
         self.handshakes.check()

@@ -20,8 +20,9 @@ from prefill_worker.servicer import PrefillServicer
 from runtime.driver import Driver
 from runtime.rpc.security import OPEN, Credentials
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
+from vllm_worker.events import Abort, Fail, Submit, VllmAction, VllmEvent
 from vllm_worker.handshakes import ShakeHands
-from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
+from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged

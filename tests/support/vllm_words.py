@@ -29,8 +29,9 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
+from vllm_worker.events import Abort, Fail, Submit
 from vllm_worker.handshakes import ShakeHands
-from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
+from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged, DrainRequested

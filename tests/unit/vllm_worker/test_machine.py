@@ -10,8 +10,9 @@ from core.errors import QueueFull, TandemError
 from decode_worker.events import DecodeDone, DecodeFailed
 from prefill_worker.machine import PrefillDone, PrefillFailed
 from tests.support.vllm_words import TIMEOUT_S, VllmReplay, transcripts
+from vllm_worker.awaited_handoffs import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS
+from vllm_worker.events import Abort, Submit
 from vllm_worker.handshakes import MAX_PEERS
-from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Submit
 
 SETUP = """
   machine
