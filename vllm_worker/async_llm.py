@@ -153,6 +153,11 @@ class AsyncEngine:
     def stay(self, request_id: str, transfer_id: TransferId) -> None:
         self._call("tandem_stay", request_id, f"{transfer_id:032x}")
 
+    def give_prefix(
+        self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str, limit_s: float
+    ) -> None:
+        self._call("tandem_give_prefix", encode_transfer(transfer), list(token_ids), cache_salt, limit_s)
+
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of `WorkerExtension` between two steps."""
         task = asyncio.create_task(self._call_between_steps(method, arguments), name=method)
@@ -163,7 +168,7 @@ class AsyncEngine:
         try:
             await self._llm.collective_rpc(method, args=arguments)
         except Exception as error:  # noqa: BLE001  logged: the reader gives up, and the request goes on
-            logger.warning("%s of request %s failed: %s", method, arguments[0], error)
+            logger.warning("%s failed: %s", method, error)
 
     async def _generate(self, prompt: Prompt) -> None:
         from vllm import exceptions
@@ -190,7 +195,7 @@ class AsyncEngine:
             request, self._arguments.info.eos_token_ids, max_tokens=1 if prompt.offers else 0
         )
         if self._moves_blocks:
-            transfer: dict[str, Any] | None = encode_request(prompt.request_id, prompt.transfer)
+            transfer: dict[str, Any] | None = encode_request(prompt.request_id, prompt.transfer, prompt.prefix)
         else:
             transfer = OFFER if prompt.offers else decode_handoff(prompt.handoff) if prompt.handoff else None
         if transfer is not None:

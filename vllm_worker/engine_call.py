@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.handoff import TransferId
+from core.handoff import PrefixSource, TransferId
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, TokenEvent
 from vllm_worker.engine import EngineOutput, EngineTransfer
+from worker.prefixes import PulledPrefix
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class EngineCall:
     is_prefill: bool
     transfer_id: TransferId | None  # of a hand-off that vLLM's connector reads
     transfer: EngineTransfer | None = None  # of our protocol
+    prefix: PrefixSource | None = None  # a peer that has cached a part of the prompt
     submitted: bool = False
     num_tokens: int = 0  # from this engine, and from its pull
     num_pulled_tokens: int = 0
@@ -54,6 +56,13 @@ class EngineCall:
             TokenEvent(output.request_id, self.first_index + k, SampledToken(token_id), None)
             for k, token_id in enumerate(output.pulled_tokens)
         )
+
+    def pulled_prefix(self, output: EngineOutput, block_bytes_per_token: int, wait_s: float) -> PulledPrefix | None:
+        """What the source has brought, as the last output says."""
+        num_tokens = output.num_prefix_tokens
+        if self.prefix is None or num_tokens is None:
+            return None
+        return PulledPrefix(num_tokens, wait_s, self.prefix.agent.name, num_tokens * block_bytes_per_token)
 
     def finish_reason_after(self, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:
         token_ids = [*self.request.token_ids, token.token_id]

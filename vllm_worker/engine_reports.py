@@ -41,6 +41,7 @@ def output_of(prompt: Prompt, output: Any, *, moves_blocks: bool) -> EngineOutpu
         num_pulled_tokens=_num_pulled_tokens(prompt, num_cached_tokens),
         pulled_tokens=end.pulled_tokens,
         is_moved=end.is_moved,
+        num_prefix_tokens=end.num_prefix_tokens,
     )
 
 

@@ -19,7 +19,7 @@ from decode_worker.events import (
     ResumeArrived,
 )
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
-from vllm_worker.engine import EngineReport, Prompt
+from vllm_worker.engine import EngineReport, EngineTransfer, Prompt
 from vllm_worker.handshakes import ShakeHands
 from vllm_worker.moves import MoveOut, Stay
 from worker.core import ConfigChanged, DrainRequested
@@ -38,6 +38,16 @@ class Abort:
     """End a request of the engine early."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GivePrefix:
+    """See `Engine.give_prefix`."""
+
+    transfer: EngineTransfer
+    token_ids: tuple[int, ...]
+    cache_salt: str
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ VllmAction = (
     | Abort
     | MoveOut
     | Stay
+    | GivePrefix
     | ShakeHands
     | Fail
     | PrefillDone

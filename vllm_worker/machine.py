@@ -32,10 +32,11 @@ from core.errors import (
     WorkerDrains,
     WorkerUnavailable,
 )
-from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Stage
+from core.handoff import AgentAddress, PrefixSource, TransferId
+from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
+from core.request import Request
 from core.scheduling.worker_load import WorkerLoad
 from decode_worker.events import (
     DecodeArrived,
@@ -62,14 +63,14 @@ from vllm_worker.engine import (
     Prompt,
 )
 from vllm_worker.engine_call import EngineCall
-from vllm_worker.events import Abort, Fail, Submit, VllmAction, VllmEvent
+from vllm_worker.events import Abort, Fail, GivePrefix, Submit, VllmAction, VllmEvent
 from vllm_worker.handshakes import Handshakes
 from vllm_worker.load import EngineLoad
 from vllm_worker.moves import EngineMoves, MoveOut
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
-from worker.prefixes import PrefixRequested
+from worker.prefixes import PrefixRequested, PulledPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,13 @@ class VllmMachine:
                 return self._on_died(detail)
             case PrefillArrived(request):
                 transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
-                return self._on_arrived(event, EngineCall(request, True, None, transfer), now)
+                call = EngineCall(request, True, None, transfer, self._readable(request, event.prefix))
+                return self._on_arrived(event, call, now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
                 transfer = None if source is None else self._transfer(*source, is_offer=False, is_move=event.is_move)
-                call = EngineCall(request, False, None if transfer else transfer_id, transfer)
+                prefix = self._readable(request, event.prefix)
+                call = EngineCall(request, False, None if transfer else transfer_id, transfer, prefix)
                 return self._on_arrived(event, call, now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
@@ -145,7 +148,7 @@ class VllmMachine:
             case ResumeArrived():
                 return [*self.moves.resume(event, now)]
             case PrefixRequested():
-                raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
+                return [self._give_prefix(event)]
             case HandoffArrived(transfer_id, handoff):
                 waiting = self._handoffs.arrive(transfer_id, handoff, now)
                 return [] if waiting is None else self._submit(self._calls[waiting], handoff, now)
@@ -234,6 +237,19 @@ class VllmMachine:
             raise LayoutMismatch(differences)
         return EngineTransfer(transfer_id, peer, is_offer, is_move)
 
+    def _give_prefix(self, event: PrefixRequested) -> GivePrefix:
+        transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
+        if transfer is None:
+            raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
+        return GivePrefix(transfer, event.token_ids, event.cache_salt, event.limit_s)
+
+    def _readable(self, request: Request, prefix: PrefixSource | None) -> PrefixSource | None:
+        """A source that this engine can read from. One knows the tokens, but not the adapter of a request."""
+        agent = self.info.agent
+        if prefix is None or agent is None or request.adapter or prefix.agent.layout != agent.layout:
+            return None
+        return prefix
+
     def _submit(self, call: EngineCall, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = call.request.request_id
         if not self._num_submitted:
@@ -245,7 +261,7 @@ class VllmMachine:
             self.open_calls.enter(request_id, Stage.TRANSFER, now)
         else:
             self.load.add_prompt(request_id, len(call.request.token_ids), now)
-        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff, transfer))]
+        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff, transfer, call.prefix))]
 
     # ---- reports of the engine
 
@@ -279,7 +295,7 @@ class VllmMachine:
         if output.is_moved:
             actions.append(HandedOver(output.request_id, call.next_index))
         reason = FinishReason.HANDOFF if output.is_moved else output.finish_reason
-        return [*actions, self._finish_decode(call, reason, now)]
+        return [*actions, self._finish_decode(call, output, reason, now)]
 
     def _refuse_moved(self, output: EngineOutput) -> list[VllmAction]:
         """The KV of a request that moves here did not come, so the engine has computed all that it knew of it.
@@ -316,11 +332,14 @@ class VllmMachine:
             num_blocks=self.info.layout.num_blocks_for(len(request.token_ids)),
             record=self.open_calls.records[request.request_id],
             handoff=b"" if finish_reason is not None else output.handoff,
+            prefix=self._pulled_prefix(call, output, self.open_calls.timelines[request.request_id]),
         )
         self._forget(request.request_id)
         return [done]
 
-    def _finish_decode(self, call: EngineCall, finish_reason: FinishReason, now: float) -> DecodeDone:
+    def _finish_decode(
+        self, call: EngineCall, output: EngineOutput, finish_reason: FinishReason, now: float
+    ) -> DecodeDone:
         request_id, num_prompt_tokens = call.request.request_id, len(call.request.token_ids)
         self.open_calls.enter(request_id, Stage.FINISHED, now)
         timeline, record = self.open_calls.timelines[request_id], self.open_calls.records[request_id]
@@ -335,7 +354,12 @@ class VllmMachine:
             num_blocks=self.info.layout.num_blocks_for(num_prompt_tokens + call.num_tokens),
             num_recomputed_tokens=max(0, call.num_pulled_tokens - 1),  # the owner has computed all but the last one
             record=record,
+            prefix=self._pulled_prefix(call, output, timeline),
         )
+
+    def _pulled_prefix(self, call: EngineCall, output: EngineOutput, timeline: Timeline) -> PulledPrefix | None:
+        layout = self.info.layout
+        return call.pulled_prefix(output, layout.block_bytes // layout.block_size, timeline.seconds_in(Stage.QUEUE))
 
     def _on_died(self, detail: str) -> list[VllmAction]:
         self._failed = True

@@ -4,6 +4,7 @@
     a move      begin_move -> begin_step, end_step ... -> finish       an offer of a request that goes on until then
                                                   '-> the reader is gone: no offer any more, and `step_stats` tells it
     a pull      on_new_request -> num_to_load -> place -> loads()      vLLM schedules the request after its load
+    a prefix    give_prefix: cached blocks are lent, all at once       the reader pulls the first tokens of a prompt
 
 The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
 
@@ -26,16 +27,17 @@ its first blocks: a reader that is there before them would have caught up with n
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from core.handoff import TransferId
+from core.handoff import AbortReason, AgentAddress, PrefixSource, TransferId
 from core.scheduling.ledger import Claim
-from kv_transfer.protocol.events import PullCompleted, PullFailed
+from kv_transfer.protocol.events import PullCompleted, PullEnded, PullFailed
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.ledger import encode_holders
-from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, RequestEnd, decode_transfer, name_of
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, RequestEnd, decode_prefix, decode_transfer, name_of
 from vllm_worker.kv.transfers import (
     BlocksComputed,
     Command,
@@ -77,6 +79,13 @@ class LendingPool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
     def evict_blocks(self, block_ids: set[int]) -> None: ...
+
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
+
+    def get_num_free_blocks(self) -> int: ...
+
+
+BlockHashes = Callable[[Sequence[int], str], Iterable[Any]]  # vLLM's, of the full blocks of these tokens and this salt
 
 
 @dataclass(slots=True)
@@ -122,6 +131,7 @@ class _Pull:
     transfer_id: TransferId
     request: Any
     is_move: bool
+    prefix: PrefixSource | None = None  # of a pull that brings the first blocks of a prompt
     num_local_tokens: int = 0
     is_placed: bool = False
 
@@ -145,13 +155,14 @@ class Handoffs:
         self._pulls: dict[str, _Pull] = {}  # by request id
         self._puller_of: dict[TransferId, str] = {}  # request ids
         self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
+        self._num_read: dict[str, int] = {}  # tokens of prefixes that pulls have brought, by request id
         self._named: dict[str, Any] = {}  # requests, by the name that the worker gives them
         self._lost_moves: list[TransferId] = []  # that the worker does not know yet
         self._claims: tuple[Claim, ...] = ()
         self._holders: list[list[Any]] = []  # of `_claims`
 
-    def bind(self, pool: LendingPool) -> None:
-        self._pool = pool
+    def bind(self, pool: LendingPool, hashes_of: BlockHashes) -> None:
+        self._pool, self._hashes_of = pool, hashes_of
 
     # ---- requests
 
@@ -159,18 +170,15 @@ class Handoffs:
         self.take_back()
         if name := name_of(request.kv_transfer_params):
             self._named[name] = request
-        transfer = decode_transfer(request.kv_transfer_params)
-        if transfer is None:
+        transfer, prefix = decode_transfer(request.kv_transfer_params), decode_prefix(request.kv_transfer_params)
+        if transfer is not None and not transfer.is_offer:
+            self._begin_pull(_Pull(transfer.transfer_id, request, transfer.is_move), transfer.peer)
             return
-        request_id, transfer_id = request.request_id, transfer.transfer_id
-        if transfer.is_offer:
-            if self._offer_of(transfer_id) is None:
-                self._offers[request_id] = offer = _Offer(transfer, request, request.num_prompt_tokens)
-                self._open(offer)
-        elif transfer_id not in self._puller_of:
-            self._pulls[request_id] = _Pull(transfer_id, request, transfer.is_move)
-            self._puller_of[transfer_id] = request_id
-            self._transfers.post(PullBegun(transfer_id, transfer.peer))
+        if transfer is not None and self._offer_of(transfer.transfer_id) is None:
+            self._offers[request.request_id] = offer = _Offer(transfer, request, request.num_prompt_tokens)
+            self._open(offer)
+        if prefix is not None:
+            self._begin_pull(_Pull(prefix.transfer_id, request, False, prefix), prefix.agent, prefix.limit_s)
 
     def finish(self, request: Any, block_ids: Sequence[int]) -> RequestEnd:
         """The request has ended; vLLM frees its blocks after this call, but keeps those that are lent."""
@@ -185,7 +193,8 @@ class Handoffs:
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             self._cancel(request.request_id, pull)
-        return RequestEnd(self._pulled_tokens.pop(request.request_id, ()), is_moved)
+        num_read = self._num_read.pop(request.request_id, None)
+        return RequestEnd(self._pulled_tokens.pop(request.request_id, ()), is_moved, num_read)
 
     # ---- moves
 
@@ -270,6 +279,26 @@ class Handoffs:
         offer.num_published = first + len(new)
         self._transfers.post(BlocksComputed(offer.transfer_id, new, bool(token_ids), token_ids))
 
+    def give_prefix(self, transfer: EngineTransfer, token_ids: Sequence[int], cache_salt: str, limit_s: float) -> None:
+        """Lend what the prefix cache has of these tokens. Call it between two steps, when all of it is written.
+
+        Blocks that no request holds are lent while as many others stay free.
+        """
+        pool = self._pool
+        assert pool is not None
+        num_spare, given = pool.get_num_free_blocks() // 2, list[Any]()
+        for block_hash in self._hashes_of(token_ids, cache_salt):
+            found = pool.get_cached_block(block_hash, [0])
+            num_spare -= found is not None and not found[0].ref_cnt
+            if found is None or num_spare < 0:
+                break
+            given += found
+        pool.touch(given)
+        self._num_lent += len(given)
+        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, limit_s=limit_s))
+        lent = tuple((position, block.block_id) for position, block in enumerate(given))
+        self._transfers.post(BlocksComputed(transfer.transfer_id, lent, is_last=True))
+
     def take_back(self) -> None:
         """Give vLLM the blocks that no reader needs any more."""
         if self._transfers.failure:
@@ -306,12 +335,25 @@ class Handoffs:
 
     # ---- pulls
 
+    def _begin_pull(self, pull: _Pull, owner: AgentAddress, limit_s: float = math.inf) -> None:
+        if pull.transfer_id not in self._puller_of:
+            self._pulls[pull.request.request_id] = pull
+            self._puller_of[pull.transfer_id] = pull.request.request_id
+            self._transfers.post(PullBegun(pull.transfer_id, owner, limit_s))
+
+    def _num_wanted(self, pull: _Pull) -> int:
+        """Tokens of the prompt, with those that are cached here. Those of a prefix fill blocks."""
+        num_tokens = int(pull.request.num_prompt_tokens)
+        if pull.prefix is None:
+            return num_tokens
+        return min(pull.prefix.num_tokens, num_tokens - 1) // self._block_size * self._block_size
+
     def num_to_load(self, request: Any, num_local_tokens: int) -> int:
         """Tokens that come from another engine, behind those that are cached here. No side effects."""
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.is_placed:
             return 0
-        return int(request.num_prompt_tokens) - num_local_tokens
+        return max(0, self._num_wanted(pull) - num_local_tokens)
 
     def place(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """vLLM has allocated blocks for all tokens. Without external ones, this is the step after the load."""
@@ -322,13 +364,14 @@ class Handoffs:
             self._cancel(request.request_id, pull)
             return
         pull.is_placed = True
-        num_tokens = request.num_prompt_tokens
+        num_tokens = self._num_wanted(pull)
         pull.num_local_tokens = num_tokens - num_external_tokens
         first = pull.num_local_tokens // self._block_size
         end = -(-num_tokens // self._block_size)
         targets = dict(enumerate(block_ids[first:end], first))
-        growth = (num_tokens + request.max_tokens, num_tokens) if pull.is_move else ()
-        self._transfers.post(TargetsGiven(pull.transfer_id, targets, *growth))
+        most, known = (num_tokens + request.max_tokens, num_tokens) if pull.is_move else (None, None)
+        is_prefix = pull.prefix is not None
+        self._transfers.post(TargetsGiven(pull.transfer_id, targets, most, known, may_be_short=is_prefix))
 
     def loads(self) -> Loads:
         """The loads that have ended since the last call, which was in the step before."""
@@ -340,6 +383,9 @@ class Handoffs:
             pull = None if request_id is None else self._pulls.pop(request_id, None)
             if request_id is None or pull is None:
                 continue
+            if pull.prefix is not None:
+                self._end_prefix(pull, outcome, ended)
+                continue
             if isinstance(outcome, PullFailed):
                 self._note_failed(pull, outcome)
                 ended.failed |= {request_id} if pull.is_placed else set()
@@ -348,6 +394,25 @@ class Handoffs:
                 if isinstance(outcome, PullCompleted) and not pull.request.is_finished():
                     self._take_tokens(pull, outcome.token_ids)
         return ended
+
+    def _end_prefix(self, pull: _Pull, outcome: PullEnded, ended: Loads) -> None:
+        """vLLM computes what has not come. A prompt that found no room in time has begun no read."""
+        request, is_late = pull.request, isinstance(outcome, PullFailed) and outcome.reason is AbortReason.DEADLINE
+        num_read = outcome.stats.num_blocks * self._block_size if isinstance(outcome, PullCompleted) else 0
+        if pull.is_placed:
+            ended.received.add(request.request_id)
+            ended.failed |= set() if num_read else {request.request_id}
+        if request.is_finished():
+            return
+        if pull.is_placed or not is_late:
+            self._num_read[request.request_id] = num_read
+        if num_read:
+            request.num_computed_tokens = pull.num_local_tokens + num_read
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=pull.num_local_tokens,
+                num_external_cached_tokens=num_read,
+            )
 
     def _note_failed(self, pull: _Pull, outcome: PullFailed) -> None:
         """vLLM computes the prompt, unless the worker ends the request: its owner may still sample."""

@@ -4,6 +4,7 @@
                     <--outcomes, LentBlocks.freed--'  <--AgentEvent--'
 
     OfferBegun -> BlocksComputed ... -> BlocksComputed(last)        or OfferCancelled; a move may end before the last
+    OfferBegun(limit) -> BlocksComputed(last)                       of cached blocks
     PullBegun -> TargetsGiven -> one outcome                        or PullCancelled -> one outcome
 
 Each `PullBegun` has exactly one outcome, whatever happens. After it, no read writes into the targets. vLLM allocates
@@ -14,6 +15,7 @@ The commands go one way: whatever is refused ends as a failed outcome, or gives 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ class OfferBegun:
     transfer_id: TransferId
     reader: AgentAddress
     is_move: bool = False  # the reader has ROOM_WAIT_S to come, or another one may
+    limit_s: float = math.inf  # of cached blocks: the reader asks within this time, or never
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class PullBegun:
 
     transfer_id: TransferId
     owner: AgentAddress
+    limit_s: float = math.inf  # afterwards the engine computes what has not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class TargetsGiven:
     targets: Mapping[int, int]
     num_tokens: int | None = None  # of a request that its owner still decodes: at most; None: all are known
     num_known_tokens: int | None = None  # of it
+    may_be_short: bool = False  # the first blocks are of use without the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class EngineTransfers:
         self.claims: tuple[Claim, ...] = ()
         self._want_by: dict[TransferId, float] = {}  # of moves whose readers may not have come yet
         self._targets: dict[TransferId, tuple[int, ...]] = {}
+        self._late_at: dict[TransferId, float] = {}  # of pulls with a limit
 
     def handle(self, event: EngineTransferEvent, now: float) -> list[AgentAction]:
         """An `AgentFailed` never arrives here: it ends the engine."""
@@ -125,8 +131,8 @@ class EngineTransfers:
                 return self._apply(actions)
             case OfferCancelled(transfer_id):
                 return self._apply(self.transfers.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
-            case PullBegun(transfer_id, owner):
-                return self._begin_pull(transfer_id, owner, now)
+            case PullBegun():
+                return self._begin_pull(event, now)
             case TargetsGiven():
                 return self._apply(self._give_targets(event, now))
             case PullCancelled(transfer_id):
@@ -134,12 +140,12 @@ class EngineTransfers:
             case AgentFailed():
                 raise AssertionError("the shell ends the engine")
             case Tick():
-                return self._apply(self.transfers.handle(event, now) + self._end_unwanted(now))
+                return self._apply(self.transfers.handle(event, now) + self._end_unwanted(now) + self._end_late(now))
             case _:
                 return self._apply(self.transfers.handle(event, now))
 
     def next_deadline(self) -> float | None:
-        known = [self.transfers.next_deadline(), *self._want_by.values()]
+        known = [self.transfers.next_deadline(), *self._want_by.values(), *self._late_at.values()]
         return min((when for when in known if when is not None), default=None)
 
     def _begin_offer(self, begun: OfferBegun, now: float) -> list[AgentAction]:
@@ -147,7 +153,7 @@ class EngineTransfers:
         transfer_id = begun.transfer_id
         try:
             self._refuse_other_layout(begun.reader)
-            actions = self.transfers.offer(transfer_id, begun.reader, now)
+            actions = self.transfers.offer(transfer_id, begun.reader, now, begun.limit_s)
         except TandemError:
             self.ended_offers.append(transfer_id)
             return []
@@ -164,14 +170,25 @@ class EngineTransfers:
                 actions += self.transfers.owner.abort(transfer_id, AbortReason.OVERLOADED, "no room in time")
         return actions
 
-    def _begin_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> list[AgentAction]:
+    def _begin_pull(self, begun: PullBegun, now: float) -> list[AgentAction]:
+        transfer_id = begun.transfer_id
         try:
-            self._refuse_other_layout(owner)
-            return self._apply(self.transfers.reserve_pull(transfer_id, owner, now))
+            self._refuse_other_layout(begun.owner)
+            actions = self.transfers.reserve_pull(transfer_id, begun.owner, now)
+            if begun.limit_s < math.inf:
+                self._late_at[transfer_id] = now + begun.limit_s
+            return self._apply(actions)
         except TandemError as error:
             reason = AbortReason.LAYOUT_MISMATCH if isinstance(error, LayoutMismatch) else AbortReason.OVERLOADED
             self.outcomes.append(PullFailed(transfer_id, PullerState.FAILED, reason, str(error)))
             return []
+
+    def _end_late(self, now: float) -> Actions:
+        actions: Actions = []
+        for transfer_id in [transfer_id for transfer_id, until in self._late_at.items() if now >= until]:
+            del self._late_at[transfer_id]
+            actions += self.transfers.puller.cancel(transfer_id, AbortReason.DEADLINE, now)
+        return actions
 
     def _refuse_other_layout(self, peer: AgentAddress) -> None:
         """The blocks of vLLM move whole: only vLLM knows the order of their bytes."""
@@ -188,7 +205,9 @@ class EngineTransfers:
             return []
         self._targets[transfer_id] = tuple(targets.values())
         self.blocks.begin_incoming(targets.values())
-        actions = puller.start(transfer_id, targets, now, given.num_tokens, given.num_known_tokens)
+        actions = puller.start(
+            transfer_id, targets, now, given.num_tokens, given.num_known_tokens, may_be_short=given.may_be_short
+        )
         if transfer_id in puller.pulls:
             actions += puller.add_targets(transfer_id, targets, now)
         return actions
@@ -200,6 +219,7 @@ class EngineTransfers:
             match action:
                 case PullCompleted(transfer_id) | PullFailed(transfer_id):
                     self.blocks.end_incoming(self._targets.pop(transfer_id, ()))
+                    self._late_at.pop(transfer_id, None)
                     self.outcomes.append(action)
                 case TargetsNeeded():
                     raise AssertionError("every position has its target before it is announced")
@@ -217,4 +237,5 @@ class EngineTransfers:
     def check(self) -> None:
         self.transfers.check()
         assert self._targets.keys() <= self.transfers.puller.pulls.keys()
+        assert self._late_at.keys() <= self.transfers.puller.pulls.keys()
         assert self._want_by.keys() <= self.transfers.owner.offers.keys()

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.block_hash import root_hash, sequence_hashes
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, Ready
+from core.handoff import AbortReason, AgentAddress, PrefixSource, Ready
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from decode_worker.move_asks import ROOM_WAIT_S
@@ -37,7 +38,15 @@ class Pool:
     """vLLM's: a block without references is free."""
 
     def __init__(self) -> None:
+        self.cached: dict[int, int] = {}  # hash -> block
         self.blocks: Sequence[Any] = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(NUM_BLOCKS)]
+
+    def get_cached_block(self, block_hash: int, kv_cache_group_ids: list[int]) -> list[Any] | None:
+        assert kv_cache_group_ids == [0]
+        return [self.blocks[self.cached[block_hash]]] if block_hash in self.cached else None
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
         free = [block for block in self.blocks if not block.ref_cnt][:count]
@@ -66,6 +75,10 @@ class Pool:
         return sum(not block.ref_cnt for block in self.blocks)
 
 
+def block_hashes(token_ids: Sequence[int], cache_salt: str) -> list[int]:
+    return sequence_hashes(token_ids, BLOCK_SIZE, root_hash(cache_salt))
+
+
 class Engine:
     """A scheduler, and the transfers whose commands wait in `commands`."""
 
@@ -73,7 +86,7 @@ class Engine:
         self.name, self.failure, self.pool = name, "", Pool()
         self.machine = EngineTransfers(TransferConfig(lease_s=LEASE_S, max_blocks_per_read=1), ADDRESSES[name])
         self.handoffs = Handoffs(self, BLOCK_SIZE)
-        self.handoffs.bind(self.pool)
+        self.handoffs.bind(self.pool, block_hashes)
         self.commands: deque[Command] = deque()
         self.reads: dict[int, StartRead] = {}
         self.content = dict.fromkeys(range(NUM_BLOCKS), 0)
@@ -287,7 +300,7 @@ def test_every_block_comes_back_and_no_wrong_one_is_used(num_tokens: int, is_fli
         assert True not in world.reader.outcomes.values()
 
 
-MOST_OUTPUTS = 24
+MOST_OUTPUTS, LIMIT_S = 24, 5.0
 
 
 class MovingWorld(World):
@@ -498,6 +511,102 @@ def test_two_requests_never_offer_by_one_transfer() -> None:
         engine.handoffs.on_new_request(request)
     engine.handoffs.check()
     assert len(engine.commands) == 1
+
+
+class PrefixWorld(World):
+    """The owner has cached the first blocks of a prompt that the reader has to compute."""
+
+    def __init__(self, num_prompt: int, num_cached: int, num_promised: int, is_flipping: bool = False) -> None:
+        super().__init__(num_prompt, is_flipping)
+        source = PrefixSource(9, ADDRESSES["owner"], num_promised, LIMIT_S)
+        self.request = self.requests["reader"] = request_of(num_prompt, None)
+        self.request.kv_transfer_params = encode_request("w", None, source)
+        token_ids, pool = self.request.prompt_token_ids, self.owner.pool
+        blocks = pool.allocate(min(num_cached, num_prompt // BLOCK_SIZE))
+        assert blocks is not None
+        pool.cached = dict(zip(block_hashes(token_ids, ""), blocks, strict=False))
+        self.owner.content |= {block: 100 + position for position, block in enumerate(blocks)}
+        pool.free(blocks)
+        offer = EngineTransfer(9, ADDRESSES["reader"], is_offer=True)
+        self.owner.handoffs.give_prefix(offer, token_ids[:num_promised], "", LIMIT_S)
+        self.begin(self.reader)
+
+    def read(self, num_local: int) -> bool:
+        """With so many blocks cached by the reader. Returns whether vLLM begins a load."""
+        engine, local = self.reader, num_local * BLOCK_SIZE
+        num_tokens = engine.handoffs.num_to_load(self.request, local)
+        blocks = engine.pool.allocate((local + num_tokens) // BLOCK_SIZE)
+        assert blocks is not None
+        engine.tables["r"] = blocks
+        engine.content |= {block: 100 + position for position, block in enumerate(blocks[:num_local])}
+        self.request.num_computed_tokens = local + num_tokens
+        engine.handoffs.place(self.request, blocks, num_tokens)
+        for _ in range(2):
+            exchange(self)
+        return num_tokens > 0
+
+    def finish(self) -> RequestEnd:
+        for _ in range(12):
+            self.wait(LEASE_S / 4)
+            exchange(self)
+        self.owner.handoffs.take_back()
+        assert self.owner.pool.num_free == NUM_BLOCKS
+        return self.reader.handoffs.finish(self.request, self.reader.tables.get("r", []))
+
+
+@pytest.mark.parametrize("trouble", ["", "flipped bits", "late"])
+@settings(max_examples=100, deadline=None)
+@given(
+    num_prompt=st.sampled_from((1, 4, 5, 8, 9, 17, 30)), num_cached=st.integers(0, 7),
+    num_promised=st.sampled_from((3, 8, 17, 40)), num_local=st.integers(0, 3),
+)  # fmt: skip
+def test_a_prompt_has_the_first_blocks_of_its_source_or_computes_them(
+    trouble: str, num_prompt: int, num_cached: int, num_promised: int, num_local: int
+) -> None:
+    is_flipping, is_late = trouble == "flipped bits", trouble == "late"
+    world = PrefixWorld(num_prompt, num_cached, num_promised, is_flipping)
+    num_local = min(num_local, (num_prompt - 1) // BLOCK_SIZE)
+    if is_late:
+        world.transfer(world.reader)
+        world.wait(LIMIT_S)
+    num_wanted = max(0, min(num_promised, num_prompt - 1) // BLOCK_SIZE - num_local)
+    num_read = max(0, min(num_promised // BLOCK_SIZE, num_cached, num_local + num_wanted) - num_local)
+    num_read = 0 if is_flipping or is_late else num_read
+    assert world.read(num_local) == bool(num_wanted)
+    loads = world.reader.handoffs.loads()
+    world.reader.handoffs.check()
+    assert loads.received == ({"r"} if num_wanted else set())
+    assert loads.failed == ({"r"} if num_wanted and not num_read else set())
+    if num_read:
+        num_blocks = num_local + num_read
+        assert world.request.num_computed_tokens == num_blocks * BLOCK_SIZE
+        found = [world.reader.content[block] for block in world.reader.tables["r"][:num_blocks]]
+        assert found == [100 + position for position in range(num_blocks)]
+    assert world.finish().num_prefix_tokens == (num_read * BLOCK_SIZE if num_wanted else None)
+
+
+def test_a_prompt_without_room_in_time_has_begun_no_read() -> None:
+    world = PrefixWorld(num_prompt=30, num_cached=7, num_promised=30)
+    exchange(world)
+    world.wait(LIMIT_S)
+    exchange(world)
+    assert world.reader.handoffs.loads().received == set()
+    assert world.reader.handoffs.num_to_load(world.request, 0) == 0
+    assert world.finish().num_prefix_tokens is None
+
+
+def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:
+    engine = Engine("owner")
+    held, cached = engine.pool.allocate(4), engine.pool.allocate(10)
+    assert held is not None
+    assert cached is not None
+    token_ids = list(range(14 * BLOCK_SIZE))
+    engine.pool.cached = dict(zip(block_hashes(token_ids, ""), [*held, *cached], strict=True))
+    engine.pool.free(cached)
+    engine.handoffs.give_prefix(EngineTransfer(9, ADDRESSES["reader"], is_offer=True), token_ids, "", LIMIT_S)
+    assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
+    engine.handoffs.give_prefix(EngineTransfer(8, ADDRESSES["reader"], is_offer=True), token_ids, "salt", LIMIT_S)
+    assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
 
 
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:

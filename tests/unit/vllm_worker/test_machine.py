@@ -294,6 +294,36 @@ a worker without a transfer agent asks for no move
     SETUP + "  machine agent=1\n",
 )
 
+test_prefixes = transcripts(
+    """
+a prompt is computed with the prefix of a peer and its end tells what was read
+  prefill a source=9          -> submit a offers to other by 5 with 4 of peer
+  output a 3 ends=length num_prefix_tokens=4 num_cached_tokens=4 -> done a 0: 3, cached 4, read 4 of peer
+  decode b source=9           -> submit b with 4 of peer
+  output b 3 num_cached_tokens=0 -> tokens b 0: 3
+  output b 7 ends=stop num_prefix_tokens=0 -> tokens b 1: 7; done b stop, read 0 of peer
+  decode c source=9           -> submit c with 4 of peer
+  output c 7 ends=stop        -> tokens c 0: 7; done c stop  # no read began
+
+a source with another layout or for a request with an adapter is left out
+  decode a source=9 heads=2   -> submit a
+  decode b source=9 adapter=red -> submit b
+
+a cached prefix is given to a peer with the same layout also while the worker drains
+  asks 9                      -> give 4 to peer by 9
+  asks 9 heads=2              -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
+  drain
+  asks 9                      -> give 4 to peer by 9
+
+a worker without a transfer agent gives no prefix and reads none
+  machine
+  asks 9
+      -> refused InvalidRequest: transfer_id: the engine of this worker gives no cached prefix to peers
+  decode a source=9           -> submit a
+""",
+    SETUP + "  machine agent=1\n",
+)
+
 test_handshakes = transcripts(
     """
 an engine shakes hands with one owner at a time and once with each
@@ -363,6 +393,7 @@ EVENTS = [
     "output NAME 3", "output NAME 7 ends=stop handoff=kv", "output NAME ends=length", "output NAME error=lost",
     "step 1 1 0.5 1 8", "move NAME TICKET", "resume NAME TICKET", "output NAME 3 ends=length is_moved=1",
     "decode NAME ticket=TICKET is_move=1", "step 1 1 0.5 1 8 lost=TICKET",
+    "prefill NAME source=9", "decode NAME source=9", "asks TICKET",
     "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
 ]  # fmt: skip
 STEPS = st.tuples(st.sampled_from(EVENTS), st.sampled_from("abc"), st.sampled_from("012"), st.floats(0.0, 20.0))
