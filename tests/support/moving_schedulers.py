@@ -29,7 +29,7 @@ from tests.support.tandem_schedulers import (
 )
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv import transfers
-from vllm_worker.kv.handoffs import Handoffs
+from vllm_worker.kv.pulls import EnginePulls
 
 NUM_STREAMS, MAX_OUTPUTS, MOST_LEFT = 4, 48, 4
 transfers.ROOM_WAIT_S = 0.2
@@ -224,13 +224,13 @@ def _step(engines: Any) -> None:
 
 
 def plant_miscount() -> None:
-    take_tokens = Handoffs._take_tokens
+    take_tokens = EnginePulls._take_tokens
 
-    def take_one_less(self: Handoffs, pull: Any, token_ids: tuple[int, ...]) -> None:
+    def take_one_less(self: EnginePulls, pull: Any, token_ids: tuple[int, ...]) -> None:
         take_tokens(self, pull, token_ids)
         pull.request.prefill_stats.num_cached_tokens -= len(token_ids) > 1
 
-    Handoffs._take_tokens = take_one_less  # type: ignore[method-assign]
+    EnginePulls._take_tokens = take_one_less  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self.handoffs = Handoffs(self.transfers, layout.block_size)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
-        loads = self.handoffs.loads()
+        loads = self.handoffs.pulls.loads()
         return base.KVConnectorTransferResults(finished_recving=loads.received, failed_recving=loads.failed)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -146,11 +146,11 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self.handoffs.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        num_tokens = self.handoffs.num_to_load(request, num_computed_tokens)
+        num_tokens = self.handoffs.pulls.num_to_load(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.handoffs.place(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.handoffs.pulls.place(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         self.handoffs.take_back()

@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from core.config import TransferConfig
 from core.errors import LayoutMismatch, TandemError
@@ -239,3 +240,24 @@ class EngineTransfers:
         assert self._targets.keys() <= self.transfers.puller.pulls.keys()
         assert self._late_at.keys() <= self.transfers.puller.pulls.keys()
         assert self._want_by.keys() <= self.transfers.owner.offers.keys()
+
+
+# ---- for the engine's thread
+
+Item = TypeVar("Item")
+
+
+class Transfers(Protocol):
+    """`TransferThread`."""
+
+    machine: EngineTransfers
+    failure: str
+
+    def post(self, command: Command) -> None: ...
+
+    def wait_for_news(self, timeout_s: float) -> None: ...
+
+
+def taken(queue: deque[Item]) -> list[Item]:
+    """What is in a deque now; another thread may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]

@@ -162,13 +162,13 @@ class World:
         engine, request = self.reader, self.requests["reader"]
         engine.handoffs.take_back()
         if engine.name in self.begun and engine.name not in self.ended and "r" not in engine.tables:
-            num_tokens = engine.handoffs.num_to_load(request, 0)
+            num_tokens = engine.handoffs.pulls.num_to_load(request, 0)
             assert num_tokens in (0, request.num_prompt_tokens)
             if num_tokens and (blocks := engine.pool.allocate(-(-num_tokens // BLOCK_SIZE))) is not None:
                 engine.tables["r"] = blocks
                 engine.loading.add("r")
-                engine.handoffs.place(request, blocks, num_tokens)
-        loads = engine.handoffs.loads()
+                engine.handoffs.pulls.place(request, blocks, num_tokens)
+        loads = engine.handoffs.pulls.loads()
         assert loads.failed <= loads.received <= engine.loading, "vLLM ends the engine"
         for name in loads.received:
             engine.loading.remove(name)
@@ -534,13 +534,13 @@ class PrefixWorld(World):
     def read(self, num_local: int) -> bool:
         """With so many blocks cached by the reader. Returns whether vLLM begins a load."""
         engine, local = self.reader, num_local * BLOCK_SIZE
-        num_tokens = engine.handoffs.num_to_load(self.request, local)
+        num_tokens = engine.handoffs.pulls.num_to_load(self.request, local)
         blocks = engine.pool.allocate((local + num_tokens) // BLOCK_SIZE)
         assert blocks is not None
         engine.tables["r"] = blocks
         engine.content |= {block: 100 + position for position, block in enumerate(blocks[:num_local])}
         self.request.num_computed_tokens = local + num_tokens
-        engine.handoffs.place(self.request, blocks, num_tokens)
+        engine.handoffs.pulls.place(self.request, blocks, num_tokens)
         for _ in range(2):
             exchange(self)
         return num_tokens > 0
@@ -573,7 +573,7 @@ def test_a_prompt_has_the_first_blocks_of_its_source_or_computes_them(
     num_read = max(0, min(num_promised // BLOCK_SIZE, num_cached, num_local + num_wanted) - num_local)
     num_read = 0 if is_flipping or is_late else num_read
     assert world.read(num_local) == bool(num_wanted)
-    loads = world.reader.handoffs.loads()
+    loads = world.reader.handoffs.pulls.loads()
     world.reader.handoffs.check()
     assert loads.received == ({"r"} if num_wanted else set())
     assert loads.failed == ({"r"} if num_wanted and not num_read else set())
@@ -590,8 +590,8 @@ def test_a_prompt_without_room_in_time_has_begun_no_read() -> None:
     exchange(world)
     world.wait(LIMIT_S)
     exchange(world)
-    assert world.reader.handoffs.loads().received == set()
-    assert world.reader.handoffs.num_to_load(world.request, 0) == 0
+    assert world.reader.handoffs.pulls.loads().received == set()
+    assert world.reader.handoffs.pulls.num_to_load(world.request, 0) == 0
     assert world.finish().num_prefix_tokens is None
 
 
