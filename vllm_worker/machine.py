@@ -241,6 +241,10 @@ class VllmMachine:
         transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
         if transfer is None:
             raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
+        if len(event.token_ids) > self.info.context_length:  # the engine hashes all of them between two steps
+            raise InvalidRequest(
+                "packed_token_ids", f"the engine holds {self.info.context_length} tokens of a sequence"
+            )
         return GivePrefix(transfer, event.token_ids, event.cache_salt, event.limit_s)
 
     def _readable(self, request: Request, prefix: PrefixSource | None) -> PrefixSource | None:

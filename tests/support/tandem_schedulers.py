@@ -358,7 +358,7 @@ def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, re
         ]
     for submit in draws.sample(submits, len(submits)):
         submit()
-        for _ in range(draws.choice((0, 0, 1, 2, 20))):
+        for _ in range(draws.choice((0, 0, 1, 2))):
             draws.choice((owner, reader)).step()
     return HandOff(name, prompt)
 

@@ -129,8 +129,9 @@ class VllmReplay(Replay):
         deadline, call, prefix = self.now + TIMEOUT_S, CallId("router", 1), prefix_of(source, heads)
         return self.post(DecodeArrived(request(name, **options), owner, deadline, call, bool(is_move), prefix))
 
-    def asks(self, ticket: int, heads: int = 1) -> Actions:
-        return self.post(PrefixRequested(ticket, agent_of("peer", heads=heads), tuple(range(10, 14)), "", 0.1))
+    def asks(self, ticket: int, heads: int = 1, num_tokens: int = 4) -> Actions:
+        token_ids = tuple(range(10, 10 + num_tokens))
+        return self.post(PrefixRequested(ticket, agent_of("peer", heads=heads), token_ids, "", 0.1))
 
     def move(self, name: str, ticket: int, known: int = 8, heads: int = 1) -> Actions:
         return self.post(MoveArrived(name, ticket, agent_of("other", heads=heads), known))

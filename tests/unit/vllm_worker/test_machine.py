@@ -312,6 +312,9 @@ a source with another layout or for a request with an adapter is left out
 a cached prefix is given to a peer with the same layout also while the worker drains
   asks 9                      -> give 4 to peer by 9
   asks 9 heads=2              -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
+  asks 9 num_tokens=64        -> give 64 to peer by 9
+  asks 9 num_tokens=65
+      -> refused InvalidRequest: packed_token_ids: the engine holds 64 tokens of a sequence
   drain
   asks 9                      -> give 4 to peer by 9
 
