@@ -10,7 +10,6 @@ from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, TokenEvent
 from vllm_worker.engine import EngineOutput, EngineTransfer
-from worker.prefixes import PulledPrefix
 
 
 @dataclass(slots=True)
@@ -56,13 +55,6 @@ class EngineCall:
             TokenEvent(output.request_id, self.first_index + k, SampledToken(token_id), None)
             for k, token_id in enumerate(output.pulled_tokens)
         )
-
-    def pulled_prefix(self, output: EngineOutput, block_bytes_per_token: int, wait_s: float) -> PulledPrefix | None:
-        """What the source has brought, as the last output says."""
-        num_tokens = output.num_prefix_tokens
-        if self.prefix is None or num_tokens is None:
-            return None
-        return PulledPrefix(num_tokens, wait_s, self.prefix.agent.name, num_tokens * block_bytes_per_token)
 
     def finish_reason_after(self, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:
         token_ids = [*self.request.token_ids, token.token_id]

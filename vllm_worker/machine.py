@@ -50,8 +50,9 @@ from decode_worker.events import (
     ResumeArrived,
 )
 from decode_worker.move_asks import MIN_TOKENS_LEFT
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillFailed
 from vllm_worker.awaited_handoffs import AwaitedHandoffs
+from vllm_worker.call_ends import decode_done, error_of, lost_move, prefill_done
 from vllm_worker.engine import (
     BlocksChanged,
     EngineDied,
@@ -70,7 +71,7 @@ from vllm_worker.moves import EngineMoves, MoveOut
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
-from worker.prefixes import PrefixRequested, PulledPrefix
+from worker.prefixes import PrefixRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class VllmMachine:
         """The owner's request goes on. The engine of the reader would compute what the owner has computed."""
         self.moves.lose(transfer_id, now)
         waiting = [request_id for request_id, call in self._calls.items() if call.awaited_move == transfer_id]
-        return [action for request_id in waiting for action in self._end(request_id, _lost_move())]
+        return [action for request_id in waiting for action in self._end(request_id, lost_move())]
 
     # ---- calls
 
@@ -276,7 +277,7 @@ class VllmMachine:
         if call is None or not call.submitted:
             return []
         if output.error:
-            return self._end(output.request_id, _error_of(output), in_engine=False)
+            return self._end(output.request_id, error_of(output), in_engine=False)
         actions: list[VllmAction] = []
         call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
         if output.tokens:
@@ -306,7 +307,7 @@ class VllmMachine:
 
         The owner may still sample, or has sampled tokens that this engine does not know.
         """
-        return self._end(output.request_id, _lost_move(), in_engine=output.finish_reason is None)
+        return self._end(output.request_id, lost_move(), in_engine=output.finish_reason is None)
 
     def _note_tokens(self, call: EngineCall, output: EngineOutput, now: float) -> None:
         request_id = call.request.request_id
@@ -325,45 +326,22 @@ class VllmMachine:
             return self._end(
                 request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False
             )
-        done = PrefillDone(
-            request_id=request.request_id,
-            index=call.next_index,
-            token=token,
-            finish_reason=finish_reason,
-            cached_tokens=call.num_cached_tokens,
-            timeline=self.open_calls.timelines[request.request_id],
-            num_tokens=len(request.token_ids),
-            num_blocks=self.info.layout.num_blocks_for(len(request.token_ids)),
-            record=self.open_calls.records[request.request_id],
-            handoff=b"" if finish_reason is not None else output.handoff,
-            prefix=self._pulled_prefix(call, output, self.open_calls.timelines[request.request_id]),
-        )
+        timeline, record = self._told_of(request.request_id)
+        done = prefill_done(call, output, finish_reason, self.info.layout, timeline, record)
         self._forget(request.request_id)
         return [done]
 
     def _finish_decode(
         self, call: EngineCall, output: EngineOutput, finish_reason: FinishReason, now: float
     ) -> DecodeDone:
-        request_id, num_prompt_tokens = call.request.request_id, len(call.request.token_ids)
+        request_id = call.request.request_id
         self.open_calls.enter(request_id, Stage.FINISHED, now)
-        timeline, record = self.open_calls.timelines[request_id], self.open_calls.records[request_id]
+        timeline, record = self._told_of(request_id)
         self._forget(request_id)
-        return DecodeDone(
-            request_id,
-            finish_reason,
-            min(call.num_cached_tokens, num_prompt_tokens),
-            timeline,
-            pull=None,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks=self.info.layout.num_blocks_for(num_prompt_tokens + call.num_tokens),
-            num_recomputed_tokens=max(0, call.num_pulled_tokens - 1),  # the owner has computed all but the last one
-            record=record,
-            prefix=self._pulled_prefix(call, output, timeline),
-        )
+        return decode_done(call, output, finish_reason, self.info.layout, timeline, record)
 
-    def _pulled_prefix(self, call: EngineCall, output: EngineOutput, timeline: Timeline) -> PulledPrefix | None:
-        layout = self.info.layout
-        return call.pulled_prefix(output, layout.block_bytes // layout.block_size, timeline.seconds_in(Stage.QUEUE))
+    def _told_of(self, request_id: str) -> tuple[Timeline, CallRecord]:
+        return self.open_calls.timelines[request_id], self.open_calls.records[request_id]
 
     def _on_died(self, detail: str) -> list[VllmAction]:
         self._failed = True
@@ -418,13 +396,3 @@ class VllmMachine:
         assert self.moves.by_id.keys() <= self._calls.keys()
         self.load.check(self._calls.keys())
         self.handshakes.check()
-
-
-def _lost_move() -> TransferFailed:
-    return TransferFailed("the KV of a request that moves has not come")
-
-
-def _error_of(output: EngineOutput) -> TandemError:
-    if output.invalid:
-        return InvalidRequest("request", f"vLLM refuses it: {output.error}")
-    return TransferFailed(f"the engine failed this request: {output.error}")

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode_worker import move_asks
 from tests.support.tandem_schedulers import (
     NUM_BLOCKS,
     PATIENCE_S,
@@ -28,11 +29,10 @@ from tests.support.tandem_schedulers import (
     run_seeds,
 )
 from vllm_worker.engine import EngineTransfer
-from vllm_worker.kv import transfers
 from vllm_worker.kv.pulls import EnginePulls
 
 NUM_STREAMS, MAX_OUTPUTS, MOST_LEFT = 4, 48, 4
-transfers.ROOM_WAIT_S = 0.2
+move_asks.ROOM_WAIT_S = 0.2
 numbers = iter(range(1 << 30))
 
 

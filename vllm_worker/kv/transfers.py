@@ -26,7 +26,7 @@ from core.errors import LayoutMismatch, TandemError
 from core.handoff import AbortReason, AgentAddress, PullerState, TransferId
 from core.machine import Tick
 from core.scheduling.ledger import Claim
-from decode_worker.move_asks import ROOM_WAIT_S
+from decode_worker import move_asks
 from kv_transfer.protocol.events import (
     Actions,
     AgentAction,
@@ -159,7 +159,7 @@ class EngineTransfers:
             self.ended_offers.append(transfer_id)
             return []
         if begun.is_move:
-            self._want_by[transfer_id] = now + ROOM_WAIT_S
+            self._want_by[transfer_id] = now + move_asks.ROOM_WAIT_S
         return self._apply(actions)
 
     def _end_unwanted(self, now: float) -> Actions:
