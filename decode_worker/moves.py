@@ -80,7 +80,8 @@ class Moves:
         own = self._transfers.address.layout
         if event.reader.layout != own:
             raise LayoutMismatch(own.differences(event.reader.layout))
-        actions = self._transfers.offer(event.transfer_id, event.reader, now)
+        deadline = self._core.open_calls.deadlines.when(event.request_id)
+        actions = self._transfers.offer(event.transfer_id, event.reader, deadline, now)
         move = self.by_id[event.request_id] = Move(sequence, event.transfer_id, event.num_tokens, now)
         sequence.is_moving = True
         return actions + self._offer_full_blocks(move, now)

@@ -153,10 +153,8 @@ class AsyncEngine:
     def stay(self, request_id: str, transfer_id: TransferId) -> None:
         self._call("tandem_stay", request_id, f"{transfer_id:032x}")
 
-    def give_prefix(
-        self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str, limit_s: float
-    ) -> None:
-        self._call("tandem_give_prefix", encode_transfer(transfer), list(token_ids), cache_salt, limit_s)
+    def give_prefix(self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str) -> None:
+        self._call("tandem_give_prefix", encode_transfer(transfer), list(token_ids), cache_salt)
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of `WorkerExtension` between two steps."""

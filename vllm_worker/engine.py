@@ -39,6 +39,7 @@ class EngineTransfer:
     transfer_id: TransferId
     peer: AgentAddress
     is_offer: bool
+    deadline: float  # of the call, in time of `time.monotonic`
     is_move: bool = False  # the owner decodes the request until the reader has its blocks
 
 
@@ -136,10 +137,8 @@ class Engine(Protocol):
         """End a move. Does nothing once the request has left."""
         ...
 
-    def give_prefix(
-        self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str, limit_s: float
-    ) -> None:
-        """Offer what the prefix cache has of these tokens to a peer, which asks within this time or never."""
+    def give_prefix(self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str) -> None:
+        """Offer what the prefix cache has of these tokens to a peer, which asks before the deadline or never."""
         ...
 
     def shake_hands(self, peer: str, address: bytes) -> None:

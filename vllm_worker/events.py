@@ -47,7 +47,6 @@ class GivePrefix:
     transfer: EngineTransfer
     token_ids: tuple[int, ...]
     cache_salt: str
-    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,13 +206,7 @@ class FakeCore:
             self._cluster.end_transfer(sequence.move)
             sequence.move = None
 
-    def give_prefix(
-        self,
-        transfer: EngineTransfer,
-        token_ids: tuple[int, ...],
-        cache_salt: str,
-        limit_s: float,  # noqa: ARG002
-    ) -> None:
+    def give_prefix(self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str) -> None:
         hashes = sequence_hashes(token_ids, self.info.layout.block_size, root_hash(cache_salt))
         self._cluster.prefixes[transfer.transfer_id] = {one for one in hashes if one in self._cached}
 

@@ -133,12 +133,16 @@ class VllmMachine:
             case EngineDied(detail):
                 return self._on_died(detail)
             case PrefillArrived(request):
-                transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
+                transfer = self._transfer(event.transfer_id, event.reader, event.deadline, is_offer=True)
                 call = EngineCall(request, True, None, transfer, self._readable(request, event.prefix))
                 return self._on_arrived(event, call, now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
-                transfer = None if source is None else self._transfer(*source, is_offer=False, is_move=event.is_move)
+                transfer = (
+                    None
+                    if source is None
+                    else self._transfer(*source, event.deadline, is_offer=False, is_move=event.is_move)
+                )
                 prefix = self._readable(request, event.prefix)
                 call = EngineCall(request, False, None if transfer else transfer_id, transfer, prefix)
                 return self._on_arrived(event, call, now)
@@ -149,7 +153,7 @@ class VllmMachine:
             case ResumeArrived():
                 return [*self.moves.resume(event, now)]
             case PrefixRequested():
-                return [self._give_prefix(event)]
+                return [self._give_prefix(event, now)]
             case HandoffArrived(transfer_id, handoff):
                 waiting = self._handoffs.arrive(transfer_id, handoff, now)
                 return [] if waiting is None else self._submit(self._calls[waiting], handoff, now)
@@ -190,9 +194,12 @@ class VllmMachine:
 
     def _move_out(self, event: MoveArrived) -> MoveOut:
         request_id = event.request_id
-        transfer = self._transfer(event.transfer_id, event.reader, is_offer=True, is_move=True)
-        if transfer is None or request_id not in self._calls or not self._can_move(request_id):
+        if request_id not in self._calls or not self._can_move(request_id):
             raise TransferFailed(f"{request_id} cannot move now")
+        deadline = self.open_calls.deadlines.when(request_id)
+        transfer = self._transfer(event.transfer_id, event.reader, deadline, is_offer=True, is_move=True)
+        if transfer is None:
+            raise TransferFailed("the connector of this worker moves no request")
         call = self._calls[request_id]
         if not len(call.request.token_ids) <= event.num_tokens <= len(call.request.token_ids) + call.num_tokens:
             raise TransferFailed(f"{request_id} has not sent {event.num_tokens} tokens, or was called with more")
@@ -228,7 +235,7 @@ class VllmMachine:
         return self._submit(call, handoff, now) if handoff else []
 
     def _transfer(
-        self, transfer_id: TransferId, peer: AgentAddress, *, is_offer: bool, is_move: bool = False
+        self, transfer_id: TransferId, peer: AgentAddress, deadline: float, *, is_offer: bool, is_move: bool = False
     ) -> EngineTransfer | None:
         """None if vLLM's own connector moves the blocks. Raises `LayoutMismatch`."""
         agent = self.info.agent
@@ -236,17 +243,17 @@ class VllmMachine:
             return None
         if differences := agent.layout.differences(peer.layout):
             raise LayoutMismatch(differences)
-        return EngineTransfer(transfer_id, peer, is_offer, is_move)
+        return EngineTransfer(transfer_id, peer, is_offer, deadline, is_move)
 
-    def _give_prefix(self, event: PrefixRequested) -> GivePrefix:
-        transfer = self._transfer(event.transfer_id, event.reader, is_offer=True)
+    def _give_prefix(self, event: PrefixRequested, now: float) -> GivePrefix:
+        transfer = self._transfer(event.transfer_id, event.reader, now + event.limit_s, is_offer=True)
         if transfer is None:
             raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
         if len(event.token_ids) > self.info.context_length:  # the engine hashes all of them between two steps
             raise InvalidRequest(
                 "packed_token_ids", f"the engine holds {self.info.context_length} tokens of a sequence"
             )
-        return GivePrefix(transfer, event.token_ids, event.cache_salt, event.limit_s)
+        return GivePrefix(transfer, event.token_ids, event.cache_salt)
 
     def _readable(self, request: Request, prefix: PrefixSource | None) -> PrefixSource | None:
         """A source that this engine can read from. One knows the tokens, but not the adapter of a request."""

@@ -101,8 +101,8 @@ class VllmService(ServingWorker):
                 self._engine.move(request_id, transfer, num_known_tokens)
             case Stay(request_id, transfer_id):
                 self._engine.stay(request_id, transfer_id)
-            case GivePrefix(transfer, token_ids, cache_salt, limit_s):
-                self._engine.give_prefix(transfer, token_ids, cache_salt, limit_s)
+            case GivePrefix(transfer, token_ids, cache_salt):
+                self._engine.give_prefix(transfer, token_ids, cache_salt)
             case ShakeHands(peer, address):
                 self._engine.shake_hands(peer, address)
             case Fail(detail):

@@ -48,7 +48,7 @@ SIMULATE_FLAGS = (
     _flag("slo-ttft-ms", 1000.0, "Wanted time to the first token."),
     _flag("slo-itl-ms", 50.0, "Wanted time between tokens: the limit of TPOT, and of a step with decodes."),
     _flag("local-prefill", "auto", "auto or never: may a decode worker compute prompts?"),
-    _flag("peer-prefixes", "never", "auto or never: may workers read prefixes that peers have cached?"),
+    _flag("peer-prefixes", "auto", "auto or never: may workers read prefixes that peers have cached?"),
     _flag("admission", "queue", "queue or shed; shed = refuse a request whose predicted first token misses "
           "--slo-ttft-ms."),
     _flag("costs", "h100-8b", "h100-8b, or a file of `tandem calibrate`."),

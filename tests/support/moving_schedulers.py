@@ -11,6 +11,7 @@ too low. The last line is JSON: counts of what happened.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import sys
@@ -125,7 +126,7 @@ class Stream:
     def move(self) -> None:
         if self.target is None and self.unread is None and self._can_move:
             target = self._other_engine
-            pull = EngineTransfer(self._move_out(), self.call.engine.address, is_offer=False, is_move=True)
+            pull = EngineTransfer(self._move_out(), self.call.engine.address, False, math.inf, is_move=True)
             self.target = self._begin(target, pull)
 
     def move_to_nobody(self) -> None:
@@ -148,7 +149,7 @@ class Stream:
     def _move_out(self) -> int:
         source, transfer_id = self.call.engine, secrets.randbits(127) | 1
         source.offered[transfer_id] = list(self.tokens)
-        offer = EngineTransfer(transfer_id, self._other_engine.address, is_offer=True, is_move=True)
+        offer = EngineTransfer(transfer_id, self._other_engine.address, True, math.inf, is_move=True)
         source.rank.handoffs.begin_move(self.call.name, offer, len(self.tokens))
         return transfer_id
 

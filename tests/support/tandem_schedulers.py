@@ -13,6 +13,7 @@ happened.
 from __future__ import annotations
 
 import json
+import math
 import random
 import secrets
 import sys
@@ -350,10 +351,11 @@ def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, re
         submits = [lambda: reader.submit(name, prompt, None, NUM_OUTPUTS, prefix=prefix), give]
     else:
         prefix, give = _draw_prefix(prompt, draws, reader, owner)
-        offer = EngineTransfer(transfer_id, reader.address, is_offer=True)
+        offer = EngineTransfer(transfer_id, reader.address, True, math.inf)
+        pull = EngineTransfer(transfer_id, owner.address, False, math.inf)
         submits = [
             lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
-            lambda: reader.submit(name, prompt, EngineTransfer(transfer_id, owner.address, False), NUM_OUTPUTS),
+            lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
             give,
         ]
     for submit in draws.sample(submits, len(submits)):
@@ -371,14 +373,12 @@ def _draw_prefix(
         return None, lambda: None
     transfer_id, limit_s = secrets.randbits(127) | 1, draws.choice((2.0, 2.0, 2.0, 0.002))
     source.offered[transfer_id] = prompt
-    offer, num_tokens = (
-        EngineTransfer(transfer_id, reader.address, is_offer=True),
-        len(prompt) - draws.choice((0, 0, 40)),
-    )
-    num_tokens = max(1, num_tokens)
+    num_tokens = max(1, len(prompt) - draws.choice((0, 0, 40)))
     return (
         PrefixSource(transfer_id, source.address, num_tokens, limit_s),
-        lambda: source.rank.handoffs.give_prefix(offer, prompt[:num_tokens], "", limit_s),
+        lambda: source.rank.handoffs.give_prefix(
+            EngineTransfer(transfer_id, reader.address, True, time.monotonic() + limit_s), prompt[:num_tokens], ""
+        ),
     )
 
 

@@ -194,7 +194,7 @@ class Handoffs:
     def _open(self, offer: _Offer) -> None:
         if not offer.is_open:
             offer.is_open, transfer = True, offer.transfer
-            self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, transfer.is_move))
+            self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, transfer.deadline, transfer.is_move))
 
     def begin_step(self, scheduled: Collection[str], block_ids_of: Callable[[str], Sequence[int]]) -> None:
         """`scheduled`: requests of the step."""
@@ -229,7 +229,7 @@ class Handoffs:
         offer.num_published = first + len(new)
         self._transfers.post(BlocksComputed(offer.transfer_id, new, bool(token_ids), token_ids))
 
-    def give_prefix(self, transfer: EngineTransfer, token_ids: Sequence[int], cache_salt: str, limit_s: float) -> None:
+    def give_prefix(self, transfer: EngineTransfer, token_ids: Sequence[int], cache_salt: str) -> None:
         """Lend what the prefix cache has of these tokens. Call it between two steps, when all of it is written.
 
         Blocks that no request holds are lent while as many others stay free.
@@ -245,7 +245,7 @@ class Handoffs:
             given += found
         pool.touch(given)
         self._num_lent += len(given)
-        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, limit_s=limit_s))
+        self._transfers.post(OfferBegun(transfer.transfer_id, transfer.peer, transfer.deadline, is_of_cache=True))
         lent = tuple((position, block.block_id) for position, block in enumerate(given))
         self._transfers.post(BlocksComputed(transfer.transfer_id, lent, is_last=True))
 

@@ -52,6 +52,7 @@ def encode_transfer(transfer: EngineTransfer) -> dict[str, Any]:
             "peer": encode_agent(transfer.peer).SerializeToString(),
             "is_offer": transfer.is_offer,
             "is_move": transfer.is_move,
+            "deadline": transfer.deadline,
         }
     }
 
@@ -66,7 +67,9 @@ def decode_transfer(parameters: Mapping[str, Any] | None) -> EngineTransfer | No
     wire = (parameters or {}).get(TRANSFER_KEY)
     if wire is None:
         return None
-    return EngineTransfer(int(wire["transfer_id"], 16), _peer_of(wire), wire["is_offer"], wire["is_move"])
+    return EngineTransfer(
+        int(wire["transfer_id"], 16), _peer_of(wire), wire["is_offer"], wire["deadline"], wire["is_move"]
+    )
 
 
 def decode_prefix(parameters: Mapping[str, Any] | None) -> PrefixSource | None:

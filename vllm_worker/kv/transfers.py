@@ -4,7 +4,7 @@
                     <--outcomes, LentBlocks.freed--'  <--AgentEvent--'
 
     OfferBegun -> BlocksComputed ... -> BlocksComputed(last)        or OfferCancelled; a move may end before the last
-    OfferBegun(limit) -> BlocksComputed(last)                       of cached blocks
+    OfferBegun(of cache) -> BlocksComputed(last)
     PullBegun -> TargetsGiven -> one outcome                        or PullCancelled -> one outcome
 
 Each `PullBegun` has exactly one outcome, whatever happens. After it, no read writes into the targets. vLLM allocates
@@ -50,8 +50,9 @@ class OfferBegun:
 
     transfer_id: TransferId
     reader: AgentAddress
+    deadline: float
     is_move: bool = False  # the reader has ROOM_WAIT_S to come, or another one may
-    limit_s: float = math.inf  # of cached blocks: the reader asks within this time, or never
+    is_of_cache: bool = False  # the reader may never come
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class EngineTransfers:
         transfer_id = begun.transfer_id
         try:
             self._refuse_other_layout(begun.reader)
-            actions = self.transfers.offer(transfer_id, begun.reader, now, begun.limit_s)
+            actions = self.transfers.offer(transfer_id, begun.reader, begun.deadline, now, begun.is_of_cache)
         except TandemError:
             self.ended_offers.append(transfer_id)
             return []

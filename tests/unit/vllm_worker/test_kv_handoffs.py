@@ -5,6 +5,7 @@ Two engines in any interleaving, whose schedulers are as strict as vLLM's. The r
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -124,7 +125,7 @@ class World:
         self.mail: deque[tuple[Engine, Engine, Any]] = deque()
         self.requests = {}
         for engine, other in ((self.owner, self.reader), (self.reader, self.owner)):
-            transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner)
+            transfer = EngineTransfer(7, ADDRESSES[other.name], engine is self.owner, math.inf)
             self.requests[engine.name] = request_of(num_tokens, transfer)
         self.begun: set[str] = set()
         self.ended: set[str] = set()
@@ -311,8 +312,8 @@ class MovingWorld(World):
     def __init__(self, num_tokens: int, is_flipping: bool) -> None:
         super().__init__(num_tokens, is_flipping)
         self.num_known = num_tokens + 3
-        self.transfer_out = EngineTransfer(7, ADDRESSES["reader"], is_offer=True, is_move=True)
-        source = EngineTransfer(7, ADDRESSES["owner"], is_offer=False, is_move=True)
+        self.transfer_out = EngineTransfer(7, ADDRESSES["reader"], is_offer=True, deadline=math.inf, is_move=True)
+        source = EngineTransfer(7, ADDRESSES["owner"], is_offer=False, deadline=math.inf, is_move=True)
         self.requests = {
             "owner": request_of(num_tokens, None, MOST_OUTPUTS),
             "reader": request_of(self.num_known, source, MOST_OUTPUTS - 3),
@@ -504,7 +505,7 @@ def test_a_request_that_moves_again_before_its_last_step_has_one_more_token() ->
 
 
 def test_two_requests_never_offer_by_one_transfer() -> None:
-    engine, transfer = Engine("owner"), EngineTransfer(7, ADDRESSES["reader"], is_offer=True)
+    engine, transfer = Engine("owner"), EngineTransfer(7, ADDRESSES["reader"], True, math.inf)
     for name in "rs":
         request = request_of(4, transfer)
         request.request_id = name
@@ -527,8 +528,8 @@ class PrefixWorld(World):
         pool.cached = dict(zip(block_hashes(token_ids, ""), blocks, strict=False))
         self.owner.content |= {block: 100 + position for position, block in enumerate(blocks)}
         pool.free(blocks)
-        offer = EngineTransfer(9, ADDRESSES["reader"], is_offer=True)
-        self.owner.handoffs.give_prefix(offer, token_ids[:num_promised], "", LIMIT_S)
+        offer = EngineTransfer(9, ADDRESSES["reader"], True, LIMIT_S)
+        self.owner.handoffs.give_prefix(offer, token_ids[:num_promised], "")
         self.begin(self.reader)
 
     def read(self, num_local: int) -> bool:
@@ -603,9 +604,9 @@ def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:
     token_ids = list(range(14 * BLOCK_SIZE))
     engine.pool.cached = dict(zip(block_hashes(token_ids, ""), [*held, *cached], strict=True))
     engine.pool.free(cached)
-    engine.handoffs.give_prefix(EngineTransfer(9, ADDRESSES["reader"], is_offer=True), token_ids, "", LIMIT_S)
+    engine.handoffs.give_prefix(EngineTransfer(9, ADDRESSES["reader"], True, LIMIT_S), token_ids, "")
     assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
-    engine.handoffs.give_prefix(EngineTransfer(8, ADDRESSES["reader"], is_offer=True), token_ids, "salt", LIMIT_S)
+    engine.handoffs.give_prefix(EngineTransfer(8, ADDRESSES["reader"], True, LIMIT_S), token_ids, "salt")
     assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
 
 

@@ -289,7 +289,7 @@ a worker without a transfer agent asks for no move
   decode a                    -> submit a
   output a 1                  -> tokens a 0: 1
   drain
-  move a 5                    -> refused TransferFailed: a cannot move now
+  move a 5                    -> refused TransferFailed: the connector of this worker moves no request
 """,
     SETUP + "  machine agent=1\n",
 )
