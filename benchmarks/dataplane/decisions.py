@@ -1,5 +1,6 @@
 """What a decision of the router costs: the CPU time from the arrival of a prompt of 8,000 tokens until its calls are
-decided, with packing and hashing, among 64 prefill and 64 decode workers. Measured in this process.
+decided, with packing and hashing, among 64 prefill and 64 decode workers, which may read prefixes from each other.
+Measured in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HOLDERS = 3  # workers of each role that have cached a conversation
 SHARED = list(range(BLOCK_SIZE))  # the tokens of the first block of two thirds of the prompts
 DECISION_MOST_MS = {50: 0.5, 99: 1.0}  # percentile -> goal
 LAYOUT = KVLayout(model="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, block_size=BLOCK_SIZE, head_dim=128)
-LOAD = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, NUM_BLOCKS // 5))
+LOAD = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, NUM_BLOCKS // 5), gives_prefixes=True)
 
 Seconds = dict[str, list[float]]  # of decisions, by kind of prompt
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple, Protocol
 
@@ -297,9 +297,7 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     on_disk = question.on_disk.get(worker.worker_id, 0)
     if not (question.sources and worker.reads_prefixes) and on_disk <= cached_tokens:
         return start
-    sources = question.sources if worker.reads_prefixes else ()
-    priced = (prefix_read(question, worker, cached_tokens, *source) for source in sources)
-    reads = list(islice(filter(None, priced), MAX_READS))
+    reads = _peer_reads(question, worker, cached_tokens) if worker.reads_prefixes else []
     if (read_here := disk_read(question, worker, cached_tokens, on_disk)) is not None:
         reads.append(read_here)
     if not reads:
@@ -307,10 +305,25 @@ def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
     # A token costs about the same everywhere, so few reads are worth a closer look.
     read = min(reads, key=lambda read: read.seconds - read.num_tokens * worker.cost.token_s)
     cached_tokens += read.num_tokens
-    with_read = Start(prompt_times(question, worker, cached_tokens), cached_tokens, read, evict_s)
-    least_gain_s = LEAST_GAIN_SHARE * start.total_s + LEAST_GAIN_S
-    gain_s = start.total_s - with_read.total_s
-    return with_read._replace(read=read._replace(gain_s=gain_s)) if gain_s > least_gain_s else start
+    times, computed_s = prompt_times(question, worker, cached_tokens), start.total_s
+    gain_s = computed_s - max(times.queue_s, read.seconds) - times.prefill_s
+    if gain_s <= LEAST_GAIN_SHARE * computed_s + LEAST_GAIN_S:
+        return start
+    return Start(times, cached_tokens, PrefixRead(read.source, read.num_tokens, read.seconds, gain_s), evict_s)
+
+
+def _peer_reads(question: RoutingQuestion, reader: WorkerView, cached_tokens: int) -> list[PrefixRead]:
+    """From the first `MAX_READS` sources that have a longer part of the prompt than the reader, and a path to it."""
+    reads: list[PrefixRead] = []
+    for owner, owned_tokens in question.sources:
+        if owned_tokens <= cached_tokens:
+            break  # the longest parts are first
+        read = prefix_read(question, reader, cached_tokens, owner, owned_tokens)
+        if read is not None:
+            reads.append(read)
+            if len(reads) == MAX_READS:
+                break
+    return reads
 
 
 def prefix_read(
@@ -327,15 +340,16 @@ def prefix_read(
         return None
     if num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) > reader.num_free_blocks:
         return None
-    path, back = reader.paths.get(owner.agent_name), owner.paths.get(reader.agent_name)
-    if path is not None and path.state in NO_PATH:
-        return None
-    speeds = [known.bytes_per_s or known.expected_bytes_per_s for known in (path, back) if known is not None]
-    bytes_per_s = next(filter(None, speeds), UNKNOWN_BYTES_PER_S)  # either way, until the reader has measured its own
-    behind_s = max(0.0, max(reader.link_until, owner.link_until) - question.now)
-    moved_s = num_tokens // block_size * reader.block_bytes / bytes_per_s
-    latency_s = MESSAGE_S + (0.0 if path is None else path.latency_s)
-    return PrefixRead(owner.worker_id, num_tokens, latency_s + behind_s + moved_s)
+    bytes_per_s = latency_s = 0.0
+    if (path := reader.paths.get(owner.agent_name)) is not None:
+        if path.state in NO_PATH:
+            return None
+        bytes_per_s, latency_s = path.bytes_per_s or path.expected_bytes_per_s, path.latency_s
+    if not bytes_per_s and (back := owner.paths.get(reader.agent_name)) is not None:
+        bytes_per_s = back.bytes_per_s or back.expected_bytes_per_s  # until the reader has measured its own
+    behind_s = max(0.0, reader.link_until - question.now, owner.link_until - question.now)
+    moved_s = num_tokens // block_size * reader.block_bytes / (bytes_per_s or UNKNOWN_BYTES_PER_S)
+    return _new_tuple(PrefixRead, (owner.worker_id, num_tokens, MESSAGE_S + latency_s + behind_s + moved_s, 0.0))
 
 
 def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:

@@ -371,7 +371,7 @@ class WorkerTable:
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
-        sources = self._sources(matched, avoid, version, now)
+        sources = self._sources(matched, (*decode, *prefill), avoid, version, now)
         on_disk = self._on_disk(prompt, decode)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
@@ -401,21 +401,29 @@ class WorkerTable:
         matched = self.index.match(map(hash_on_disk, prompt.chain(block_size)))
         return {record.worker_id: matched.get(record.worker_id, 0) * block_size for record in with_disk}
 
-    def _sources(self, matched: dict[str, int], avoid: frozenset[str], version: int, now: float) -> list[Option]:
+    def _sources(
+        self,
+        matched: dict[str, int],
+        readers: Sequence[WorkerRecord],
+        avoid: frozenset[str],
+        version: int,
+        now: float,
+    ) -> list[Option]:
         """The workers with the longest cached parts of a prompt that may give them to others, even while they drain.
-        Of equal ones, those whose links are free first.
+        Of equal ones, those whose links are free first. Each has more than one of the readers.
 
         None if the pools have different block sizes, because the hashes of their blocks differ.
         """
         sizes = set(self._block_sizes.values())
         if self.config.peer_prefixes == "never" or not matched or len(sizes) > 1:
             return []
+        least = min(matched.get(record.worker_id, 0) for record in readers)
         oldest, block_size = now - self.config.report_stale_s, self._block_sizes[ServiceRole.DECODE]
-        records = (self._records[worker_id] for worker_id in matched if worker_id in self._records)
+        more = (self._records.get(worker_id) for worker_id, num_blocks in matched.items() if num_blocks > least)
         giving = [
             record
-            for record in records
-            if record.load.gives_prefixes and record.agent.protocol_version == version
+            for record in more
+            if record is not None and record.load.gives_prefixes and record.agent.protocol_version == version
             and not record.suspect and record.reported_at >= oldest and record.worker_id not in avoid
         ]  # fmt: skip
         options = _options(giving, matched, block_size)
