@@ -4,8 +4,8 @@ replaced one after the other. With `--processes` only those 10,000, through a fl
 Two prefill and two decode workers with the fake runner: one wrong byte of KV makes its tokens wrong. They are in one
 process, with real gRPC, agents and machines over the memory transport; or in processes of their own over nixl, which
 one `tandem apply --restart` after the other replaces, and the router too. A seed draws the faults of the transport: see
-tests/support/unreliable_transport.py. Workers read cached prefixes from their peers, and from a disk below their pools,
-which are small.
+tests/support/unreliable_transport.py. Workers read cached prefixes wherever a peer has one, or the disk below their
+pools, which are small: tests/support/eager_reads.py.
 
 The soak fails if a token is wrong, a request does not end, or a block is leaked. In one process it also fails if the
 second half of the requests makes a container, the memory of the process or the number of its descriptors grow.
@@ -38,6 +38,7 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 from tests.support.command import serving, tandem
 from tests.support.deployment import SLACK_S, Deployment, deploy, machine_of, place, transfers
+from tests.support.eager_reads import eager_reads
 from tests.support.faults import LEASE_S, Prompt, Stream, expected, fault_config, prompt_of
 from tests.support.live_objects import Footprint, growth
 from tests.support.served_answers import Answer
@@ -164,7 +165,10 @@ async def soak(
         faults.rate = 0.0
         await deployment.settle()
 
-    with unreliable(seed) as faults, tempfile.TemporaryDirectory() as disk_dir:
+    with contextlib.ExitStack() as stack:
+        for change in eager_reads():
+            stack.enter_context(change)
+        faults, disk_dir = stack.enter_context(unreliable(seed)), stack.enter_context(tempfile.TemporaryDirectory())
         async with deploy(soak_config("memory", disk_dir), num_prefill=2, num_decode=2) as deployment:
             footprints = []
             for half in range(2):
@@ -295,7 +299,7 @@ def main() -> None:
     report.say(f"{tally.num_ended} requests, seed {seed}, fault rate {rate:g}")
     report.add(Line("all requests took", time.monotonic() - start, "s"))
     report.add(Line("right to the last token", tally.right, "requests"))
-    report.add(Line("with a prefix that was read", tally.num_with_prefix, "requests"))
+    report.add(Line("with a prefix that was read", tally.num_with_prefix, "requests", least=1))
     report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
     report.add(Line("with a wrong token", tally.wrong, "requests", most=0))
     report.add(Line("without an end", tally.endless, "requests", most=0))

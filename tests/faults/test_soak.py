@@ -24,6 +24,7 @@ async def test_a_transport_that_fails_one_operation_in_ten() -> None:
     assert tally.right > 290, f"too many gave up: {tally.typed}"
     assert all(counts[kind] for kind in ("drain", *KINDS)), counts
     assert counts["(pulls failed)"] > 0
+    assert tally.num_with_prefix > 0
 
 
 @pytest.mark.slow  # test_processes.py kills workers at each moment of a hand-off

@@ -3,6 +3,7 @@
 python -m tests.support.unreliable_tandem LOG SEED RATE serve ...
 
 The arguments are those of `Faults`, then those of `tandem`. A roll that reads another config has reliable transports.
+Workers read prefixes wherever they can (tests/support/eager_reads.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from cli import compose, main
 from core.lifecycle import ServiceRole
-from tests.support.unreliable_transport import Faults, build_worker
+from tests.support.unreliable_transport import Faults, build_eager_router, build_worker
 
 
 def run() -> None:
@@ -22,6 +23,7 @@ def run() -> None:
     faults = Faults(Path(log), int(seed), float(rate))
     compose.build_prefill_worker = functools.partial(build_worker, ServiceRole.PREFILL, faults)
     compose.build_decode_worker = functools.partial(build_worker, ServiceRole.DECODE, faults)
+    compose.build_router = build_eager_router
     main.run()
 
 

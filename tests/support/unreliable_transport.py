@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cli import compose
 from core.config import TandemConfig
@@ -21,6 +22,7 @@ from core.lifecycle import ServiceRole
 from fleet.host.service_host import Placement
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
+from tests.support.eager_reads import eager_reads
 from worker.service import WorkerService
 
 LATE_POLLS = 20
@@ -160,7 +162,20 @@ class UnreliableTransport:
 
 
 def build_worker(role: ServiceRole, faults: Faults, config: TandemConfig, placement: Placement) -> WorkerService:
-    """A `ServiceFactory` for a process of its own, whose transport is unreliable."""
+    """A `ServiceFactory` for a process of its own, whose transport is unreliable. It reads prefixes eagerly."""
     builders = {ServiceRole.PREFILL: compose.build_prefill_worker, ServiceRole.DECODE: compose.build_decode_worker}
     compose.open_transport = faults.opening(compose.open_transport)
+    read_eagerly()
     return builders[role](config, placement)
+
+
+def build_eager_router(config: TandemConfig, placement: Placement) -> Any:
+    """A `ServiceFactory` for a process of its own, whose router lets workers read prefixes eagerly."""
+    read_eagerly()
+    return compose.build_router(config, placement)
+
+
+def read_eagerly() -> None:
+    """Until this process ends."""
+    for change in eager_reads():
+        change.start()

@@ -1,0 +1,41 @@
+"""Workers read a prefix wherever a peer or their disk has one: a fake model computes a prompt faster than any read.
+
+They avoid no source that has failed, and pause briefly after a failure of the disk. So many reads meet a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from router.requests import open_dispatches
+from router.routing import policy
+from router.routing.policy import PrefixRead
+from router.routing.source_trial import SourceTrial
+from worker.tier import disk_tier
+
+COMPUTE_S = 2.0  # that a read from disk seems to save: so a read has about a second
+PAUSE_S = 0.05
+LATE_S = 0.5  # a busy machine delays messages
+
+
+def eager_reads() -> list[Any]:
+    """Patches of this process, which are for routers and for workers."""
+    limit_s, prefix_read, disk_read = disk_tier.DiskTier.limit_s, policy.prefix_read, policy.disk_read
+
+    def limit_beside_slow_steps(tier: disk_tier.DiskTier, num_blocks: int, _: float, now: float) -> float | None:
+        return limit_s(tier, num_blocks, COMPUTE_S, now)
+
+    def free(read: PrefixRead | None) -> PrefixRead | None:
+        return None if read is None else read._replace(seconds=0.0)
+
+    return [
+        patch.object(policy, "LEAST_GAIN_S", -1e6),
+        patch.object(policy, "prefix_read", lambda *args: free(prefix_read(*args))),
+        patch.object(policy, "disk_read", lambda *args: free(disk_read(*args))),
+        patch.object(open_dispatches, "LATE_S", LATE_S),
+        patch.object(SourceTrial, "begin", lambda *_: None),
+        patch.object(SourceTrial, "end", lambda *_: None),
+        patch.object(disk_tier.DiskTier, "limit_s", limit_beside_slow_steps),
+        patch.object(disk_tier, "FIRST_PAUSE_S", PAUSE_S),
+        patch.object(disk_tier, "MAX_PAUSE_S", PAUSE_S),
+    ]
