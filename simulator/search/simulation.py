@@ -32,6 +32,7 @@ from vllm_worker.fake_engine import FakeCluster
 
 LATEST_END_S = 100.0
 FAILED_RESTART_S = 0.5  # after a worker has ended because of its engine
+DISKS_REST_S = 2.0  # a disk of 200 slots takes 0.23 s to fill, and its worker reports within 0.4 s
 SETTLE_S = 6.0  # after the last request, so that leases expire, kept messages expire and reports arrive
 
 
@@ -118,6 +119,8 @@ class Simulation:
             world.run_until(LATEST_END_S, done=lambda: self._shell is None or self._shell.is_at_rest)
             self._shell.check_at_rest()
         world.run_until(world.now + SETTLE_S)
+        if any(spec.disk_slots for spec in scenario.workers):
+            world.run_until(world.now + DISKS_REST_S, done=self._disks_rest)
         alive = [node for node in self.fleet.values() if node.alive]
         for router in self.routers:
             if router.alive:
@@ -126,6 +129,14 @@ class Simulation:
             check_paths(scenario.seed, alive)
         self._count(alive + self._ended)
         return Result(scenario.seed, world.counts, world.log_hash, world.num_events, ended_at)
+
+    def _disks_rest(self) -> bool:
+        """Nothing is copied to a disk, and the routers know what lies there. A pause of writes may end at any time."""
+        indexes = [router.machine.workers.index for router in self.routers if router.alive]
+        return not any(
+            any(node.kept_blocks.values()) or any(index.held(name) != node.cached_blocks for index in indexes)
+            for name, node in self.fleet.items() if node.alive
+        )  # fmt: skip
 
     def _start(self, spec: WorkerSpec) -> None:
         chance = self.world.random
