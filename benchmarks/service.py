@@ -60,9 +60,12 @@ class Role:
     ordinal: int = 0
     # Of a worker: the time of one step; None = the default model computes. Of a bare server: 0 = as fast as it can.
     step_s: float | None = 0.0
+    token_s: float = 0.0  # of a worker: what each prompt token adds to the time of a step
     num_blocks: int = 65_536  # of a worker's pool
     moves_kv: bool = False  # the pool has the layout of the default model, and its blocks move over nixl with digests
     http_port: int = 0  # of a router; 0 = no HTTP
+    local_prefill: str = "auto"  # of a router
+    peer_prefixes: str = "never"  # of a router
     disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
 
 
@@ -169,7 +172,7 @@ def build_sleeping_runner(role: Role, step_s: float) -> SleepingRunner:
     info = describe(resolve_model(CONFIG.engine.model), CONFIG.engine.max_context)
     num_layers, num_kv_heads, head_dim = (30, 3, 64) if role.moves_kv else (1, 1, 2)
     layout = KVLayout(info.fingerprint, "bfloat16", num_layers, num_kv_heads, BLOCK_SIZE, head_dim)
-    return SleepingRunner(info, role.num_blocks, layout, step_s)
+    return SleepingRunner(info, role.num_blocks, layout, step_s, role.token_s)
 
 
 async def start_service(host: ServiceHost, role: Role) -> Endpoint:
@@ -177,7 +180,9 @@ async def start_service(host: ServiceHost, role: Role) -> Endpoint:
         factory.build_runner = lambda *_, **__: build_sleeping_runner(role, step_s)
     transfer = TransferConfig() if role.moves_kv else TransferConfig(transport="memory")
     cache = CacheConfig(disk_gb=2.0 if role.disk_dir else 0.0, disk_dir=role.disk_dir)
-    config = replace(CONFIG, transfer=transfer, gateway=GatewayConfig(port=role.http_port), cache=cache)
+    router = replace(CONFIG.router, local_prefill=role.local_prefill, peer_prefixes=role.peer_prefixes)
+    gateway = GatewayConfig(port=role.http_port)
+    config = replace(CONFIG, transfer=transfer, gateway=gateway, cache=cache, router=router)
     placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, control=None)
     endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], config)), placement)
     if isinstance(endpoint, StartFault):

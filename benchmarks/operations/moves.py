@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -105,9 +106,9 @@ async def streams(
         yield begun
 
 
-def gaps_of(answer: Answer, since: float) -> list[float]:
-    """Those that ended after `since`, when the part began to disturb the streams."""
-    return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended]
+def gaps_of(answer: Answer, since: float, until: float = math.inf) -> list[float]:
+    """Those that ended after `since`, when the part began to disturb the streams, and before `until`."""
+    return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended < until]
 
 
 def has_moved(answer: Answer) -> bool:

@@ -57,7 +57,7 @@ async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """A tiny model computes a prefix faster than any call takes, so here the router reads wherever it can."""
     monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
     monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)  # a busy machine delays messages
-    config = tiny_config(request.param, transport="nixl")
+    config = tiny_config(request.param, transport="nixl", peer_prefixes="auto")
     transfer = replace(config.transfer, max_blocks_per_read=2, max_reads_in_flight=1)  # several reads of one prefix
     async with deploy(replace(config, transfer=transfer)) as running:
         yield running

@@ -1,0 +1,125 @@
+"""A prefill worker that has joined reads the history of a conversation from the decode worker.
+
+prefix   SmolLM2-135M on each of two workers. The first turn has 1,024 tokens; the second turn reads them, and a prompt
+         of as many other tokens is computed
+source   steps take a given time. 16 streams run on the decode worker while the new prefill worker takes 16 second
+         turns, one each 1.25 s. It reads their histories from the decode worker, or, where it may not, computes them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+
+from benchmarks.asking import Answer, ask, random_prompts
+from benchmarks.operations.moves import gaps_of, streams
+from benchmarks.report import Line, Report, percentile
+from benchmarks.service import MeasuredProcess, Role, running
+from tandem_client import AsyncClient
+
+NUM_TOKENS, TIMEOUT_S = 1024, 300.0
+LEAST_RATIO = 1 / 0.35  # of the time to compute
+NUM_TURNS, TURN_S = 16, 1.25
+NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUT = 16, 64, 1100
+STEP_S, TOKEN_S = 0.02, 0.001  # of a decode step; of a prompt token of the prefill worker, beside that
+NUM_BLOCKS = 6144
+REPORTED_S = 3.0  # until the router knows of the last blocks
+LEAST_GAP_RATIO = 1 / 1.1
+
+
+async def prefix(report: Report, repeats: int) -> None:
+    read, computed = [], []
+    for repeat in range(repeats):
+        history, other = random_prompts(2, NUM_TOKENS + 1, seed=repeat)
+        router = Role("router", local_prefill="never", peer_prefixes="auto", moves_kv=True)
+        workers = [Role("prefill", ordinal=number, step_s=None, moves_kv=True) for number in range(2)]
+        with running(router, *workers, Role("decode", step_s=None, moves_kv=True)) as (front, *served):
+            async with AsyncClient(front.address) as client:
+                second = await _second_turn(client, front, served, [history])
+                again = await _answer(client, second[0])
+                fresh = await _answer(client, other)
+        computed.append(fresh.times[0] * 1e3)
+        if again.finished is not None and again.finished.receipt.read_tokens >= NUM_TOKENS:
+            read.append(again.times[0] * 1e3)
+    report.add(Line(f"second turns of {repeats} whose history was read", len(read), "turns", least=repeats))
+    if not read:
+        raise RuntimeError("no history was read")
+    cold_ms = statistics.median(computed)
+    report.add(Line(f"first token of a new prompt, {NUM_TOKENS} tokens computed", cold_ms, "ms"))
+    report.add(
+        Line(
+            f"first token of a second turn, {NUM_TOKENS} tokens from a peer", statistics.median(read), "ms",
+            peer="computing", peer_value=cold_ms, least_ratio=LEAST_RATIO,
+        )
+    )  # fmt: skip
+
+
+async def source(report: Report, repeats: int) -> None:
+    gaps: dict[str, list[float]] = {"never": [], "auto": []}
+    first: dict[str, list[float]] = {"never": [], "auto": []}
+    for repeat in range(repeats):
+        for option in gaps:
+            of_streams, of_turns = await _beside_streams(option, repeat)
+            gaps[option] += of_streams
+            first[option] += of_turns
+    for percent in (50, 99):
+        without_ms, with_ms = (percentile(gaps[option], percent / 100) * 1e3 for option in gaps)
+        report.add(
+            Line(
+                f"gap of a stream of the source, p{percent}, {NUM_TURNS} histories read", with_ms, "ms",
+                peer="histories computed", peer_value=without_ms, least_ratio=LEAST_GAP_RATIO,
+            )
+        )  # fmt: skip
+    for option, times in first.items():
+        report.add(
+            Line(f"... first token of these turns, peer_prefixes = {option}", statistics.median(times) * 1e3, "ms")
+        )
+
+
+async def _beside_streams(option: str, seed: int) -> tuple[list[float], list[float]]:
+    """The gaps of the streams while the turns came, and the times of the first tokens of these."""
+    router = Role("router", local_prefill="never", peer_prefixes=option, moves_kv=True)
+    workers = [
+        Role("prefill", ordinal=number, step_s=STEP_S / 10, token_s=TOKEN_S, num_blocks=NUM_BLOCKS, moves_kv=True)
+        for number in range(2)
+    ]
+    decode = Role("decode", step_s=STEP_S, num_blocks=NUM_BLOCKS, moves_kv=True)
+    with running(router, *workers, decode) as (front, *served):
+        async with AsyncClient(front.address) as client:
+            histories = random_prompts(NUM_TURNS, NUM_TOKENS + 1, seed)
+            turns = await _second_turn(client, front, served, histories)
+            async with streams(client, NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUT, seed) as begun:
+                since, answers = time.perf_counter(), list[Answer]()
+                for number, turn in enumerate(turns):
+                    await asyncio.sleep(since + number * TURN_S - time.perf_counter())
+                    answers.append(await _answer(client, turn))
+                until = time.perf_counter()
+    num_read = sum(a.finished is not None and a.finished.receipt.read_tokens >= NUM_TOKENS for a in answers)
+    if num_read != (NUM_TURNS if option == "auto" else 0):
+        raise RuntimeError(f"with peer_prefixes = {option}, {num_read} of {NUM_TURNS} histories were read")
+    found = [gap for stream in begun for gap in gaps_of(stream, since, until)]
+    return found, [answer.times[0] for answer in answers]
+
+
+async def _second_turn(
+    client: AsyncClient, router: MeasuredProcess, workers: Sequence[MeasuredProcess], histories: Sequence[list[int]]
+) -> list[list[int]]:
+    """The prompts of the second turns. From here on, the first prefill worker takes no call."""
+    first, second, decode = workers
+    router.follow([first, decode])
+    turns = []
+    for history in histories:
+        answer = await _answer(client, history)
+        turns.append([*history, *answer.token_ids, 5, 6, 7])
+    router.follow([second, decode])
+    await asyncio.sleep(REPORTED_S)
+    return turns
+
+
+async def _answer(client: AsyncClient, prompt: list[int]) -> Answer:
+    answer = await ask(client, prompt, 4, TIMEOUT_S, time.perf_counter())
+    if answer.error or answer.finished is None:
+        raise RuntimeError(answer.error or "the answer has no end")
+    return answer
