@@ -169,10 +169,10 @@ def build_worker(role: ServiceRole, faults: Faults, config: TandemConfig, placem
     return builders[role](config, placement)
 
 
-def build_eager_router(config: TandemConfig, placement: Placement) -> Any:
-    """A `ServiceFactory` for a process of its own, whose router lets workers read prefixes eagerly."""
+def build_eager_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
+    """As `compose.build_router`, in a process of its own, whose router lets workers read prefixes eagerly."""
     read_eagerly()
-    return compose.build_router(config, placement)
+    return compose.build_router(config, placement, cache_dir)
 
 
 def read_eagerly() -> None:
