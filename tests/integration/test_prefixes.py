@@ -63,21 +63,11 @@ async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         yield running
 
 
-async def until_indexed(deployment: Deployment) -> None:
-    """Wait until the router knows what each worker has cached."""
-    index = deployment.router._shell._driver.machine.workers.index
-
-    def is_known(worker: WorkerService) -> bool:
-        return index.held(deployment.id_of(worker)) == set(machine_of(worker).core.pool.registered_hashes())
-
-    await until(lambda: all(map(is_known, deployment.workers)), "the router knows the caches")
-
-
 async def first_turn(deployment: Deployment, **options: Any) -> tuple[int, ...]:
     """The history of a second turn. The decode worker has the KV of the first answer, the prefill worker has not."""
     first = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT, **options)
     await deployment.settle()
-    await until_indexed(deployment)
+    await until(lambda: deployment.caches_are_known, "the router knows the caches")
     return (*PROMPT, *first.token_ids, 5, 6, 7)
 
 
@@ -151,7 +141,7 @@ async def test_a_source_that_fails_changes_no_token(
 ) -> None:
     history = await first_turn(deployment)
     deployment.drop_caches(deployment.prefill)
-    await until_indexed(deployment)
+    await until(lambda: deployment.caches_are_known, "the router knows the caches")
     happened = fault(monkeypatch)
     answer = await deployment.generate(token_ids=history, max_tokens=NUM_OUTPUT, **sampling)
     assert happened
