@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-peers image clients screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-advise bench-peers image clients screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -89,6 +89,9 @@ bench-operations: setup  ## Measure what streams feel of rolls, live changes, dr
 
 bench-planner: setup  ## Compare the planner with fixed sizes and an oracle, in virtual time (half an hour)
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(PARTS_OF)
+
+bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (a minute)
+	$(BIN)/python -m benchmarks.advise $(PARTS_OF)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import gc
 import logging
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ import uvloop
 from rich.console import Console
 
 from cli.http_port import claimed_port, gateway_line
+from cli.interrupts import run_interruptible
 from cli.remote_router import RemoteRouter, remote_routers
 from cli.screens.terminal import print_line
 from core.config import TandemConfig
@@ -49,28 +49,25 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
 
     log_to_stderr(logging.WARNING)
     give_large_blocks_back()
+    show = functools.partial(print_line, console)
 
     async def main(config: TandemConfig) -> None:
-        interrupted = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
         credentials = _channel_credentials(config)
         server = _server(config, remote_routers(routers, credentials))
-        await server.start()
-        gc.collect()
-        gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
+        starting = asyncio.create_task(server.start())
         try:
+            await asyncio.shield(starting)  # a start that is broken off has nothing to drain, and logs its traceback
+            gc.collect()
+            gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
             for fault in dict.fromkeys(away):
-                print_line(console, f"the gateway answers 503 until its router answers: {fault}")
-            print_line(console, f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
-            print_line(console, gateway_line(config.gateway))
-            waits = [asyncio.ensure_future(interrupted.wait()), asyncio.ensure_future(server.failed())]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if waits[1].done():
-                raise TandemError(f"the HTTP server has failed: {waits[1].result()}")
+                show(f"the gateway answers 503 until its router answers: {fault}")
+            show(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
+            show(gateway_line(config.gateway))
+            raise TandemError(f"the HTTP server has failed: {await server.failed()}")
         finally:
+            await starting
             await server.drain(config.router.drain_timeout_s)
 
     with claimed_port(config.gateway) as claimed:
-        uvloop.run(main(replace(config, gateway=claimed)))
+        run_interruptible(functools.partial(main, replace(config, gateway=claimed)), show, run=uvloop.run)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.commands.advise_flags import ADVISE_FLAGS
 from cli.commands.command_options import DEFAULT_ROUTER, Router, Security, console
 from cli.commands.fleet_commands import add_fleet_commands
 from cli.commands.simulate_flags import SIMULATE_FLAGS, values_of
@@ -232,6 +233,21 @@ def simulate(
         raise typer.BadParameter(f"{axes[0]!r}: axes belong to --sweep")
     options["sweep"] = [*(options["sweep"] or ()), *(axes or ())]
     run_simulation(options, console)
+
+
+@app.command()
+@with_flags(ADVISE_FLAGS)
+def advise(
+    log: Annotated[
+        Path | None, typer.Argument(help="Calls of OpenAI's API, .jsonl; or a trace of Mooncake or Azure.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    **flags: Any,
+) -> None:
+    """Should I split into prefill and decode pools? Goodput of each shape of your GPUs, from your own requests."""
+    from cli.commands.advise import advise as answer
+
+    answer(log, values_of(flags, ADVISE_FLAGS), as_json, console)
 
 
 @app.command()

@@ -25,6 +25,10 @@ class Deadlines(Generic[K]):
         heapq.heappush(self._heap, (when, self._order, key))
         self._bound_heap()
 
+    def when(self, key: K) -> float:
+        """Raises `KeyError` for a key without a deadline."""
+        return self._when[key]
+
     def cancel(self, key: K) -> None:
         self._when.pop(key, None)
         self._bound_heap()

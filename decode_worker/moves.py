@@ -27,13 +27,11 @@ from core.handoff import AbortReason, TransferId
 from core.lifecycle import MoveReason, Stage
 from core.scheduling.sequence import Sequence
 from decode_worker.events import AskToMove, HandedOver, MoveArrived, ResumeArrived
-from decode_worker.move_asks import MIN_TOKENS_LEFT, MoveAsks
+from decode_worker.move_asks import MIN_TOKENS_LEFT, ROOM_WAIT_S, MoveAsks
 from kv_transfer.protocol.events import OfferEnded, TransferAction
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.offer import Offer
 from worker.core import WorkerCore
-
-ROOM_WAIT_S = 5.0  # for the WANT: another worker may have room sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,8 @@ class Moves:
         own = self._transfers.address.layout
         if event.reader.layout != own:
             raise LayoutMismatch(own.differences(event.reader.layout))
-        actions = self._transfers.offer(event.transfer_id, event.reader, now)
+        deadline = self._core.open_calls.deadlines.when(event.request_id)
+        actions = self._transfers.offer(event.transfer_id, event.reader, deadline, now)
         move = self.by_id[event.request_id] = Move(sequence, event.transfer_id, event.num_tokens, now)
         sequence.is_moving = True
         return actions + self._offer_full_blocks(move, now)

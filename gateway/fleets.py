@@ -11,23 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
 from core.config import ModelRuleConfig, ServedModelConfig
-from core.errors import TandemError, WorkerUnavailable, quoted
+from core.errors import ErrorCode, TandemError, WorkerUnavailable, quoted
 from core.service import Metadata
 from gateway.router_calls import RouterCalls
+from runtime.rpc.api_keys import presented_key
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
 POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
-READY_TIMEOUT_S = 2.0
-NEXT_FLEET_S = 0.2  # a fleet that has not said in this time whether it takes a key holds up no other
+READY_TIMEOUT_S = 2.0  # for the answer of a router about itself; beyond: requests go to the other routers of its fleet
+NEXT_ASKED_S = 0.2  # a router or a fleet that has not said in this time whether it takes a key holds up no other
+MAX_KEYS = 1024  # keys whose fleet is known; beyond: every fleet is asked about the oldest again
+REFUSALS = (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED)
 
+Asking = Callable[[], Coroutine[Any, Any, None]]
 Connect = Callable[[str], RouterCalls]  # to host:port
 
 
@@ -57,6 +63,38 @@ def fleets_of(request: Request) -> Fleets:
     return fleets
 
 
+async def _ask_in_turn(askings: Sequence[Asking], final: Collection[ErrorCode] = ()) -> None:
+    """Return once one of `askings` succeeds. The next one begins after `NEXT_ASKED_S`, or after the end of the last.
+
+    Raises the error of the first if all fail, and at once an error with a code in `final`.
+    """
+    tasks: list[asyncio.Task[None]] = []
+
+    def have_decided() -> bool:
+        errors = [task.exception() for task in tasks if task.done()]
+        for error in errors:
+            if isinstance(error, TandemError) and error.code in final:
+                raise error
+        return None in errors
+
+    try:
+        for asking in askings:
+            tasks.append(asyncio.create_task(asking()))
+            await asyncio.wait(tasks[-1:], timeout=NEXT_ASKED_S)
+            if have_decided():
+                return
+        waiting: set[asyncio.Task[None]] = set(tasks)
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if have_decided():
+                return
+        await tasks[0]  # raises its refusal
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class ModelUnknown(Exception):
     """No fleet serves the model. `names` lists the models that are served."""
 
@@ -76,11 +114,14 @@ class RouterLink:
 
     async def ask(self) -> None:
         try:
-            self.info = await self.router.model()
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                self.info = await self.router.model()
             self.fault = ""
             self._answered.set()
         except TandemError as error:
             self.fault = str(error)
+        except TimeoutError:
+            self.fault = f"no answer from {self.router.address} within {READY_TIMEOUT_S:g} s"
 
     async def poll_model(self) -> None:
         while True:
@@ -94,31 +135,36 @@ class Fleet:
     def __init__(self, routers: Sequence[RouterCalls]) -> None:
         self.answered = asyncio.Event()  # one of the routers has
         self.links = [RouterLink(router, self.answered) for router in routers]
-        self._turn = 0
+        self._turn = self._key_turn = 0
 
     @property
     def info(self) -> GetModelResponse | None:
         return next((link.info for link in self.links if link.info is not None), None)
 
-    def pick(self) -> RouterLink:
-        """The next router that answers; if all are away, one that has answered before. Raises `TandemError`."""
+    def _present(self) -> list[RouterLink]:
+        """The routers that answer; if all are away, those that have answered before. Raises `TandemError`."""
         present = [link for link in self.links if not link.fault] or [link for link in self.links if link.info]
         if not present:
             raise WorkerUnavailable(self.links[0].fault)
+        return present
+
+    def pick(self) -> RouterLink:
+        """The next of the present routers. Raises `TandemError`."""
+        present = self._present()
         self._turn += 1
         return present[self._turn % len(present)]
 
     async def authorize(self, metadata: Metadata) -> None:
-        await self.pick().router.authorize(metadata)
+        """Raises `TandemError` if a router refuses the key, or if none answers. Keys have a turn of their own: each
+        request asks about its key, and would else always be sent to the same of two routers."""
+        present = self._present()
+        self._key_turn = (self._key_turn + 1) % len(present)
+        in_turn = present[self._key_turn :] + present[: self._key_turn]
+        await _ask_in_turn([partial(link.router.authorize, metadata) for link in in_turn], final=REFUSALS)
 
     async def fault(self) -> str:
         """The reason why no request can be served now; empty if one can."""
-        for link in self.links:
-            try:
-                async with asyncio.timeout(READY_TIMEOUT_S):
-                    await link.ask()
-            except TimeoutError:
-                link.fault = f"no answer from {link.router.address} within {READY_TIMEOUT_S:g} s"
+        await asyncio.gather(*(link.ask() for link in self.links))
         serving = [link for link in self.links if not link.fault]
         if not serving:
             return self.links[0].fault
@@ -149,6 +195,7 @@ class Fleets:
         self._aliases = {alias: model.name for model in models for alias in model.aliases}
         self._rules = tuple(rules)
         self._tasks: list[asyncio.Task[None]] = []
+        self._takers: dict[str | None, Fleet] = {}  # by key, the fleet that took the key last
 
     @property
     def fleets(self) -> list[Fleet]:
@@ -176,23 +223,21 @@ class Fleets:
             await link.router.close()
 
     async def authorize(self, metadata: Metadata) -> None:
-        """Raises `TandemError` if no fleet takes calls with the API key in `metadata`."""
-        asking: list[asyncio.Task[None]] = []
-        try:
-            for fleet in self.fleets:
-                asking.append(asyncio.create_task(fleet.authorize(metadata)))
-                await asyncio.wait(asking[-1:], timeout=NEXT_FLEET_S)
-                if any(task.done() and task.exception() is None for task in asking):
-                    return
-            for answer in asyncio.as_completed(asking):
-                with contextlib.suppress(TandemError):
-                    await answer
-                    return
-            await asking[0]  # raises its refusal
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+        """Raises `TandemError` if no fleet takes calls with the API key in `metadata`.
+
+        The fleet that took the key last is asked first: the others refuse the key again, and need not see it.
+        """
+        key = presented_key(metadata)
+        taker = self._takers.get(key)
+
+        async def ask(fleet: Fleet) -> None:
+            await fleet.authorize(metadata)
+            self._takers.pop(key, None)  # the oldest come first
+            self._takers[key] = fleet
+
+        await _ask_in_turn([partial(ask, fleet) for fleet in sorted(self.fleets, key=lambda each: each is not taker)])
+        while len(self._takers) > MAX_KEYS:
+            del self._takers[next(iter(self._takers))]
 
     def names(self) -> list[str]:
         return [listed.name for listed in self.listed()]

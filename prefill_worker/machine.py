@@ -181,7 +181,7 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.refuse(sequence)
-            offered = self.transfers.offer(event.transfer_id, event.reader, now)
+            offered = self.transfers.offer(event.transfer_id, event.reader, event.deadline, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise

@@ -13,6 +13,7 @@ Metadata = Sequence[tuple[str, str]]
 AUTHORIZATION = "authorization"
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+LOOKAHEAD_BYTES = 64 * 1024  # of a call, ahead of its reader; beyond: the tokens stay in the router
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -22,8 +23,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's other pings: while one waits, by default 60 s, none is sent
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # By default, a router may send megabytes of each call ahead of its reader.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a restarted router never inherits a broken connection
     # After a failed connection, calls fail until the next one: by default for 1 s, longer than they are retried.
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # a stopped router accepts, and says nothing: by default, 20 s
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )

@@ -10,6 +10,7 @@ installs must be tested there.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -88,16 +89,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneComp
 def pytest_configure() -> None:
     """The garbage collector would look through all modules and items again and again: it starts when they are there."""
     gc.disable()
+    atexit.register(gc.unfreeze)  # libraries count what is left at the end of the process; pytest collects before
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries count what is left at the end of the process
 
 
 def complaint(reason: str) -> str | None:

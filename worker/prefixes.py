@@ -107,7 +107,7 @@ class Prefixes:
         num_spare_blocks = max(0, num_spare_blocks)
         if event.reader.layout != own:
             raise LayoutMismatch(own.differences(event.reader.layout))
-        actions = self._transfers.offer(event.transfer_id, event.reader, now, event.limit_s)
+        actions = self._transfers.offer(event.transfer_id, event.reader, now + event.limit_s, now, is_of_cache=True)
         full: list[FullBlock] = []
         extend_full_blocks(full, event.token_ids, own.block_size, root_hash(event.cache_salt))
         given: list[int] = []

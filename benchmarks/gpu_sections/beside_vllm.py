@@ -117,7 +117,7 @@ def systems(section: Section) -> list[System]:
         for place, (name, text) in enumerate(tables.items())
     ]
     if section.rehearse:
-        return found
+        return found[:-1]  # the last differs from the first in a number of its config
     if not python_of(VllmConfig()).exists():
         section.note(f"vLLM is not installed at {python_of(VllmConfig())}")
         return found

@@ -25,7 +25,7 @@ from engine.runner import StepLimits, run_step
 CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)
 TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
 STEPS, WARM_UP_STEPS = 40, 8
-TINY_STEPS, TINY_WARM_UP_STEPS = 4, 2  # an interpreted step takes a third of a second
+TINY_STEPS, TINY_WARM_UP_STEPS = 2, 1  # an interpreted step takes a third of a second
 LEAST_SHARES = (0.8, 0.7)  # of the floor: on the device, served
 NO_GOALS = (None, None)
 CASE_S, MODEL_S = 10.0, 30.0

@@ -18,7 +18,7 @@ from engine.runner import StepLimits
 
 CASES = [(2048, 2048), (8192, 8192), (8192, 2048)]  # (tokens of the prompt, tokens of a step)
 TINY_CASES = [(40, 40), (40, 16)]
-REPEATS = 5
+REPEATS, TINY_REPEATS = 5, 1  # interpreted, each takes seconds
 CASE_S, MODEL_S = 8.0, 25.0
 BFLOAT16 = "bfloat16 KV"
 
@@ -45,7 +45,7 @@ def measure_model(
             continue
         driver = RunnerDriver(runner, StepLimits(max_running=8, max_batched_tokens=at_once))
         on_device, served = [], []
-        for repeat in range(REPEATS + 1):
+        for repeat in range((TINY_REPEATS if section.rehearse else REPEATS) + 1):
             driver.clear()
             prompt = random_prompt(num_tokens, runner.info.vocab_size, repeat)
             driver.add(request(f"{name} {repeat}", prompt, max_tokens=1))

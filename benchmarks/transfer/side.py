@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import random
 import secrets
@@ -97,7 +98,7 @@ class Side:
         """Offer blocks that are ready, and wait for their digests if `digests_made`."""
         blocks = self._offered = self._ordered(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
-        self._act(self._machine.offer(transfer_id, peer, now))
+        self._act(self._machine.offer(transfer_id, peer, math.inf, now))
         self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, (1,), now))
         if digests_made:
             await self._digests_made()
@@ -115,7 +116,7 @@ class Side:
         blocks = self._pool.allocate(num_blocks)
         assert blocks is not None, "the pool is too small"
         tokens = np.random.default_rng(2).integers(1000, 40_000, num_tokens).tolist()
-        self._act(self._machine.offer(transfer_id, peer, self._driver.now()))
+        self._act(self._machine.offer(transfer_id, peer, math.inf, self._driver.now()))
         seconds = 0.0
         for start in range(0, num_tokens, CHUNK_TOKENS):
             count = min(CHUNK_TOKENS, num_tokens - start)

@@ -12,8 +12,9 @@ from functools import partial
 from rich.console import Console
 
 from cli.commands.pull import pull_if_listed
-from cli.commands.serve import fleet, fleet_spec, run_interruptible
+from cli.commands.serve import fleet, fleet_spec
 from cli.credentials import with_cluster_token
+from cli.interrupts import run_interruptible
 from cli.screens.terminal import print_line
 from cli.screens.waterfall import draw
 from core.config import TandemConfig

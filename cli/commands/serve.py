@@ -12,12 +12,8 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 
@@ -26,8 +22,8 @@ from cli.commands.pull import pull_if_listed
 from cli.config_file import Flags, config_of, set_by_flags
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.diagnosis.vllm_environment import python_of, torch_version, variables
-from cli.exit_codes import INTERRUPTED
 from cli.http_port import claimed_port, gateway_line
+from cli.interrupts import PrintLine, run_interruptible
 from cli.screens.pool_lines import num_serving, ready_line
 from cli.screens.terminal import print_line
 from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
@@ -45,8 +41,6 @@ from tandem_client.stubs import worker_pb2
 
 STOP_MARGIN_S = 5.0
 POLL_INTERVAL_S = 0.05
-
-PrintLine = Callable[[str], None]
 
 
 def fleet_spec(config: TandemConfig, flags: Flags | None = None) -> FleetSpec:
@@ -228,44 +222,6 @@ async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
                     print_line(update.text)
                 case FleetFailed():
                     raise TandemError(update.reason)
-
-
-class Interrupts:
-    """The first Ctrl-C or SIGTERM cancels the task; the second calls `end` and ends the process at once."""
-
-    def __init__(self, task: asyncio.Task[None], print_line: PrintLine, end: Callable[[], None]) -> None:
-        self._task, self._print_line, self._end = task, print_line, end
-        self.count = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        self.count += 1
-        if self.count == 1:
-            self._print_line("draining; a second Ctrl-C stops at once")
-            self._task.cancel()
-            return
-        self._end()
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
-
-
-def run_interruptible(
-    main: Callable[[], Coroutine[Any, Any, None]], print_line: PrintLine, end: Callable[[], None] = lambda: None
-) -> bool:
-    """Run `main`, which `Interrupts` may cancel. Returns whether it was interrupted."""
-
-    async def supervised() -> bool:
-        task = asyncio.create_task(main())
-        interrupts = Interrupts(task, print_line, end)
-        try:
-            await task
-        except asyncio.CancelledError:
-            if interrupts.count == 0:
-                raise
-        return interrupts.count > 0
-
-    return asyncio.run(supervised())
 
 
 def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console) -> None:

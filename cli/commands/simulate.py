@@ -23,7 +23,8 @@ from simulator.processes import CountEnded
 from simulator.replay.replay_config import ReplayConfig
 from simulator.replay.runs import run_grid, run_seeds
 from simulator.replay.sweep import WHOLE, Axis
-from simulator.replay.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+from simulator.replay.workload_files import read_workload
+from simulator.replay.workloads import Synthetic, Workload, synthetic
 
 SYNTHETIC = "synthetic"
 ARRIVALS = ("trace", "poisson", "gamma")
@@ -219,15 +220,10 @@ def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
 def _workload(options: Mapping[str, Any]) -> Workload:
     if options["workload"] == SYNTHETIC:
         return _synthetic(options)
-    path = Path(options["workload"])
-    shared = {name: options[name] for name in ("divisor", "output_divisor")} | {"limit": options["requests"]}
-    if path.suffix == ".csv":
-        return azure(path, **shared)
-    with path.open(encoding="utf-8") as lines:
-        is_agents = '"session"' in lines.readline()
-    if is_agents:
-        return agent_sessions(path, options["session_rate"], options["seed"], **shared)
-    return mooncake(path, **shared)
+    return read_workload(
+        Path(options["workload"]), options["requests"], options["divisor"], options["output_divisor"],
+        options["session_rate"], options["seed"],
+    )  # fmt: skip
 
 
 def _synthetic(options: Mapping[str, Any]) -> Workload:

@@ -32,8 +32,9 @@ HEAD_TIMEOUT_S = 30.0  # from the first byte of a request to the end of its head
 BODY_TIMEOUT_S = 60.0  # from the end of the head to the end of the body; beyond: status 408
 BODY_GRACE_S = 5.0  # for the middleware, which answers status 408 first
 KEEP_ALIVE_S = 75.0  # between two requests, longer than clients and proxies wait; beyond: the connection closes
-# Limit: a client that takes no byte of its answer, or of its end; beyond: cut off, its request cancelled
+# Limit: a client takes 64 KiB of its answer, or the rest, or its end; beyond: cut off, its request cancelled
 WRITE_TIMEOUT_S = 60.0
+LEAST_TAKEN_BYTES = 64 * 1024
 READ_BY_THE_MIDDLEWARE = ("POST", "PUT", "PATCH")  # methods whose body is read before a route runs
 
 
@@ -263,7 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._lower.close()  # else TLS waits for an answer to its end, which an idle client does not give
         if self.is_full or is_closing:  # it gets no more to write, so less in it means progress
             unsent = self._num_unsent()
-            if self._unsent is None or unsent < self._unsent:
+            least = min(LEAST_TAKEN_BYTES, self._unsent or 1)
+            if self._unsent is None or self._unsent - unsent >= least:
                 self._unsent, self._stalled_since = unsent, now
             elif now - self._stalled_since > WRITE_TIMEOUT_S:
                 self.abort()

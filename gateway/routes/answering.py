@@ -165,7 +165,8 @@ async def answer_object(request: Request, call: Call, form: AnswerForm) -> Respo
 
 
 class ObjectResponse(Response):
-    """One JSON object. A long one is sent in pieces, each once the client has read most of the pieces before."""
+    """One JSON object. A long one is sent in pieces, each in a turn of the loop of its own, once the client has read
+    most of the pieces before. In the turn of its loss, a connection does not know yet that nothing may be written."""
 
     def __init__(self, pieces: deque[bytes], headers: dict[str, str]) -> None:
         self._pieces = pieces
@@ -180,6 +181,7 @@ class ObjectResponse(Response):
             if not pieces or len(part) >= SEND_BYTES:
                 await send({"type": "http.response.body", "body": bytes(part), "more_body": bool(pieces)})
                 part.clear()
+                await asyncio.sleep(0)
 
 
 def _count_time_before(request: Request) -> None:

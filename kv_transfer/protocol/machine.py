@@ -12,7 +12,6 @@ the end of the offer returns them, whatever happens to the sequence that held th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import assert_never
 
@@ -63,16 +62,16 @@ class TransferMachine:
     # ---- new transfers, which connect to their peer
 
     def offer(
-        self, transfer_id: TransferId, peer: AgentAddress, now: float, want_within_s: float = math.inf
+        self, transfer_id: TransferId, peer: AgentAddress, deadline: float, now: float, is_of_cache: bool = False
     ) -> Actions:
-        """Make an offer to `peer`. Without a WANT within `want_within_s`, it is withdrawn.
+        """Make an offer to `peer`, which is aborted at `deadline` (time of the machine), read or not.
 
         Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the id is not new.
 
         A message of the puller may have arrived before, so `OfferEnded` may be among the actions.
         """
         self.owner.refuse_offer(transfer_id, peer)
-        return self._connect(peer, now) + self.owner.offer(transfer_id, peer, now, want_within_s)
+        return self._connect(peer, now) + self.owner.offer(transfer_id, peer, deadline, now, is_of_cache)
 
     def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> Actions:
         """Renew the lease of the owner's offer until the worker has room.

@@ -17,7 +17,8 @@ class Offer:
     plan: TransferPlan
     created_at: float
     renewed_at: float  # last sign of life of the puller; the lease runs from here
-    want_until: float = math.inf  # without a WANT by then, the offer is withdrawn
+    deadline: float  # of the request: afterwards nobody needs the blocks
+    is_of_cache: bool = False  # of the prefix cache: it may stay unwanted, and digests are computed with the WANT
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
     wanted_pieces: frozenset[int] = frozenset()
@@ -31,18 +32,16 @@ class Offer:
     newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
+    want_answered_at: float = -math.inf
     num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
     aborting: AbortReason | None = None  # the offer ends with this reason, once no read can be running
     detail: str = ""
 
-    @property
-    def is_of_cache(self) -> bool:
-        """Its blocks come from the prefix cache, and it may stay unwanted. Digests are computed with the WANT."""
-        return not math.isinf(self.want_until)
-
-    @property
-    def want_deadline(self) -> float:
-        return self.want_until if self.wanted is None and self.aborting is None else math.inf
+    def ends_at(self, lease_s: float) -> float:
+        """An offer that no message ends is aborted at the deadline of its request, or ends with its lease before. After
+        an abort nothing renews the lease, so no puller holds blocks for longer than `lease_s` after the deadline."""
+        lease_end = self.renewed_at + lease_s
+        return lease_end if self.aborting is not None else min(lease_end, self.deadline)
 
     @property
     def may_be_read(self) -> bool:

@@ -2,12 +2,13 @@
 
     COMPUTING --first block--> OFFERED --RELEASE--> RELEASED
         `----------------------------+--lease_s without a sign of the puller--> EXPIRED
-                                     `--abort, then RELEASE or end of lease--> ABORTED
+                                     `--abort or deadline, then RELEASE or end of lease--> ABORTED
 
 The owner leases a block when it offers the block. It unleases the positions that the puller does not want when the WANT
 arrives, and all others when the offer ends. No offer ends while the puller may still read: an aborted offer with
 announced blocks ends with the RELEASE or with its lease. A puller with a broken connection may still read, so a broken
-connection ends no lease; only the proven death of the puller's process does.
+connection ends no lease; only the proven death of the puller's process does. At the deadline of its request an offer is
+aborted, and nothing renews the lease of an aborted offer.
 
 Messages get lost. A READY counts the blocks announced before it, a heartbeat counts the blocks that arrived, and the
 owner repeats the missing ones. The owner keeps a message that arrives before its offer for half a lease. It answers a
@@ -80,10 +81,12 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float, want_within_s: float) -> Actions:
+    def offer(
+        self, transfer_id: TransferId, peer: AgentAddress, deadline: float, now: float, is_of_cache: bool
+    ) -> Actions:
         """Call `TransferMachine.offer` instead, which also connects to the peer."""
         plan = self._plan_for(peer)
-        self.offers[transfer_id] = Offer(transfer_id, peer, plan, now, now, want_until=now + want_within_s)
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, now, now, deadline, is_of_cache)
         early = self._early.pop(transfer_id, None)
         if early is None:
             return []
@@ -146,11 +149,14 @@ class Owner:
         offer, actions = self._offer_for(sender, want, now)
         if offer is None:
             return actions
-        offer.renew(want.counter, now)
         if offer.aborting is not None:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        offer.renew(want.counter, now)
         if want.layout_fingerprint != offer.peer.layout.fingerprint():
             return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        if now - offer.want_answered_at < self._repeated_after_s:
+            return []
+        offer.want_answered_at = now
         actions = []
         if offer.wanted is None:
             wanted = offer.want(want.positions)
@@ -174,6 +180,8 @@ class Owner:
                     actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
             elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
+            elif offer.aborting is not None:  # its puller has missed the ABORT
+                actions += self._send_abort(peer, offer.transfer_id, offer.aborting, offer.detail)
             else:
                 offer.renew(heartbeat.counter, now)
                 offer.num_unplaced = entry.num_unplaced
@@ -214,13 +222,13 @@ class Owner:
 
     def on_tick(self, now: float) -> Actions:
         actions: Actions = []
-        for offer in [offer for offer in self.offers.values() if now >= offer.renewed_at + self.config.lease_s]:
-            if offer.aborting is not None:
+        for offer in [offer for offer in self.offers.values() if now >= offer.ends_at(self.config.lease_s)]:
+            if now < offer.renewed_at + self.config.lease_s:
+                actions += self.abort(offer.transfer_id, AbortReason.DEADLINE, "not read in time")
+            elif offer.aborting is not None:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
                 actions += self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
-        for offer in [offer for offer in self.offers.values() if now >= offer.want_deadline]:
-            actions += self.abort(offer.transfer_id, AbortReason.DEADLINE, "no WANT in time")
         for transfer_id, early in list(self._early.items()):
             if now >= early.arrived_at + self._early_kept_s:
                 del self._early[transfer_id]
@@ -231,13 +239,18 @@ class Owner:
         return actions
 
     def deadlines(self) -> list[float]:
-        leases = [min(o.renewed_at + self.config.lease_s, o.want_deadline) for o in self.offers.values()]
-        return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
+        offers = [offer.ends_at(self.config.lease_s) for offer in self.offers.values()]
+        return offers + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property
     def _early_kept_s(self) -> float:
         # The router calls both workers at once, so an offer is made within half a lease or never.
         return self.config.lease_s / 2
+
+    @property
+    def _repeated_after_s(self) -> float:
+        # A puller that lacks a READY says so once a heartbeat. Its message is small, and our answer is not.
+        return self.config.heartbeat_s / 2
 
     # ---- inside
 
@@ -303,13 +316,11 @@ class Owner:
         return actions
 
     def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
-        """Repeat the ABORT or the READYs that a puller lacks, as its heartbeat says."""
-        if offer.aborting is not None:
-            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        """Repeat the READYs that a puller lacks, as its heartbeat says."""
         if (
             offer.wanted is None
             or offer.has_reached(num_received)
-            or now - offer.ready_sent_at < self.config.heartbeat_s / 2
+            or now - offer.ready_sent_at < self._repeated_after_s
         ):
             return []
         self._peers.counters.num_ready_repeated += 1

@@ -159,6 +159,8 @@ class Puller:
         if ready.last:
             if not pull.all_announced:
                 pull.all_announced_at = now
+            elif ready.token_ids != pull.token_ids:
+                return self._fail(pull, AbortReason.READ_FAILED, "the owner ended twice, with other tokens", now)
             pull.all_announced, pull.token_ids = True, ready.token_ids
             if not pull.end_growth(ready.token_ids):
                 return self._fail(pull, AbortReason.READ_FAILED, "the sequence has outgrown the wanted blocks", now)
@@ -166,6 +168,9 @@ class Puller:
             if len(pull.announced) < len(pull.wanted):
                 detail = f"the owner ended with {len(pull.announced)} of {len(pull.wanted)} blocks"
                 return self._fail(pull, AbortReason.PREFILL_FAILED, detail, now)
+            if not pull.announced <= pull.wanted:  # of a sequence that grew
+                detail = "the owner announced more blocks than its tokens fill"
+                return self._fail(pull, AbortReason.READ_FAILED, detail, now)
         asked: Actions = [TargetsNeeded(pull.transfer_id, needed, ready.last)] if needed and pull.ending is None else []
         return self._advance(pull, now) + asked
 

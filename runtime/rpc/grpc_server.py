@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -70,6 +71,14 @@ ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client do
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
 MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024  # a message between services; beyond: RESOURCE_EXHAUSTED
+
+
+def _is_no_departure(record: logging.LogRecord) -> bool:
+    """gRPC logs a traceback where a client leaves while its answer is sent. No client may fill a log."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,41 @@ class Costs:
         return KVLayout(self.source, "bfloat16", 1, 1, block_size, self.token_bytes // 4)
 
 
+_H100_8B = Costs(
+    "Llama-3.1-8B-Instruct on H100 SXM, TensorRT-LLM, and a link of 400 Gb/s",
+    H100_8B, H100_8B, RDMA_400G, layout_8b(1).token_bytes, 8192, median_error=0.018, largest_error=0.065,
+)  # fmt: skip
+
+
+def _wide_8b(width: int, cost: StepCost, median_error: float, largest_error: float) -> Costs:
+    """The fit of the 45 public points of the same server with tensor parallelism; each GPU has a link of its own."""
+    return replace(
+        _H100_8B,
+        source=f"{_H100_8B.source} for each of {width} GPUs",
+        prefill=cost,
+        decode=cost,
+        link=replace(RDMA_400G, bytes_per_s=width * RDMA_400G.bytes_per_s),
+        median_error=median_error,
+        largest_error=largest_error,
+    )
+
+
 BUILT_IN = {
-    "h100-8b": Costs(
-        "Llama-3.1-8B-Instruct on H100 SXM, TensorRT-LLM, and a link of 400 Gb/s",
-        H100_8B, H100_8B, RDMA_400G, layout_8b(1).token_bytes, 8192, median_error=0.018, largest_error=0.065,
-    ),
-}  # fmt: skip
+    "h100-8b": _H100_8B,
+    "h100-8b-tp2": _wide_8b(2, StepCost(4.448e-3, 0.0, 2.613e-8, 1.2152e-5, 0.0), 0.029, 0.109),
+    "h100-8b-tp4": _wide_8b(4, StepCost(3.310e-3, 0.0, 1.476e-8, 7.969e-6, 0.0), 0.066, 0.42),
+    "h100-8b-tp8": _wide_8b(8, StepCost(2.775e-3, 0.0, 1.074e-8, 6.311e-6, 0.0), 0.108, 0.514),
+}
+
+
+def built_in_widths(name: str) -> dict[int, Costs]:
+    """The costs of this name by the number of GPUs of a worker. Raises `ValueError` for an unknown name."""
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"there are no costs of {name}, only of {', '.join(one for one in BUILT_IN if '-tp' not in one)}"
+        )
+    prefix = f"{name}-tp"
+    return {1: BUILT_IN[name]} | {int(n.removeprefix(prefix)): c for n, c in BUILT_IN.items() if n.startswith(prefix)}
 
 
 def write_costs(path: Path, costs: Costs) -> None:

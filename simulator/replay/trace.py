@@ -8,7 +8,7 @@ exactly where they have a common prefix of hash ids.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -76,12 +76,16 @@ def _moved(requests: Sequence[TraceRequest], new_start: Callable[[float], float]
 
 
 def infinite_cache_tokens(requests: Iterable[TraceRequest], block_size: int) -> int:
-    """Prompt tokens, in full blocks, that earlier prompts begin with: the hits of a single cache without a limit.
+    """Prompt tokens, in full blocks, that earlier prompts begin with: the hits of a single cache without a limit."""
+    return sum(cached_tokens(requests, block_size))
+
+
+def cached_tokens(requests: Iterable[TraceRequest], block_size: int) -> Iterator[int]:
+    """Of each prompt, the tokens in full blocks that an earlier prompt begins with.
 
     The last token of a prompt is never cached: the first output token is sampled from its logits.
     """
     longest: dict[tuple[int, int], int] = {}  # (position, hash id) -> tokens of the block that some prompt had
-    total = 0
     for request in requests:
         size, common, is_prefix = request.tokens_per_hash_id, 0, True
         for position, hash_id in enumerate(request.hash_ids):
@@ -93,5 +97,4 @@ def infinite_cache_tokens(requests: Iterable[TraceRequest], block_size: int) -> 
                 common += min(known, num_in_block)
                 is_prefix = known >= num_in_block == size
             longest[(position, hash_id)] = max(known, num_in_block)
-        total += min(common, request.num_tokens - 1) // block_size * block_size
-    return total
+        yield min(common, request.num_tokens - 1) // block_size * block_size

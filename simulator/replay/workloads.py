@@ -1,6 +1,7 @@
 """Workloads: requests with arrival times, lengths and block ids instead of text.
 
     conversations of Mooncake    `mooncake`        shared prefixes; times in whole 3 s
+    calls of OpenAI's API        `simulator/replay/request_log.py`
     conversations of Azure       `azure`           lengths only: every prompt is distinct
     coding agents                `agent_sessions`  turns of sessions, which begin at random times
     synthetic                    `synthetic`       random times and lengths, groups with a common prefix
@@ -10,18 +11,14 @@ A seed decides every random number. `Replay` scales a workload to another rate.
 
 from __future__ import annotations
 
-import csv
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
 from simulator.replay.trace import TraceRequest
-
-_T = TypeVar("_T", int, float)
+from simulator.replay.trace_rows import csv_rows, json_rows, number, tokens
 
 GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
 MOONCAKE_TOKENS_PER_BLOCK = AZURE_TOKENS_PER_BLOCK = 512
@@ -50,7 +47,7 @@ def mooncake(path: Path, limit: int | None = None, divisor: int = 1, output_divi
     """
     _require_divisors(divisor, output_divisor, MOONCAKE_TOKENS_PER_BLOCK)
     size = MOONCAKE_TOKENS_PER_BLOCK // divisor
-    requests = [_traced(where, row, size, divisor, output_divisor) for where, row in _json_rows(path, limit)]
+    requests = [_traced(where, row, size, divisor, output_divisor) for where, row in json_rows(path, limit)]
     requests.sort(key=lambda request: request.arrives_at)
     return Workload(path.stem, requests, GRANULARITY_S)
 
@@ -63,16 +60,16 @@ def azure(path: Path, limit: int | None = None, divisor: int = 1, output_divisor
     _require_divisors(divisor, output_divisor)
     requests: list[TraceRequest] = []
     num_blocks = 0
-    for where, row in _csv_rows(path, limit):
-        num_tokens = max(1, _number(where, row, "ContextTokens", int) // divisor)
+    for where, row in csv_rows(path, limit):
+        num_tokens = max(1, tokens(where, row, "ContextTokens") // divisor)
         last = num_blocks + -(-num_tokens // AZURE_TOKENS_PER_BLOCK)
-        at = _number(where, row, "TIMESTAMP", lambda text: datetime.fromisoformat(text[:26]).timestamp())
-        num_output = max(1, _number(where, row, "GeneratedTokens", int) // output_divisor)
+        at = number(where, row, "TIMESTAMP", lambda text: datetime.fromisoformat(text[:26]).timestamp())
+        num_output = max(1, tokens(where, row, "GeneratedTokens") // output_divisor)
         requests.append(
             TraceRequest(at, tuple(range(num_blocks, last)), num_tokens, num_output, AZURE_TOKENS_PER_BLOCK)
         )
         num_blocks = last
-    return Workload(path.stem, _from_zero(requests))
+    return Workload(path.stem, from_zero(requests))
 
 
 def agent_sessions(
@@ -95,13 +92,13 @@ def agent_sessions(
     starts: dict[int, float] = {}
     last_start = 0.0
     requests = []
-    for where, row in _json_rows(path, limit):
-        session = _number(where, row, "session", int)
+    for where, row in json_rows(path, limit):
+        session = number(where, row, "session", int)
         if session not in starts:
             last_start = starts[session] = last_start + chance.expovariate(sessions_per_s)
         request = _traced(where, row, size, divisor, output_divisor)
         requests.append(replace(request, arrives_at=starts[session] + request.arrives_at, session=session))
-    return Workload(path.stem, _from_zero(requests))
+    return Workload(path.stem, from_zero(requests))
 
 
 def repeated_sessions(workload: Workload, times: int) -> Workload:
@@ -129,7 +126,7 @@ def repeated_sessions(workload: Workload, times: int) -> Workload:
         for turn in range(times)
         for request in workload.requests
     ]
-    return Workload(workload.name, _from_zero(requests))
+    return Workload(workload.name, from_zero(requests))
 
 
 def by_curve(
@@ -202,28 +199,6 @@ def _length(chance: random.Random, mean: int, spread: float) -> int:
 # ---- files
 
 
-def _csv_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str, object]]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            if limit is not None and number - 2 >= limit:
-                return
-            yield f"{path}, line {number}", row
-
-
-def _json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str, object]]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if limit is not None and number > limit:
-                return
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: must be a JSON object, is {line.strip()!r:.40}")
-            yield f"{path}, line {number}", row
-
-
 def _traced(
     where: str, row: Mapping[str, object], tokens_per_block: int, divisor: int, output_divisor: int
 ) -> TraceRequest:
@@ -231,21 +206,12 @@ def _traced(
     hash_ids = row.get("hash_ids")
     if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
         raise ValueError(f"{where}: hash_ids must be a list of integers, is {hash_ids!r:.40}")
-    num_tokens = max(1, _number(where, row, "input_length", int) // divisor)
+    num_tokens = max(1, tokens(where, row, "input_length") // divisor)
     if num_tokens > len(hash_ids) * tokens_per_block:
         raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
-    at = _number(where, row, "timestamp", float) / 1e3
-    num_output = max(1, _number(where, row, "output_length", int) // output_divisor)
+    at = number(where, row, "timestamp", float) / 1e3
+    num_output = max(1, tokens(where, row, "output_length") // output_divisor)
     return TraceRequest(at, tuple(hash_ids), num_tokens, num_output, tokens_per_block)
-
-
-def _number(where: str, row: Mapping[str, object], field: str, parse: Callable[[str], _T]) -> _T:
-    if row.get(field) is None:
-        raise ValueError(f"{where}: {field} is missing")
-    try:
-        return parse(str(row[field]))
-    except ValueError as error:
-        raise ValueError(f"{where}: {field} is {row[field]!r:.40}") from error
 
 
 def _require_divisors(divisor: int, output_divisor: int, tokens_per_block: int = 0) -> None:
@@ -256,7 +222,7 @@ def _require_divisors(divisor: int, output_divisor: int, tokens_per_block: int =
         raise ValueError(f"divisor must divide {tokens_per_block}, is {divisor}")
 
 
-def _from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
+def from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Sorted by time; the first request arrives at 0."""
     requests.sort(key=lambda request: request.arrives_at)
     return [replace(request, arrives_at=request.arrives_at - requests[0].arrives_at) for request in requests]

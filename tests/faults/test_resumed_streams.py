@@ -1,6 +1,6 @@
-"""kill -9 of one of two routers under streams: each stream goes on at the other router, by content.
+"""kill -9 or SIGSTOP of one of two routers under streams: each stream goes on at the other router, by content.
 
-The routers are processes. The workers are in the process of the test: their steps are slow, so that the kill comes in
+The routers are processes. The workers are in the process of the test: their steps are slow, so that the fault comes in
 mid-stream.
 """
 
@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from cli import compose
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tandem_client import AsyncClient, Client
+from tandem_client import AsyncClient, Client, credentials
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.deployment import Answer, Deployment, deploy, make_request, trailers_of
 from tests.support.faults import Prompt, expected, fault_config, prompt_of
@@ -169,32 +169,63 @@ async def test_another_grpc_client_gets_a_status_to_retry_and_resumes_by_itself(
     assert token_ids == expected(prompt, NUM_OUTPUT)
 
 
-async def test_http_streams_through_tandem_gateway_do_not_break(scene: Scene) -> None:
-    tokenizer = load_tokenizer("fake:tiny")
-    prompts = [prompt_of(70 + seed) for seed in range(NUM_STREAMS + 1)]
-    texts: list[list[str]] = [[] for _ in prompts]
-    ends: list[str] = []
+class HttpStreams:
+    """Streams of a gateway: each prompt, its text so far, and the line that ended it."""
 
-    async def follow(url: str, number: int) -> None:
-        body = {"prompt": prompts[number], "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+    def __init__(self, url: str, first_seed: int) -> None:
+        self._url, self._first_seed = url, first_seed
+        self.texts: list[list[str]] = []
+        self.ends: list[str] = []
+
+    async def follow(self) -> None:
+        found: list[str] = []
+        self.texts.append(found)
+        prompt = prompt_of(self._first_seed + len(self.texts) - 1)
+        body = {"prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
         async with (
             httpx.AsyncClient(timeout=TIMEOUT_S) as http,
-            http.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer,
+            http.stream("POST", f"{self._url}/v1/completions", json=body) as answer,
         ):
             assert answer.status_code == 200
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
-                    texts[number] += [choice["text"] for choice in event["choices"]]
+                    found += [choice["text"] for choice in event["choices"]]
                 elif line:
-                    ends.append(line)
+                    self.ends.append(line)
 
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Streams that all run."""
+        tasks = [asyncio.create_task(self.follow()) for _ in range(NUM_STREAMS)]
+        await until(lambda: self.texts and all(len(found) >= 5 for found in self.texts), "all streams run")
+        assert not self.ends, "a stream had ended: nothing was tested"
+        return tasks
+
+    def are_right(self) -> None:
+        tokenizer = load_tokenizer("fake:tiny")
+        assert self.ends == ["data: [DONE]"] * len(self.texts)
+        for seed, found in enumerate(self.texts, self._first_seed):
+            assert "".join(found) == tokenizer.decode(expected(prompt_of(seed), NUM_OUTPUT))
+
+
+async def test_http_streams_through_tandem_gateway_do_not_break(scene: Scene) -> None:
     async with serving_gateway(over_the_wire(*scene.addresses)) as url:
-        following = [asyncio.create_task(follow(url, number)) for number in range(NUM_STREAMS)]
-        await until(lambda: all(len(found) >= 5 for found in texts[:NUM_STREAMS]), "all streams run")
-        assert not ends, "a stream had ended: nothing was tested"
+        streams = HttpStreams(url, 70)
+        following = await streams.start()
         await scene.fleet.kill("router-0")
-        await asyncio.gather(*following, follow(url, NUM_STREAMS))  # one more, in the moment of the death
-    assert ends == ["data: [DONE]"] * (NUM_STREAMS + 1)
-    for prompt, found in zip(prompts, texts, strict=True):
-        assert "".join(found) == tokenizer.decode(expected(prompt, NUM_OUTPUT))
+        await asyncio.gather(*following, streams.follow())  # one more, in the moment of the death
+    streams.are_right()
+
+
+async def test_http_streams_of_a_stopped_router_go_on_at_the_other_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000}
+    options = [(name, quick.get(name, value)) for name, value in credentials.CHANNEL_OPTIONS]
+    monkeypatch.setattr(credentials, "CHANNEL_OPTIONS", tuple(options))
+    async with serving_gateway(over_the_wire(*scene.addresses)) as url:
+        streams = HttpStreams(url, 90)
+        following = await streams.start()
+        async with scene.fleet.stopped("router-0"):
+            await asyncio.gather(*following, streams.follow(), streams.follow())
+    streams.are_right()

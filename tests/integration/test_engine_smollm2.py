@@ -84,15 +84,12 @@ def test_it_knows_the_capital_of_france(runner: Runner, tokenizer: ModelTokenize
     answer = Engine(runner).generate(request("a", prompt, max_tokens=20, ignore_eos=False))["a"]
     assert tokenizer.decode(answer) == "The capital of France is Paris."
     assert answer[-1] in tokenizer.eos_token_ids
-    assert Engine(runner, budget=5).generate(request("a", prompt, max_tokens=20, ignore_eos=False))["a"] == answer
 
 
-def test_the_chat_template_asks_as_the_model_was_taught(runner: Runner, tokenizer: ModelTokenizer) -> None:
+def test_the_chat_template_asks_as_the_model_was_taught(tokenizer: ModelTokenizer) -> None:
     rendered = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     assert rendered.endswith(PARIS)
     assert rendered.startswith("<|im_start|>system\n")
-    answer = Engine(runner).generate(request("a", tokenizer.encode(rendered, add_special=False), max_tokens=20))
-    assert "Paris" in tokenizer.decode(answer["a"])
 
 
 def test_runner_and_tokenizer_agree_on_the_model(runner: Runner, tokenizer: ModelTokenizer) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,15 +16,17 @@ import pytest
 
 from cli.compose import build_router
 from cli.remote_router import RemoteRouter
-from core.config import GatewayConfig, TelemetryConfig
+from core.config import GatewayConfig, TandemConfig, TelemetryConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.server import HttpServer
 from tandem_client import Credentials
 from tests.support.certificates import Authority
+from tests.support.command import PATIENCE_S, start
 from tests.support.deployment import Deployment, deploy, place, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.ports import kept_port
+from tests.support.scripted_router import ScriptedRouter, scripted_router
 from tests.support.steps import slow_down
 from tests.support.waiting import until
 
@@ -206,6 +210,30 @@ async def test_answers_that_the_drain_cuts_off_end_with_an_error(caplog: pytest.
             assert (error["message"], error["code"]) == (SERVER_STOPS, "unavailable")
         assert "Traceback" not in caplog.text
         await deployment.settle()
+
+
+async def test_a_second_ctrl_c_ends_the_command_before_its_open_streams() -> None:
+    router = ScriptedRouter(["a"], hold=asyncio.Event())
+    async with scripted_router([], router):
+        gateway = await start("gateway", "--router", router.address, "--http", "0")
+        assert gateway.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while b"serving" not in (line := await gateway.stdout.readline()):
+                assert line, "the gateway did not start"
+        url = line.decode().split(" at ")[1].split(";")[0]
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer,
+        ):
+            lines = answer.aiter_lines()  # without a name, its end would close the connection
+            assert (await anext(lines)).startswith("data: {")
+            gateway.send_signal(signal.SIGINT)
+            gateway.send_signal(signal.SIGTERM)
+            begun_at = time.monotonic()
+            out, err = await asyncio.wait_for(gateway.communicate(), PATIENCE_S)
+        assert time.monotonic() - begun_at < TandemConfig().router.drain_timeout_s / 2
+        assert (gateway.returncode, err) == (130, b"")
+        assert b"draining; a second Ctrl-C stops at once" in out
 
 
 async def test_a_least_interval_joins_tokens_into_fewer_events() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +61,7 @@ class Shard:
 
     def offer(self, transfer_id: int, reader: Shard) -> None:
         now = time.monotonic()
-        self.worker.act(self.worker.machine.offer(transfer_id, reader.worker.machine.address, now))
+        self.worker.act(self.worker.machine.offer(transfer_id, reader.worker.machine.address, math.inf, now))
         half = len(self.blocks) // 2
         for end, last in ((half, False), (len(self.blocks), True)):
             offered = list(enumerate(self.blocks[:end]))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 import zlib
@@ -137,7 +138,7 @@ class HandOff:
         self.puller.act(puller.reserve_pull(TRANSFER_ID, owner.address, now))
         self.puller.act(puller.puller.start(TRANSFER_ID, range(len(self.targets)), now))
         self.puller.act(puller.puller.add_targets(TRANSFER_ID, dict(enumerate(self.targets)), now))
-        self.owner.act(owner.offer(TRANSFER_ID, puller.address, now))
+        self.owner.act(owner.offer(TRANSFER_ID, puller.address, math.inf, now))
 
     def offer_up_to(self, end: int) -> None:
         blocks, last = list(enumerate(self.sources[:end])), end == NUM_BLOCKS

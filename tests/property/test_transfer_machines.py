@@ -9,10 +9,11 @@ every block is free.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -20,12 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from core.config import TransferConfig
-from core.handoff import AbortReason, OwnerState, PullerState, TransferId
+from core.handoff import Abort, AbortReason, OwnerState, PullerState, Ready, Release, TransferId, Want
 from core.machine import Tick
 from core.paths import PeerLeft
 from core.scheduling.block_pool import Column
 from kv_transfer.protocol.events import OfferEnded, PeerLost, PullCompleted, PullFailed
-from tests.unit.kv_transfer.transfer_pair import Pair, Side
+from tests.unit.kv_transfer.transfer_pair import Mail, Pair, Side
 
 CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=2, max_reads_in_flight=2, max_transfers=8)
 
@@ -49,6 +50,7 @@ class Transfer:
     puller: Side
     num_blocks: int
     num_cached: int  # leading blocks in the puller's prefix cache
+    deadline: float  # of the request, on the owner's clock
     reserved: bool = False
     started: bool = False
     offered: bool = False
@@ -69,6 +71,7 @@ class TwoMachines(RuleBasedStateMachine):
         self.pair = Pair(CONFIG, digests=False, num_blocks=24)
         self.transfers: dict[TransferId, Transfer] = {}
         self.num_garbage = 0
+        self.must_end_at: dict[TransferId, float] = {}  # offers, on the owner's clock
 
     # ---- transfers
 
@@ -79,12 +82,16 @@ class TwoMachines(RuleBasedStateMachine):
         backwards=st.booleans(),
         order=st.permutations(STEPS),
         late=st.sampled_from([0, 0, 0, 1, 2]),
+        within=st.sampled_from([math.inf, 30.0, 5.0]),
     )
-    def a_request_comes(self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int) -> None:
+    def a_request_comes(
+        self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int, within: float
+    ) -> None:
         """The router calls both sides in any order. The first `late` of the three steps come later."""
         sides = (self.pair.puller, self.pair.owner) if backwards else (self.pair.owner, self.pair.puller)
         transfer_id = len(self.transfers) + 1
-        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks))
+        deadline = self.pair.now(sides[0]) + within
+        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks), deadline)
         self.transfers[transfer_id] = transfer
         for step in order[late:]:
             getattr(self, step)(transfer)
@@ -98,7 +105,9 @@ class TwoMachines(RuleBasedStateMachine):
         if not transfer.offered:
             transfer.offered = True
             machine = transfer.owner.machine
-            self.pair.do(transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address)
+            self.pair.do(
+                transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address, transfer.deadline
+            )
 
     def reserve_pull(self, transfer: Transfer) -> None:
         if not transfer.reserved:
@@ -252,6 +261,24 @@ class TwoMachines(RuleBasedStateMachine):
                     self.pull_ended(transfer, result)
             side.results.clear()
 
+    @invariant()
+    def no_puller_holds_an_offer_for_longer_than_its_request(self) -> None:
+        """It ends a lease after its deadline or after its abort at the latest, whatever the puller says."""
+        for transfer_id, transfer in self.transfers.items():
+            machine, now = transfer.owner.machine, self.pair.now(transfer.owner)
+            offer = machine.owner.offers.get(transfer_id)
+            if offer is None:
+                continue
+            end = self.must_end_at.get(transfer_id, max(now, transfer.deadline) + CONFIG.lease_s)
+            next_deadline = machine.next_deadline()
+            assert next_deadline is not None
+            if next_deadline <= now:  # the Tick is late: the process sleeps
+                end = max(end, now + CONFIG.lease_s)
+            elif offer.aborting is not None:
+                end = min(end, now + CONFIG.lease_s)
+            self.must_end_at[transfer_id] = end
+            assert now <= end, f"the offer of transfer {transfer_id} is held {now - end:.1f} s too long"
+
     def puller_caught_up(self, owner: Side, transfer: Transfer, announced: frozenset[int]) -> None:
         assert owner is transfer.owner
         assert not transfer.offer_results, "a puller caught up with an offer that had ended"
@@ -311,18 +338,19 @@ TwoMachines.TestCase.settings = settings(
 test_any_interleaving = TwoMachines.TestCase
 
 
-def walk(seed: int, ended: Counter[str]) -> None:
+def walk(seed: int, num_steps: int = 120) -> TwoMachines:
     """Apply the same rules, with weights that let most transfers get far before a fault."""
     rng = random.Random(seed)
     world = TwoMachines()
     world.start()
     pick = rng.randrange
-    for _ in range(120):
+    for _ in range(num_steps):
         kind = rng.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble", "targets"],
                             [3, 2, 8, 8, 2, 9, 3, 2, 1, 12])[0]  # fmt: skip
         if kind == "request" and world.num_under_way() < 4:
             late = rng.choice([0, 0, 0, 1, 2])
-            world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late)
+            within = rng.choice([math.inf, math.inf, 30.0, 5.0])
+            world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late, within)
         elif kind == "late" and world.num_under_way():
             world.a_late_step_comes(pick(1000), rng.choice(STEPS))
         elif kind == "targets" and world.num_under_way():
@@ -342,14 +370,55 @@ def walk(seed: int, ended: Counter[str]) -> None:
         elif kind == "trouble" and world.num_under_way():
             world.trouble(pick(1000), rng.choice(TROUBLES))
         world.take_results()
-    world.teardown()
-    for transfer in world.transfers.values():
-        ended.update(type(result).__name__ for result in transfer.pull_results)
+    return world
 
 
 def test_long_walks_complete_most_pulls_and_fail_some() -> None:
     ended: Counter[str] = Counter()
     for seed in range(200):
-        walk(seed, ended)
+        world = walk(seed)
+        world.teardown()
+        for transfer in world.transfers.values():
+            ended.update(type(result).__name__ for result in transfer.pull_results)
     assert ended["PullCompleted"] > 400
     assert ended["PullFailed"] > 100
+
+
+NUM_COPIES = 5  # of each WANT
+
+
+def ask_on(world: TwoMachines, seconds: float) -> int:
+    """Pullers hear no ABORT, send no RELEASE, and repeat each WANT. Returns how many WANTs were repeated."""
+    wants: dict[TransferId, Mail] = {}
+    pair, end, counter = world.pair, world.pair.time + seconds, 1_000_000
+    while pair.time < end:
+        pair.wait(1.0, deliver=False)
+        heard = [mail for mail in pair.lose_mail() if not isinstance(mail.message, Abort | Release)]
+        for mail in heard:
+            pair.deliver(mail)
+            if isinstance(mail.message, Want):
+                wants[mail.message.transfer_id] = mail
+        sent = pair.lose_mail()
+        for mail in wants.values():
+            for _ in range(NUM_COPIES):
+                counter += 1
+                pair.deliver(replace(mail, message=replace(mail.message, counter=counter)))
+        repeated = Counter(mail.message.transfer_id for mail in pair.mail if isinstance(mail.message, Ready))
+        assert max(repeated.values(), default=0) <= 1, "a WANT that repeats another at once is answered again"
+        pair.mail += sent
+        world.no_puller_holds_an_offer_for_longer_than_its_request()
+    return counter - 1_000_000
+
+
+def test_a_puller_that_asks_on_holds_no_block_for_long_and_costs_one_answer_for_many_questions() -> None:
+    num_repeated = 0
+    for seed in range(40):
+        world = walk(seed, num_steps=40)
+        num_repeated += ask_on(world, 30.0 + 2 * CONFIG.lease_s)
+        alive = [
+            transfer_id for side in world.pair.sides.values() for transfer_id in side.machine.owner.offers
+            if not math.isinf(world.transfers[transfer_id].deadline)
+        ]  # fmt: skip
+        assert not alive
+        world.teardown()
+    assert num_repeated > 1000

@@ -85,6 +85,4 @@ def test_the_planner_follows_a_step_and_comes_back() -> None:
     sizes = [change.num_prefill + change.num_decode for change in result.changes]
     assert max(sizes) >= 4
     assert sizes[-1] <= max(sizes) - 2
-    fixed = ElasticReplay(step, config(0, 1), Script({}), start_s=10.0).run_elastic()
-    assert fixed.replay.attainment < result.replay.attainment - 0.2
     assert any("wants" in note for note in result.notes)

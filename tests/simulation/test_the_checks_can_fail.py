@@ -30,6 +30,7 @@ from router.requests.moves import OpenMoves
 from router.requests.routed_request import Dispatch, RoutedRequest
 from router.routing.worker_record import WorkerRecord
 from simulator.search.clients import ResumingClients
+from simulator.search.orders import FleetFaults, Order, OrderKind
 from simulator.search.scenario import (
     SLOW_STEP_COST,
     ClientRequest,
@@ -56,7 +57,7 @@ from vllm_worker.fake_engine import FakeCore
 from vllm_worker.machine import VllmMachine
 from worker.core import WorkerCore
 
-MAX_SEEDS = 30
+MAX_SEEDS = 60
 
 RouterActions = list[events.RouterAction]
 
@@ -161,6 +162,17 @@ def lossy_drains(scenario: Scenario) -> Scenario:
     return replace(draining(scenario), calm=False, network=NetworkFaults(delay_s=0.001, loss=0.3))
 
 
+def dying_targets(scenario: Scenario) -> Scenario:
+    """Roles switch, and workers die 0.2 s later: among them one that computed a prompt and became the target of its
+    move."""
+    scenario = without_sources(scenario)
+    if scenario.fleet is None:
+        return scenario
+    moments = [0.4 + 0.3 * number for number in range(12)]
+    orders = [order for at in moments for order in (Order(OrderKind.SWITCH, at), Order(OrderKind.DIE, at + 0.2))]
+    return replace(scenario, fleet=FleetFaults(tuple(orders), drain_timeout_s=4.0, failed_start=0.0))
+
+
 # ---- the broken machines
 
 
@@ -204,7 +216,7 @@ TWO_AUTHORS = (
 
 BROKEN = {
     "a router that finishes at the end of a call without its last tokens": Broken(
-        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=9
+        ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=25
     ),
     "a router that waits for a broken token stream": Broken(
         ("has no token stream",), ((RouterMachine, "_on_stream_lost", do_nothing),), breaking_streams
@@ -452,7 +464,7 @@ def an_engine_that_loads_the_kv_of_another_prompt(submit: Any, self: FakeCore, p
     method=Moves._hand_over_if_still,
     also=((Moves, "check", ignore), *((Authorship, name, ignore) for name in ("step_begins", "step_ended", "emitted"))),
     change=draining,
-    first_seed=15,
+    first_seed=2,
 )
 def a_worker_that_writes_the_block_it_has_handed_over(hand_over: Any, self: Moves, move: Move, now: float) -> Any:
     """It samples on at once in the block that the reader reads."""
@@ -520,9 +532,9 @@ def a_router_that_resumes_the_source_of_a_target_with_tokens(
 @broken(
     "waits for a worker that is lost",
     method=RouterMachine._retry_dispatches,
-    change=without_sources,
+    change=dying_targets,
     make=make_fleet_scenario,
-    first_seed=3,
+    first_seed=59,
 )
 def a_router_that_takes_the_loss_of_a_moved_request_for_that_of_its_prompt(
     retry: Any, self: RouterMachine, record: WorkerRecord, error: TandemError, now: float

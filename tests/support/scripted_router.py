@@ -43,6 +43,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
     metadata: list[dict[str, Any]] = field(default_factory=list)  # of each Generate call
     failures: list[Failure] = field(default_factory=list)  # each ends one call before its texts
     late_failures: list[Failure] = field(default_factory=list)  # each ends one call after its texts
+    num_chunks: int = 0  # written
     num_cancelled: int = 0
     hold: asyncio.Event | None = None  # if set, calls wait for it after the texts
 
@@ -57,6 +58,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
                 for choice in range(request.n or 1):
                     chunk.choice, chunk.index, chunk.token_ids[:] = choice, index, [1]
                     yield inference_pb2.GenerateResponse(tokens=chunk)
+                    self.num_chunks += 1
             if self.hold is not None:
                 await self.hold.wait()
         except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit if the call ends during a write

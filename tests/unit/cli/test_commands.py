@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import io
 import re
+import signal
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -135,6 +137,27 @@ def test_collections_skip_the_objects_that_the_start_made(monkeypatch: pytest.Mo
     finally:
         gc.unfreeze()
     assert not server.is_collected
+
+
+class InterruptedServer(EndingServer):
+    """Its start is interrupted."""
+
+    has_started = has_drained = False
+
+    async def start(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        self.has_started = True
+
+    async def drain(self, _: float) -> None:
+        self.has_drained = self.has_started
+
+
+def test_ctrl_c_during_the_start_of_the_gateway_drains_what_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, config = InterruptedServer(), TandemConfig()
+    monkeypatch.setattr(gateway, "_server", lambda _, __: server)
+    gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [], Console(quiet=True))
+    assert server.has_drained
 
 
 # ---- tandem serve

@@ -31,6 +31,8 @@ class FakeRouter:
         self.address, self.fault, self.can_decode, self.awaits_prefill = address, "", True, False
         self.adapters: tuple[str, ...] = ()
         self.takes_keys: bool | None = True  # None: it does not answer
+        self.is_silent = False
+        self.num_keys = 0  # that it was asked about
         self._model = model
 
     async def open(self) -> None:
@@ -40,12 +42,17 @@ class FakeRouter:
         pass
 
     async def authorize(self, _: Any) -> None:
+        self.num_keys += 1
+        if self.fault:
+            raise WorkerUnavailable(self.fault)
         if self.takes_keys is None:
             await asyncio.Event().wait()
         if not self.takes_keys:
             raise Unauthenticated(f"unknown at {self.address}")
 
     async def model(self) -> GetModelResponse:
+        if self.is_silent:
+            await asyncio.Event().wait()
         if self.fault:
             raise WorkerUnavailable(self.fault)
         return GetModelResponse(
@@ -147,6 +154,26 @@ async def test_a_key_is_taken_if_one_fleet_takes_it_also_while_another_is_silent
                 await fleets.authorize(())
 
 
+async def test_a_key_is_shown_to_other_fleets_once_and_again_when_its_own_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(models=MODELS) as (fleets, routers):
+        here, away = routers["here:1"], routers["away:2"]
+        here.takes_keys = False
+        key = [("authorization", "Bearer a key of the other fleet")]
+        for _ in range(3):
+            await fleets.authorize(key)
+        assert (here.num_keys, away.num_keys) == (1, 3)
+        here.takes_keys, away.takes_keys = True, False
+        for _ in range(3):
+            await fleets.authorize(key)
+        assert (here.num_keys, away.num_keys) == (4, 4)
+        monkeypatch.setattr(fleets_module, "MAX_KEYS", 2)
+        for number in range(4):
+            await fleets.authorize([("authorization", f"Bearer {number}")])
+        assert list(fleets._takers) == ["2", "3"]
+
+
 async def test_a_fleet_that_is_away_fails_its_own_models_only() -> None:
     async with opened(models=MODELS, away=("away:2",)) as (fleets, routers):
         assert fleets.resolve("small").name == "small"
@@ -172,6 +199,61 @@ async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_i
         await until(lambda: fleet.links[1].fault, "the gateway notices")
         assert fleets.resolve("").info.name, "the last known model: the call itself will tell"
         assert await fleet.fault() == "gone"
+
+
+@contextlib.asynccontextmanager
+async def two_routers() -> AsyncIterator[tuple[Fleets, dict[str, FakeRouter]]]:
+    async with opened("a:1", "b:1") as (fleets, routers):
+        links = fleets.fleets[0].links
+        await until(lambda: all(link.info for link in links), "both have answered")
+        yield fleets, routers
+
+
+async def test_requests_that_ask_about_their_keys_go_to_the_routers_in_turn_too() -> None:
+    async with two_routers() as (fleets, routers):
+        found = []
+        for _ in range(4):
+            await fleets.authorize(())
+            found.append(fleets.resolve("").router.address)
+        assert sorted(found) == ["a:1", "a:1", "b:1", "b:1"]
+        assert {router.num_keys for router in routers.values()} == {2}, "the questions are spread, too"
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_a_key_is_taken_while_one_router_of_its_fleet_is_dead_or_silent(
+    is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets_module, "POLL_INTERVAL_S", 60.0)  # the gateway has not noticed yet
+    async with two_routers() as (fleets, routers):
+        if is_dead:
+            routers["a:1"].fault = "no router at a:1"
+        else:
+            routers["a:1"].takes_keys = None
+        async with asyncio.timeout(5):
+            for _ in range(4):
+                await fleets.authorize(())
+        assert routers["a:1"].num_keys == 2
+
+
+async def test_the_refusal_of_one_router_is_that_of_its_fleet() -> None:
+    async with two_routers() as (fleets, routers):
+        for router in routers.values():
+            router.takes_keys = False
+        for _ in range(4):
+            with pytest.raises(Unauthenticated):
+                await fleets.authorize(())
+        assert sum(router.num_keys for router in routers.values()) == 4
+
+
+async def test_no_request_goes_to_a_router_that_has_fallen_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets_module, "READY_TIMEOUT_S", 0.05)
+    async with two_routers() as (fleets, routers):
+        routers["a:1"].is_silent = True
+        await until(lambda: fleets.fleets[0].links[0].fault, "the gateway notices", 5)
+        assert {fleets.resolve("").router.address for _ in range(4)} == {"b:1"}
+        assert await fleets.fleets[0].fault() == ""
+        routers["b:1"].is_silent = True
+        assert await fleets.fleets[0].fault() == "no answer from a:1 within 0.05 s"
 
 
 async def test_a_fleet_is_not_ready_without_a_decode_worker_or_before_the_prefill_worker_that_it_needs() -> None:

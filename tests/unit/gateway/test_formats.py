@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from asyncio import Queue
+from asyncio import Queue, create_task, sleep
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -312,12 +312,21 @@ def test_an_object_keeps_no_log_probability_but_its_json() -> None:
 async def test_a_long_object_is_sent_in_pieces() -> None:
     entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
     answer, sent = folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)] * 10), []
+    num_sent_in_turns: list[int] = []
     response = ObjectResponse(json_pieces(answer), {"x-request-id": "1"})
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
+    async def count() -> None:
+        while True:
+            num_sent_in_turns.append(len(sent))
+            await sleep(0)
+
+    counting = create_task(count())
     await response({}, Queue().get, send)
+    counting.cancel()
+    assert num_sent_in_turns[-3:] == [len(sent) - 2, len(sent) - 1, len(sent)], "each turn of the loop sends a piece"
     head, *parts = sent
     assert dict(head["headers"])[b"content-length"] == str(sum(len(part["body"]) for part in parts)).encode()
     assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]

@@ -89,9 +89,8 @@ a ready that was just sent is not repeated
   deliver want                -> owner ready: 0 1 last 42
   wait 0.6 deliver=0          -> puller heartbeat: ready 0; puller want: 0 1
   deliver heartbeat           -> owner heartbeat answered
-  run                         -> puller read: 0 1; owner ready: 0 1 last 42; puller release
-                              -> puller completed 2 blocks, tokens 42; puller path owner fine
-                              -> owner offer released by RELEASE
+  run                         -> puller read: 0 1; puller release; puller completed 2 blocks, tokens 42
+                              -> puller path owner fine; owner offer released by RELEASE
 """
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,7 @@ from tests.unit.kv_transfer.transfer_pair import (
 def known_to_its_owner() -> Pair:
     """The owner has met the puller by another transfer, and answers its heartbeats."""
     pair = Pair()
-    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
+    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
     return pair
 
 
@@ -58,7 +59,7 @@ def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
     pair.abort_offer()
     pair.event(pair.owner, PeerLost("puller", died=True))
     for other in (1, 2):
-        pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address)
+        pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address, math.inf)
         pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)

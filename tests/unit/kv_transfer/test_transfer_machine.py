@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -46,7 +47,7 @@ from tests.unit.kv_transfer.transfer_pair import (
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
     pair = Pair()
     for number in range(80):
-        pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1))
+        pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1), math.inf)
         pair.act(pair.owner, pair.owner.machine.owner.abort(number, AbortReason.CANCELLED))
     connected = {link.peer.name for link in pair.owner.links if isinstance(link, Connect)}
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
@@ -59,7 +60,7 @@ def test_more_transfers_than_the_limit_are_refused() -> None:
     pair.offer([0])
     pair.reserve_pull()
     with pytest.raises(QueueFull):
-        pair.owner.machine.offer(1, pair.puller.address, 0.0)
+        pair.owner.machine.offer(1, pair.puller.address, math.inf, 0.0)
     with pytest.raises(QueueFull):
         pair.puller.machine.reserve_pull(1, pair.owner.address, 0.0)
 
@@ -98,7 +99,7 @@ def test_a_lost_peer_is_connected_again_for_the_next_transfer() -> None:
     pair.offer([0])
     pair.pull([0])
     pair.event(pair.owner, PeerLost("puller"))
-    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
+    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
     assert pair.owner.links == [Connect(pair.puller.address)] * 2
 
 
@@ -126,13 +127,13 @@ def test_a_restarted_owner_does_not_know_the_old_transfers() -> None:
     pair.pull([0, 1])
     pair.run()
     pair.owner = pair.sides["owner"] = Side(address("owner", 12), 0.0, CONFIG)
-    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
+    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
     pair.wait(5 * CONFIG.heartbeat_s)
     assert_failed(pair, AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
 
 
 def offer(pair: Pair, transfer_id: int) -> None:
-    pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address)
+    pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address, math.inf)
 
 
 def end_offer(pair: Pair, transfer_id: int) -> None:
@@ -198,7 +199,7 @@ def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected
     pair = Pair()
     other = replace(LAYOUT, block_size=8, model="n")  # a block size that is twice ours can be translated
     with pytest.raises(LayoutMismatch):
-        pair.owner.machine.offer(ID, replace(pair.puller.address, layout=other), 0.0)
+        pair.owner.machine.offer(ID, replace(pair.puller.address, layout=other), math.inf, 0.0)
     with pytest.raises(LayoutMismatch) as refused:
         pair.puller.machine.reserve_pull(ID, replace(pair.owner.address, layout=other), 0.0)
     assert refused.value.differences == {"model": ("m", "n")}
@@ -212,7 +213,7 @@ def test_a_lost_puller_ends_its_own_offers_alone_and_at_once_if_it_cannot_have_r
     pair = Pair()
     pair.offer([0], last=False)
     other = replace(pair.puller.address, name="other", incarnation=33)
-    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other, math.inf)
     pair.event(pair.owner, PeerLost("puller"))
     ended = pair.offer_result()
     assert (ended.transfer_id, ended.state, ended.reason) == (ID, OwnerState.ABORTED, AbortReason.PEER_LOST)
@@ -237,7 +238,7 @@ def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_has
     here = replace(address("owner", 11), device=device)
     machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
     layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
-    machine.offer(ID, replace(address("puller", 22, layout=layout), device=device), 0.0)
+    machine.offer(ID, replace(address("puller", 22, layout=layout), device=device), math.inf, 0.0)
     blocks = pool.allocate(10)
     assert blocks is not None
     actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, (42,), 0.0)
@@ -253,7 +254,7 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     pair = Pair()
     pair.offer([0])
     other = replace(pair.puller.address, name="other", incarnation=33)
-    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other, math.inf)
     pair.wait(CONFIG.lease_s / 2)
     entries = (HeartbeatEntry(ID, 0), HeartbeatEntry(ID + 1, 0))
     pair.event(pair.owner, MessageReceived("other", Heartbeat(33, 1, None, entries)))
@@ -345,6 +346,31 @@ def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
         ready = Ready(ID, 11, 50, 1, 0, OfferedBlocks.of(bad), False)
         pair.event(pair.puller, MessageReceived("owner", ready))
         assert_failed(pair, AbortReason.READ_FAILED)
+
+
+def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
+    pair = Pair()
+    pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
+    pair.pull([0])
+    for counter, token_id in ((50, 42), (51, 43)):
+        blocks = OfferedBlocks.of([(0, 3, 0)])
+        pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, counter, 1, 0, blocks, True, (token_id,))))
+    pair.run()
+    assert_failed(pair, AbortReason.READ_FAILED)
+
+
+def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_pull() -> None:
+    """A sequence that grows during the pull has 4 tokens for each block. It had 2, and 5 came: they fill 2 blocks."""
+    pair = Pair()
+    pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
+    pair.reserve_pull()
+    start, positions = pair.puller.machine.puller.start, [0, 1, 2]
+    pair.act(pair.puller, start(ID, positions, pair.now(pair.puller), 12, 2))
+    pair.add_targets(pair.puller.targets(positions))
+    blocks = OfferedBlocks.of([(position, 3 + position, 0) for position in positions])
+    pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, 50, 1, 0, blocks, True, (1, 2, 3, 4, 5))))
+    pair.run()
+    assert_failed(pair, AbortReason.READ_FAILED)
 
 
 def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,8 +116,8 @@ class Pair:
     def event(self, side: Side, event: TransferEvent) -> None:
         self.do(side, side.machine.handle, event)
 
-    def offer(self, positions: list[int], last: bool = True) -> list[tuple[int, int]]:
-        self.do(self.owner, self.owner.machine.offer, ID, self.puller.address)
+    def offer(self, positions: list[int], last: bool = True, deadline: float = math.inf) -> list[tuple[int, int]]:
+        self.do(self.owner, self.owner.machine.offer, ID, self.puller.address, deadline)
         return self.add_ready(positions, last)
 
     def add_ready(self, positions: list[int], last: bool) -> list[tuple[int, int]]:

@@ -104,8 +104,9 @@ cancelling an ended call does nothing
 the deadline ends a call in the queue and in a step
   arrive a 16 timeout=3       -> first step a 0+8; connect peer
   arrive b 16 first=30 ticket=2 timeout=3
-  wait 3.1                    -> abort 1 prefill_failed; fail a DeadlineExceeded: the deadline passed during prefill
-                              -> abort 2 prefill_failed; fail b DeadlineExceeded: the deadline passed during prefill
+  wait 3.1                    -> abort 1 deadline (not read in time); abort 2 deadline (not read in time)
+                              -> fail a DeadlineExceeded: the deadline passed during prefill
+                              -> fail b DeadlineExceeded: the deadline passed during prefill
   step
   blocks
 

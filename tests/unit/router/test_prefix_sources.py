@@ -203,9 +203,10 @@ def test_a_read_takes_the_links_once_for_each_router(num_routers: int) -> None:
     assert links == pytest.approx([num_routers * MESSAGE_S, num_routers * MESSAGE_S, 0.0], rel=0.01)
 
 
-def test_a_router_that_may_not_names_no_source() -> None:
-    router = Driven(peer_prefixes=RouterConfig().peer_prefixes)
-    assert router.source_of(router.ask()) is None
+@pytest.mark.parametrize(("peer_prefixes", "reads"), [(RouterConfig().peer_prefixes, True), ("never", False)])
+def test_a_router_names_a_source_unless_the_config_forbids_it(peer_prefixes: str, reads: bool) -> None:
+    router = Driven(peer_prefixes=peer_prefixes)
+    assert (router.source_of(router.ask()) is not None) is reads
 
 
 def test_a_worker_of_another_kind_is_no_source() -> None:

@@ -365,11 +365,11 @@ the source has only the first blocks
 
 a reader that never comes keeps no block
   asked 9 12 limit=0.5          -> connect peer
-  wait 0.6                      -> abort 9 deadline (no WANT in time)
+  wait 0.6                      -> abort 9 deadline (not read in time)
   blocks
 
 a silent reader keeps the blocks for a lease
-  asked 9 12                    -> connect peer
+  asked 9 12 limit=20           -> connect peer
   want 9 0..2                   -> digests 3; ready 9: 0..2 last
   wait 11
   blocks                        -> leased 3

@@ -1,0 +1,84 @@
+"""`tandem advise`: should this load be served by a prefill and a decode pool, or by undivided workers?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from cli.screens.advise_report import Question, as_json_object, print_advice
+from core.errors import ConfigError
+from simulator.advice.advice import advise as find_advice
+from simulator.advice.goodput import Load, Slo, load_of
+from simulator.advice.shapes import CostModel, scaled_widths
+from simulator.calibration.costs import built_in_widths, read_costs
+from simulator.processes import CountEnded
+from simulator.replay.workload_files import read_workload
+from simulator.replay.workloads import Synthetic, synthetic
+
+NUM_SYNTHETIC = 2000
+SCALED_LIKE = "h100-8b"  # wider workers than the calibrated one gain as those of this model do
+POSITIVE = ("slo_ttft_ms", "slo_tpot_ms", "kv_tokens", "requests", "rate")
+
+
+def advise(log: Path | None, options: Mapping[str, Any], as_json: bool, console: Console) -> None:
+    """Raises `ConfigError` for options and files without an answer."""
+    if options["gpus"] is None:
+        raise typer.BadParameter("give the number of GPUs", param_hint="--gpus")
+    for name in POSITIVE:
+        if options[name] is not None and not 0 < options[name] < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive and finite, is {options[name]:g}")
+    slo = Slo(options["slo_ttft_ms"] / 1e3, options["slo_tpot_ms"] / 1e3)
+    try:
+        model, load = _model(options), _load(log, options)
+        with _progress(console) as count:
+            advice = find_advice(load, model, slo, options["gpus"], count)
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    question = Question(load, model, slo, options["gpus"])
+    if as_json:
+        print(json.dumps(as_json_object(question, advice)))
+    else:
+        print_advice(question, advice, console)
+
+
+def _model(options: Mapping[str, Any]) -> CostModel:
+    pool_tokens = options["kv_tokens"]
+    if options["costs"] is None:
+        return CostModel(built_in_widths(f"{options['gpu']}-{options['model']}"), pool_tokens)
+    widths = scaled_widths(read_costs(options["costs"]), built_in_widths(SCALED_LIKE))
+    return CostModel(widths, pool_tokens, scaled_like=SCALED_LIKE)
+
+
+def _load(log: Path | None, options: Mapping[str, Any]) -> Load:
+    if log is None:
+        config = Synthetic(
+            num_requests=NUM_SYNTHETIC,
+            rate=options["rate"] or 1.0,
+            prompt_tokens=options["input_tokens"],
+            output_tokens=options["output_tokens"],
+            spread=options["spread"],
+            num_groups=int(options["prefix_tokens"] > 0),
+            prefix_tokens=options["prefix_tokens"],
+        )
+        return replace(load_of(synthetic(config), is_random=True), rate=options["rate"])
+    load = load_of(read_workload(log, options["requests"]), is_random=False)
+    return replace(load, rate=options["rate"]) if options["rate"] else load
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[CountEnded]:
+    columns = (SpinnerColumn(), TextColumn("{task.completed} trials"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda num_trials: progress.update(task, completed=num_trials)

@@ -1,0 +1,84 @@
+"""The rows of a file of requests, read within bounds. Each error names file, line, field and limit."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T", int, float)
+
+MAX_ROW_BYTES = (
+    4 * 1024 * 1024
+)  # bytes of a line of a log or trace of requests, messages included; beyond: `ValueError` that names the line
+MAX_ROWS = 1_000_000  # lines of a log or trace of requests; beyond: `ValueError` that names the option for fewer
+MAX_TOKENS = (
+    4_000_000  # tokens of a prompt or an output in a log or trace; beyond: `ValueError` that names line and field
+)
+
+Row = Mapping[str, object]
+
+
+def json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
+    """(place, object) of the first `limit` lines. Raises `ValueError` and `OSError`."""
+    for number, line in _lines(path, limit):
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: must be a JSON object, is {line.strip()!r:.40}")
+        yield where, row
+
+
+def csv_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
+    """As `json_rows`, of a file whose first line names the fields."""
+    rows = csv.DictReader(line for _, line in _lines(path, None if limit is None else limit + 1))
+    try:
+        for row in rows:
+            yield f"{path}, line {rows.line_num}", row
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
+
+
+def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as file:
+        number = 0
+        while limit is None or number < limit:
+            line = file.readline(MAX_ROW_BYTES + 1)
+            if not line:
+                return
+            number += 1
+            if len(line) > MAX_ROW_BYTES:
+                raise ValueError(f"{path}, line {number}: longer than {MAX_ROW_BYTES:,} bytes")
+            if number > MAX_ROWS:
+                raise ValueError(f"{path} has more than {MAX_ROWS:,} lines: read fewer by --requests")
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8") from error
+
+
+def number(where: str, row: Row, field: str, parse: Callable[[str], _T]) -> _T:
+    """Raises `ValueError` for a missing, malformed or infinite value."""
+    if row.get(field) is None:
+        raise ValueError(f"{where}: {field} is missing")
+    try:
+        value = parse(str(row[field]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {field} is {row[field]!r:.40}") from error
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {field} must be finite, is {row[field]!r:.40}")
+    return value
+
+
+def tokens(where: str, row: Row, field: str) -> int:
+    """A length. Raises `ValueError` unless it is in [0, MAX_TOKENS]."""
+    value = number(where, row, field, int)
+    if not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"{where}: {field} must be in [0, {MAX_TOKENS:,}], is {value}")
+    return value
