@@ -29,6 +29,7 @@ from tests.integration.transport_ends import blocks
 ROOT = Path(__file__).parents[2]
 KINDS = ["nixl", "ucxx"]
 PATIENCE_S = 20.0  # for a busy machine; what is waited for takes milliseconds
+FATAL_IN_UCX = "Fatal: unexpected error: Endpoint timeout"
 OVER_SHARED_MEMORY = not os.environ.get("UCX_TLS", "").startswith("tcp")
 
 
@@ -37,21 +38,31 @@ class OwnerProcess:
     kind: str
     process: subprocess.Popen[str]
     address: AgentAddress
+    stderr: Path
+
+    def xfail_if_ucx_ended_it(self) -> None:
+        """UCX 1.21 ends a process that answers a get over TCP whose peer has just closed the connection: the failed
+        endpoint returns "Endpoint timeout", and ucp_request_try_send knows no such status. Seen in two of some hundred
+        runs. In a fleet that is the death of a worker, and no request is lost by one."""
+        if self.process.poll() == -signal.SIGABRT and FATAL_IN_UCX in self.stderr.read_text():
+            pytest.xfail(f"the owner has died of UCX: {FATAL_IN_UCX}")
 
 
 @pytest.fixture(params=KINDS)
-def owner(request: pytest.FixtureRequest) -> Iterator[OwnerProcess]:
+def owner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OwnerProcess]:
     real_transport(request.param)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.transfer_owner_process", request.param],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.transfer_owner_process", request.param],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     assert process.stdin is not None
     assert process.stdout is not None
-    yield OwnerProcess(request.param, process, from_line(process.stdout.readline()))
+    yield OwnerProcess(request.param, process, from_line(process.stdout.readline()), tmp_path / "stderr")
     process.kill()
     process.wait(PATIENCE_S)
     process.stdin.close()
@@ -98,6 +109,7 @@ def read_over_a_new_connection(transport: Transport, owner: OwnerProcess, wanted
             assert isinstance(event, ReadBroken)
             assert event.handle == handle
             raise event.error
+    owner.xfail_if_ucx_ended_it()
     raise AssertionError(f"no connection lasts within {PATIENCE_S} s")
 
 
