@@ -19,6 +19,7 @@ COUNTED = 0.4, 0.85  # shares of a run: before, the fleet fills up; after, it ru
 MIN_RUN, MAX_RUN = 1000, 10_000  # requests of a run
 RUN_LIVES = 6.0  # a run lasts this many times as long as a request at its limits
 CLOSE_ENOUGH = 0.08  # of the rate, between the two rates that goodput90 interpolates
+NO_TIME_S = 1e-9
 KEEPS_UP = 0.9  # of the requests that came in the counted time, those that ended in it; else the fleet falls behind
 MAX_TRIALS = 16  # of one goodput
 STEP, LONG_STEP = 1.12, 1.3  # from a rate to the next one: near an expected goodput, and else
@@ -61,7 +62,7 @@ class Load:
         jobs = islice(cycle(self.jobs), first, first + num_requests)
         if self.gaps:
             gaps = list(islice(cycle(self.gaps), first, first + num_requests))
-            scale = num_requests / (rate * max(sum(gaps), 1e-9))
+            scale = num_requests / (rate * max(sum(gaps), NO_TIME_S))
         else:
             gaps, scale = [chance.expovariate(1.0) for _ in range(num_requests)], 1.0 / rate
         return fleet.run(jobs, accumulate(gap * scale for gap in gaps))
@@ -128,7 +129,7 @@ class Search:
         return Trial(
             rate, kept_share, late / count, slow / count,
             (first_busy / len(fleet.first) / lasts_s, decode_busy / max(1, len(fleet.decode)) / lasts_s),
-            sum(worker.prompt_s for worker in fleet.first) / first_busy,
+            sum(worker.prompt_s for worker in fleet.first) / max(first_busy, NO_TIME_S),
             max(worker.most_reserved / worker.kind.pool_tokens for worker in (*fleet.first, *fleet.decode)),
         )  # fmt: skip
 

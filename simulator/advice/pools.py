@@ -3,7 +3,7 @@
 One class plays every role. The jobs of a prefill worker end with their first token, those of a decode worker come with
 a computed prompt, and an undivided worker has whole jobs. A step follows the rule of vLLM: a token of every decoding
 job, then prompts in order of arrival, in chunks, until the token budget is spent. A job is admitted when its prompt and
-its whole output fit into the KV pool, so nothing is preempted.
+its whole output fit into the KV pool, so nothing is preempted. A job that no pool can hold never gets a token.
 
     arrival -> undivided worker ----------------------------------------> last token
     arrival -> prefill worker -> first token -> link -> decode worker --> last token
@@ -120,7 +120,7 @@ class Worker:
                 return
             placed = self._waiting[0]
             wanted = placed.job.num_prompt_tokens + placed.steps_left
-            if self._reserved and self._reserved + wanted > self.kind.pool_tokens:
+            if self._reserved + wanted > self.kind.pool_tokens:
                 return
             self._waiting.popleft()
             self._reserved += wanted
@@ -238,10 +238,20 @@ class Fleet:
 
     def add(self, job: Job, now: float) -> None:
         self.advance(now)
+        if not self._has_room(job):
+            self.served.append(Served(now, now, job.num_output_tokens, math.inf, None))
+            return
         steps = 0 if self.decode else job.num_output_tokens - 1
         new_tokens = job.num_prompt_tokens - job.num_cached_tokens
         placed = PlacedJob(job, now, now, new_tokens, job.num_cached_tokens, steps)
         min(self.first, key=lambda worker: worker.load_s(now)).add(placed)
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether a pool can hold the job at all. A prompt with one token of output ends in the first pool."""
+        whole = job.num_prompt_tokens + job.num_output_tokens - 1
+        if self.decode and job.num_output_tokens > 1:
+            return job.num_prompt_tokens <= self.first[0].kind.pool_tokens and whole <= self.decode[0].kind.pool_tokens
+        return whole <= self.first[0].kind.pool_tokens
 
     def advance(self, until: float) -> None:
         ended = _advanced(self.first, until)

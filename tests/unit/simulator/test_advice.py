@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -59,7 +60,7 @@ def load(prompt: int, output: int, num_requests: int = 1000, spread: float = 0.2
 def test_every_request_is_served_once_and_no_faster_than_its_work(
     gaps: list[tuple[float, Job]], num_first: int, num_decode: int
 ) -> None:
-    jobs, times = timed(gaps)
+    jobs, times = timed(gaps)  # each has at most 3,799 tokens
     used = fleet(num_first, num_decode, pool_tokens=5000)
     served = used.run(jobs, times)
     assert sorted(one.arrived_at for one in served) == sorted(times)
@@ -69,7 +70,31 @@ def test_every_request_is_served_once_and_no_faster_than_its_work(
         assert one.ttft_s >= least_s
         assert one.tpot_s is None or one.tpot_s >= COST.step_s
     for worker in (*used.first, *used.decode):
-        assert worker.most_reserved <= max([5000, *(job.num_prompt_tokens + job.num_output_tokens for job in jobs)])
+        assert worker.most_reserved <= 5000
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "job", "is_served"),
+    [
+        (0, Job(60, 0, 41), True),
+        (0, Job(60, 0, 42), False),
+        (1, Job(100, 0, 1), True),
+        (1, Job(101, 0, 1), False),
+        (1, Job(60, 0, 41), True),
+        (1, Job(60, 0, 42), False),
+        (1, Job(101, 0, 2), False),
+    ],
+)
+def test_a_job_larger_than_its_pool_gets_no_token(num_decode: int, job: Job, is_served: bool) -> None:
+    one, other = fleet(1, num_decode, pool_tokens=100).run([job, Job(10, 0, 2)], [0.0, 9.0])
+    assert math.isfinite(one.ttft_s) is is_served
+    assert math.isfinite(other.ttft_s)
+
+
+def test_a_load_that_no_pool_can_hold_has_no_shape() -> None:
+    large = Load("large", [Job(8000, 0, 200)] * 100, (), 1.0)
+    advice = advise(large, CostModel(built_in_widths("h100-8b"), pool_tokens=4000), Slo(100.0, 1.0), 2)
+    assert advice.verdict is Verdict.NEITHER
 
 
 @given(arrivals, st.integers(0, 1))
