@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulator.replay.request_log import request_log
-from simulator.replay.trace_rows import MAX_ROW_BYTES
+from simulator.replay.trace_rows import MAX_ROW_BYTES, open_regular
 from simulator.replay.workloads import Workload, agent_sessions, azure, mooncake
 
 NO_DIVISOR = "divisors are for traces: a log of calls has the lengths of its own model"
@@ -22,7 +22,7 @@ def read_workload(
     """The first `limit` requests. Raises `ValueError` naming file, line and field, and `OSError`."""
     if path.suffix == ".csv":
         return azure(path, limit, divisor, output_divisor)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(MAX_ROW_BYTES)
     if b'"session"' in first:
         return agent_sessions(path, sessions_per_s, seed, limit, divisor, output_divisor)

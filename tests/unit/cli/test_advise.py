@@ -74,6 +74,8 @@ def test_the_answer_is_also_one_json_object(
         (["--gpus", "2", "--rate", "-1"], 1, "--rate must be positive and finite, is -1"),
         (["--gpus", "2", "--requests", "0"], 1, "--requests must be positive and finite, is 0"),
         (["--gpus", "2", "--model", "70b"], 1, "there are no costs of h100-70b, only of h100-8b"),
+        (["--gpus", "2", "--input-tokens", "1000000000"], 1, "--input-tokens must be at most 320,000, is 1,000,"),
+        (["--gpus", "2", "--output-tokens", "1000000000"], 1, "output_tokens must be at most 4,000,000"),
         (["--gpus", "2", "--spread", "2"], 1, "spread must be in [0, 1], is 2"),
         (["nowhere.jsonl", "--gpus", "2"], 1, "cannot read nowhere.jsonl: No such file or directory"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -184,6 +185,9 @@ def test_the_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
         ({"spread": 1.5}, "spread must be in"),
         ({"num_groups": 2}, "must be set together"),
         ({"num_groups": 2, "prefix_tokens": 2000}, "prefix_tokens must be less"),
+        ({"rate": math.inf}, "rate must be positive and finite, is inf"),
+        ({"prompt_tokens": 10**9}, "prompt_tokens must be at most 4,000,000, is 1,000,000,000"),
+        ({"num_requests": 10**9}, "num_requests x prompt_tokens must be at most 1,000,000,000"),
     ],
 )
 def test_a_synthetic_workload_names_a_wrong_field(changes: dict[str, float], message: str) -> None:
