@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from simulator.advice.goodput import Goodput, Load, Search, Slo, Trial
+from simulator.advice.goodput import AdviceRefused, Goodput, Load, Search, Slo, Trial
 from simulator.advice.shapes import CostModel, Scenario, Shape, highest_rate, split_shapes, undivided_shapes
 from simulator.replay.replay_result import WANTED_ATTAINMENT
 
@@ -38,10 +38,6 @@ SCENARIOS = (
     Scenario("a quarter of the link's speed", link=0.25),
     Scenario("half the cache hits", hits=0.5),
 )
-
-
-class AdviceRefused(ValueError):
-    """The question has no honest answer: too few requests, or a number of GPUs that has no shape."""
 
 
 class Verdict(Enum):

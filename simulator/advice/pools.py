@@ -77,6 +77,7 @@ class Worker:
         self.now = 0.0  # end of the last step
         self.busy_s = self.prompt_s = 0.0
         self.most_reserved = 0  # tokens
+        self.num_passes = 0  # of steps that were computed at once
         self.link_free_at = 0.0
         self.finished: list[PlacedJob] = []
         self.gaps: list[Gap] = []
@@ -182,6 +183,7 @@ class Worker:
     def _pass(self, seconds: float, num_steps: int) -> None:
         """Every decoding job gets a token in each of these steps."""
         num_decodes = len(self._decoding)
+        self.num_passes += 1
         self.now += seconds
         self.busy_s += seconds
         self._num_steps += num_steps

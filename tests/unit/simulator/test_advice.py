@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.cost.step_cost import StepCost
-from simulator.advice.advice import MAX_GPUS, Advice, AdviceRefused, Contest, Verdict, advise, group_of
-from simulator.advice.goodput import Load, Search, Slo, load_of
+from simulator.advice import goodput
+from simulator.advice.advice import MAX_GPUS, Advice, Contest, Verdict, advise, group_of
+from simulator.advice.goodput import AdviceRefused, Load, Search, Slo, load_of
 from simulator.advice.pools import MAX_RUNNING, Fleet, Handoff, Job, Served, Worker, WorkerKind
 from simulator.advice.shapes import CostModel, Scenario, Shape, scaled_widths, split_shapes, undivided_shapes
 from simulator.calibration.costs import BUILT_IN, built_in_widths
@@ -89,6 +90,26 @@ def test_a_job_larger_than_its_pool_gets_no_token(num_decode: int, job: Job, is_
     one, other = fleet(1, num_decode, pool_tokens=100).run([job, Job(10, 0, 2)], [0.0, 9.0])
     assert math.isfinite(one.ttft_s) is is_served
     assert math.isfinite(other.ttft_s)
+
+
+def test_an_answer_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_WORK", 100_000)
+    with pytest.raises(AdviceRefused, match="the answer needs more than 100,000 passes"):
+        advise(load(500, 50), MODEL, Slo(1.0, 0.1), 2)
+
+
+def test_a_run_of_too_many_steps_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_WORK", 1_000_000)
+    search = Search(load(5000, 50, num_requests=100, spread=0.0), MODEL, Slo(1.0, 0.1))
+    with pytest.raises(AdviceRefused, match="the answer needs more than"):
+        search.trial(Shape(1, 1, max_step_tokens=4), NOMINAL, 1.0)
+
+
+def test_runs_of_long_prompts_are_shorter() -> None:
+    model = replace(MODEL, pool_tokens=2_000_000)
+    search = Search(load(50_000, 50, num_requests=100, spread=0.0), model, Slo(600.0, 10.0))
+    search.trial(Shape(8, 1, max_step_tokens=512), NOMINAL, 100.0)
+    assert search.work < 500_000, "2,000 requests of 98 chunks, not 10,000"
 
 
 def test_a_load_that_no_pool_can_hold_has_no_shape() -> None:
