@@ -23,9 +23,7 @@ NO_TIME_S = 1e-9
 KEEPS_UP = 0.9  # of the requests that came in the counted time, those that ended in it; else the fleet falls behind
 MAX_TRIALS = 16  # of one goodput
 RUN_CHUNKS = 200_000  # of the prompts of a run: runs of long prompts are shorter
-MAX_WORK = (
-    50_000_000  # passes of workers in an answer of `tandem advise`, about a microsecond each; beyond: `AdviceRefused`
-)
+MAX_WORK = 50_000_000  # passes of workers in an answer of `tandem advise`, about 1 us each; beyond: `AdviceRefused`
 REQUEST_WORK = 8  # passes that take as long as one request outside of them
 STEP, LONG_STEP = 1.12, 1.3  # from a rate to the next one: near an expected goodput, and else
 
