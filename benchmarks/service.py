@@ -65,7 +65,7 @@ class Role:
     moves_kv: bool = False  # the pool has the layout of the default model, and its blocks move over nixl with digests
     http_port: int = 0  # of a router; 0 = no HTTP
     local_prefill: str = "auto"  # of a router
-    peer_prefixes: str = "auto"  # of a router
+    peer_prefixes: str = "never"  # of a router
     disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
 
 

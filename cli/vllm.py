@@ -11,7 +11,8 @@ from core.lifecycle import ServiceRole
 from fleet.host.service_host import Placement
 from model_files.model_source import SourceKind, describe, resolve_model
 from runtime.rpc.security import load_credentials
-from vllm_worker.async_llm import AsyncEngine, EngineArguments
+from vllm_worker.async_llm import AsyncEngine
+from vllm_worker.engine_arguments import EngineArguments
 from vllm_worker.machine import Limits
 from vllm_worker.service import VllmService
 

@@ -12,6 +12,7 @@ from decode_worker.events import AskToMove
 
 MAX_MOVES = 4  # at once: more copies would share the path, and each would catch up later
 ASK_AGAIN_S = 0.5
+ROOM_WAIT_S = 5.0  # of a move for its WANT: another worker may have room sooner
 MIN_TOKENS_LEFT = 4  # a sequence with fewer tokens to come ends before it could have moved
 
 

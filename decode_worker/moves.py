@@ -27,13 +27,11 @@ from core.handoff import AbortReason, TransferId
 from core.lifecycle import MoveReason, Stage
 from core.scheduling.sequence import Sequence
 from decode_worker.events import AskToMove, HandedOver, MoveArrived, ResumeArrived
-from decode_worker.move_asks import MIN_TOKENS_LEFT, MoveAsks
+from decode_worker.move_asks import MIN_TOKENS_LEFT, ROOM_WAIT_S, MoveAsks
 from kv_transfer.protocol.events import OfferEnded, TransferAction
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.offer import Offer
 from worker.core import WorkerCore
-
-ROOM_WAIT_S = 5.0  # for the WANT: another worker may have room sooner
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,27 +70,20 @@ class Tally:
         return self.right + self.wrong + self.typed.total()
 
     def count_stream(self, stream: Stream) -> None:
-        answer, error = stream.answer, f"{stream.code.name}: {stream.details}" if stream.code else ""
-        if answer.indices == list(range(stream.num_tokens)):
-            self.count(answer.token_ids, expected(stream.prompt, stream.num_output), answer.end, error)
-        else:
+        """Of a stream that has ended."""
+        answer, end = stream.answer, stream.answer.end
+        wanted = expected(stream.prompt, stream.num_output)
+        if answer.indices != list(range(stream.num_tokens)) or answer.token_ids != wanted[: stream.num_tokens]:
             self.wrong += 1
-
-    def count(
-        self, token_ids: list[int], wanted: list[int], finished: inference_pb2.Finished | None, error: str
-    ) -> None:
-        """`error`: that ended the stream; empty without one."""
-        if token_ids != wanted[: len(token_ids)]:
-            self.wrong += 1
-        elif error:
-            self.typed[error] += 1
-        elif finished is None or len(token_ids) != len(wanted):
+        elif stream.code:
+            self.typed[f"{stream.code.name}: {stream.details}"] += 1
+        elif end is None or stream.num_tokens != stream.num_output:
             self.wrong += 1
         else:
             self.right += 1
-            self.paths[inference_pb2.RequestPath.Name(finished.path)] += 1
-            self.attempts[finished.attempts] += 1
-            self.num_with_prefix += finished.receipt.read_tokens > 0
+            self.paths[inference_pb2.RequestPath.Name(end.path)] += 1
+            self.attempts[end.attempts] += 1
+            self.num_with_prefix += end.receipt.read_tokens > 0
 
 
 def soak_config(transport: str, disk_dir: str) -> TandemConfig:
@@ -214,9 +207,7 @@ async def soak_processes(
             prompt, num_output = draw(generator, longest=LONGEST)
             answer = Answer(client, prompt, num_output)
             await answer.reading
-            finished = answer.finished if answer.finished.attempts else None
-            error = f"{answer.error.code.name}: {answer.error}" if answer.error else ""
-            tally.count(answer.token_ids, expected(prompt, num_output), finished, error)
+            tally.count_stream(answer)
 
     with (
         tempfile.NamedTemporaryFile("w", suffix=".toml") as config,

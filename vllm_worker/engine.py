@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from core.handoff import AgentAddress, TransferId
+from core.handoff import AgentAddress, PrefixSource, TransferId
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.request import Request
@@ -52,6 +52,7 @@ class Prompt:
     offers: bool  # sample one token, and keep the KV for another engine
     handoff: bytes = b""  # of the engine that has the KV; empty: compute the prompt
     transfer: EngineTransfer | None = None  # in place of `handoff`, if the engine has a transfer agent
+    prefix: PrefixSource | None = None  # a peer that has cached what this engine may lack
 
 
 # ---- what an engine reports
@@ -71,6 +72,7 @@ class EngineOutput(NamedTuple):
     num_pulled_tokens: int = 0  # that came with the pull, so the tokens of this engine begin behind them
     pulled_tokens: tuple[int, ...] = ()  # those tokens, with the last output
     is_moved: bool = False  # with the last output: the engine of a peer goes on
+    num_prefix_tokens: int | None = None  # read from `Prompt.prefix`, with the last output; None: no read began
 
 
 class EngineStep(NamedTuple):
@@ -83,6 +85,7 @@ class EngineStep(NamedTuple):
     prompt_tokens: int  # computed in the step
     num_lent: int = 0  # references of peers to blocks, which they may still read
     holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
+    lost_moves: tuple[TransferId, ...] = ()  # whose blocks do not come, on both sides; the owner's request goes on
 
 
 class BlocksChanged(NamedTuple):
@@ -125,12 +128,17 @@ class Engine(Protocol):
     def move(self, request_id: str, transfer: EngineTransfer, num_known_tokens: int) -> None:
         """Let the engine of a peer go on with a running request, of which the peer knows so many tokens.
 
-        The request runs until the peer has its blocks. Its last output `is_moved`, unless it ends before.
+        The request runs until the peer has its blocks. Its last output `is_moved`, unless it ends before, or a step
+        has the move among its `lost_moves`.
         """
         ...
 
     def stay(self, request_id: str, transfer_id: TransferId) -> None:
         """End a move. Does nothing once the request has left."""
+        ...
+
+    def give_prefix(self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str) -> None:
+        """Offer what the prefix cache has of these tokens to a peer, which asks before the deadline or never."""
         ...
 
     def shake_hands(self, peer: str, address: bytes) -> None:

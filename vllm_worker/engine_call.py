@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.handoff import TransferId
+from core.handoff import PrefixSource, TransferId
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.scheduling.sequence import Sequence
@@ -18,6 +18,7 @@ class EngineCall:
     is_prefill: bool
     transfer_id: TransferId | None  # of a hand-off that vLLM's connector reads
     transfer: EngineTransfer | None = None  # of our protocol
+    prefix: PrefixSource | None = None  # a peer that has cached a part of the prompt
     submitted: bool = False
     num_tokens: int = 0  # from this engine, and from its pull
     num_pulled_tokens: int = 0
@@ -36,8 +37,11 @@ class EngineCall:
         return self.request.max_total_tokens - len(self.request.token_ids) - self.num_tokens
 
     @property
-    def reads_a_move(self) -> bool:
-        return self.transfer is not None and self.transfer.is_move and not self.transfer.is_offer
+    def awaited_move(self) -> TransferId | None:
+        """The move that brings the KV of this call, until the engine has sampled."""
+        transfer = self.transfer
+        is_awaited = transfer is not None and transfer.is_move and not self.num_tokens
+        return transfer.transfer_id if transfer is not None and is_awaited else None
 
     def take(self, output: EngineOutput) -> tuple[TokenEvent, ...]:
         """Number the sampled tokens of an output."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import xxhash
 
@@ -71,7 +72,9 @@ class FakeCluster:
     over: set[bytes] = field(default_factory=set)  # transfers that one of the two sides has ended
     awaited: set[bytes] = field(default_factory=set)  # transfers whose readers are there
     agents: set[str] = field(default_factory=set)  # names of the agents of engines that live
+    num_prefix_tokens: int = 0  # read from peers
     num_agents: int = 0
+    prefixes: dict[TransferId, set[int]] = field(default_factory=dict)  # sequence hashes that a peer may read
     met: set[tuple[str, str]] = field(default_factory=set)  # (reader, owner)
     num_handoffs: int = 0
     num_late_handshakes: int = 0  # at the first hand-off of a pair
@@ -116,6 +119,7 @@ class _Sequence:
     waits: bool = False  # for the KV of its transfer
     pulled_tokens: tuple[int, ...] = ()  # came with that KV
     move: EngineTransfer | None = None  # it leaves for the engine of a peer
+    num_prefix_tokens: int | None = None  # read from the source of its prompt
 
 
 class FakeCore:
@@ -135,6 +139,7 @@ class FakeCore:
         self._cluster, self._next_token = cluster, next_token
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
+        self._lost_moves: list[TransferId] = []  # since the last step
         self._cached: dict[int, None] = {}  # sequence hashes, oldest first
         self.adapters: tuple[str, ...] = ADAPTERS
         self.loses_loads = False
@@ -201,6 +206,10 @@ class FakeCore:
             self._cluster.end_transfer(sequence.move)
             sequence.move = None
 
+    def give_prefix(self, transfer: EngineTransfer, token_ids: tuple[int, ...], cache_salt: str) -> None:
+        hashes = sequence_hashes(token_ids, self.info.layout.block_size, root_hash(cache_salt))
+        self._cluster.prefixes[transfer.transfer_id] = {one for one in hashes if one in self._cached}
+
     def clear(self) -> None:
         """Forget the requests, and the KV for others."""
         if self.info.agent is not None:
@@ -222,12 +231,18 @@ class FakeCore:
         for sequence in self._sequences.values():
             if sequence.waits:
                 self._load(sequence)
+            if sequence.prompt.prefix is not None and sequence.num_prefix_tokens is None:
+                self._read_prefix(sequence)
+            if sequence.move is not None and handoff_of(sequence.move) in self._cluster.over:
+                self._lost_moves.append(sequence.move.transfer_id)
+                sequence.move = None
         step, sampled = self.next_step(), list[EngineReport]()
         is_step = bool(self._sequences) or self.info.agent is not None
         for sequence in [sequence for sequence in self._sequences.values() if not sequence.waits]:
             sampled += self._store(sequence)
             sampled.append(self._sample(sequence))
-        steps = [step._replace(num_lent=self._num_lent)] if is_step else []
+        lost_moves, self._lost_moves = tuple(self._lost_moves), []
+        steps = [step._replace(num_lent=self._num_lent, lost_moves=lost_moves)] if is_step else []
         return [*reports, *steps, *sampled]
 
     @property
@@ -262,6 +277,20 @@ class FakeCore:
                 sequence.num_cached = num_known - 1
         elif kept is not None or handoff in self._cluster.over or transfer.peer.name not in self._cluster.agents:
             sequence.waits = False
+            self._lost_moves += [transfer.transfer_id] if transfer.is_move else []
+
+    def _read_prefix(self, sequence: _Sequence) -> None:
+        """What has not been offered by the first step is computed."""
+        request, prefix = sequence.prompt.request, sequence.prompt.prefix
+        assert prefix is not None
+        offered, block_size = self._cluster.prefixes.pop(prefix.transfer_id, set()), self.info.layout.block_size
+        hashes = self._hashes(request, request.token_ids[: min(prefix.num_tokens, len(request.token_ids) - 1)])
+        num_here = sequence.num_cached // block_size
+        read = list(takewhile(offered.__contains__, hashes[num_here:]))
+        sequence.num_prefix_tokens = len(read) * block_size
+        self._cluster.num_prefix_tokens += sequence.num_prefix_tokens
+        sequence.num_cached += sequence.num_prefix_tokens
+        sequence.num_uncomputed -= sequence.num_prefix_tokens
 
     def _sample(self, sequence: _Sequence) -> EngineOutput:
         prompt, request = sequence.prompt, sequence.prompt.request
@@ -296,6 +325,7 @@ class FakeCore:
             num_pulled_tokens=len(sequence.pulled_tokens),
             pulled_tokens=() if finish_reason is None else sequence.pulled_tokens,
             is_moved=is_moved,
+            num_prefix_tokens=None if finish_reason is None else sequence.num_prefix_tokens,
         )
 
     def _store(self, sequence: _Sequence) -> list[BlocksChanged]:

@@ -155,6 +155,7 @@ class EngineLoad:
             decode_step_seconds=stats.decode_seconds,
             slo_itl_s=self.slo_itl_s,
             takes_moves=self.info.agent is not None,
+            gives_prefixes=self.info.agent is not None,
         )
 
     def check(self, open_calls: Collection[str]) -> None:

@@ -11,15 +11,13 @@ A worker that drains moves its running requests to other workers, if its engine 
 (vllm_worker/moves.py).
 
 The engine schedules, owns the blocks and moves them. The machine ends each call once, at its deadline at the latest,
-numbers the tokens, and keeps the figures of the report. A hand-off may arrive before its Decode call: two calls of a
-router can overtake each other.
+numbers the tokens, and keeps the figures of the report.
 
 An engine that reports nothing for `step_timeout_s` while it has requests hangs.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -34,13 +32,13 @@ from core.errors import (
     WorkerDrains,
     WorkerUnavailable,
 )
-from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Stage
+from core.handoff import AgentAddress, PrefixSource, TransferId
+from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
+from core.request import Request
 from core.scheduling.worker_load import WorkerLoad
 from decode_worker.events import (
-    AskToMove,
     DecodeArrived,
     DecodeCancelled,
     DecodeDone,
@@ -52,83 +50,28 @@ from decode_worker.events import (
     ResumeArrived,
 )
 from decode_worker.move_asks import MIN_TOKENS_LEFT
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillFailed
+from vllm_worker.awaited_handoffs import AwaitedHandoffs
+from vllm_worker.call_ends import decode_done, error_of, lost_move, prefill_done
 from vllm_worker.engine import (
     BlocksChanged,
     EngineDied,
     EngineInfo,
     EngineOutput,
-    EngineReport,
     EngineStep,
     EngineTransfer,
     HandshakeEnded,
     Prompt,
 )
 from vllm_worker.engine_call import EngineCall
-from vllm_worker.handshakes import Handshakes, ShakeHands
+from vllm_worker.events import Abort, Fail, GivePrefix, Submit, VllmAction, VllmEvent
+from vllm_worker.handshakes import Handshakes
 from vllm_worker.load import EngineLoad
-from vllm_worker.moves import EngineMoves, MoveOut, Stay
+from vllm_worker.moves import EngineMoves, MoveOut
 from worker.call_record import CallRecord
 from worker.core import ConfigChanged, DrainRequested
 from worker.open_calls import OpenCalls
 from worker.prefixes import PrefixRequested
-
-MAX_EARLY_HANDOFFS = 1024  # hand-offs that wait for their Decode calls; beyond: `QueueFull`
-EARLY_HANDOFF_S = 30.0  # a hand-off without its Decode call; beyond: forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Compute a request."""
-
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request of the engine early."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The engine is dead or hangs: end this process, and the engine with it."""
-
-    detail: str
-
-
-VllmEvent = (
-    PrefillArrived
-    | PrefillCancelled
-    | DecodeArrived
-    | DecodeCancelled
-    | HandoffArrived
-    | MoveArrived
-    | ResumeArrived
-    | PrefixRequested
-    | EngineReport
-    | ConfigChanged
-    | DrainRequested
-    | PeerJoined
-    | PeerLeft
-    | Tick
-)
-VllmAction = (
-    Submit
-    | Abort
-    | MoveOut
-    | Stay
-    | ShakeHands
-    | Fail
-    | PrefillDone
-    | PrefillFailed
-    | EmitTokens
-    | AskToMove
-    | HandedOver
-    | DecodeDone
-    | DecodeFailed
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +99,7 @@ class VllmMachine:
     handshakes: Handshakes = field(default_factory=Handshakes)
     moves: EngineMoves = field(default_factory=EngineMoves)
     _calls: dict[str, EngineCall] = field(default_factory=dict)  # by request id
-    _waiting: dict[TransferId, str] = field(default_factory=dict)  # hand-offs that calls wait for -> request id
-    _early: OrderedDict[TransferId, tuple[bytes, float]] = field(default_factory=OrderedDict)  # with their time
+    _handoffs: AwaitedHandoffs = field(default_factory=AwaitedHandoffs)
     _reported_at: float = 0.0  # by the engine, or the time of the first request since it was idle
     _num_submitted: int = 0  # requests in the engine
     _failed: bool = False
@@ -179,6 +121,7 @@ class VllmMachine:
                 self._reported_at = now
                 self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
+                return [action for transfer_id in event.lost_moves for action in self._lose_move(transfer_id, now)]
             case BlocksChanged():
                 pass  # the shell reports the blocks
             case PeerJoined(peer, is_owner):
@@ -191,7 +134,8 @@ class VllmMachine:
                 return self._on_died(detail)
             case PrefillArrived(request):
                 transfer = self._transfer(event.transfer_id, event.reader, event.deadline, is_offer=True)
-                return self._on_arrived(event, EngineCall(request, True, None, transfer), now)
+                call = EngineCall(request, True, None, transfer, self._readable(request, event.prefix))
+                return self._on_arrived(event, call, now)
             case DecodeArrived(request, source):
                 transfer_id = None if source is None else source[0]
                 transfer = (
@@ -199,7 +143,8 @@ class VllmMachine:
                     if source is None
                     else self._transfer(*source, event.deadline, is_offer=False, is_move=event.is_move)
                 )
-                call = EngineCall(request, False, None if transfer else transfer_id, transfer)
+                prefix = self._readable(request, event.prefix)
+                call = EngineCall(request, False, None if transfer else transfer_id, transfer, prefix)
                 return self._on_arrived(event, call, now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
@@ -208,9 +153,10 @@ class VllmMachine:
             case ResumeArrived():
                 return [*self.moves.resume(event, now)]
             case PrefixRequested():
-                raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
+                return [self._give_prefix(event, now)]
             case HandoffArrived(transfer_id, handoff):
-                return self._on_handoff(transfer_id, handoff, now)
+                waiting = self._handoffs.arrive(transfer_id, handoff, now)
+                return [] if waiting is None else self._submit(self._calls[waiting], handoff, now)
             case ConfigChanged(scheduler, worker):
                 slo_itl_s = self.load.slo_itl_s = scheduler.slo_itl_ms / 1e3
                 limits = self.limits
@@ -225,11 +171,9 @@ class VllmMachine:
         return []
 
     def next_deadline(self) -> float | None:
-        known = [self.open_calls.deadlines.next(), self.moves.next_deadline()]
+        known = [self.open_calls.deadlines.next(), self.moves.next_deadline(), self._handoffs.next_deadline()]
         if self._num_submitted and not self._failed:
             known.append(self._reported_at + self.limits.step_timeout_s)
-        if self._early:
-            known.append(next(iter(self._early.values()))[1] + EARLY_HANDOFF_S)
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -256,7 +200,16 @@ class VllmMachine:
         transfer = self._transfer(event.transfer_id, event.reader, deadline, is_offer=True, is_move=True)
         if transfer is None:
             raise TransferFailed("the connector of this worker moves no request")
+        call = self._calls[request_id]
+        if not len(call.request.token_ids) <= event.num_tokens <= len(call.request.token_ids) + call.num_tokens:
+            raise TransferFailed(f"{request_id} has not sent {event.num_tokens} tokens, or was called with more")
         return self.moves.start(event, transfer)
+
+    def _lose_move(self, transfer_id: TransferId, now: float) -> list[VllmAction]:
+        """The owner's request goes on. The engine of the reader would compute what the owner has computed."""
+        self.moves.lose(transfer_id, now)
+        waiting = [request_id for request_id, call in self._calls.items() if call.awaited_move == transfer_id]
+        return [action for request_id in waiting for action in self._end(request_id, lost_move())]
 
     # ---- calls
 
@@ -268,8 +221,7 @@ class VllmMachine:
             raise WorkerUnavailable("the engine of this worker is dead")
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
-        if call.transfer_id in self._waiting:
-            raise InvalidRequest("transfer_id", "another call waits for this hand-off")
+        self._handoffs.refuse(call.transfer_id)
         if len(self._calls) >= self.limits.max_calls:
             raise QueueFull(f"{self.limits.max_calls} requests are open already (max_waiting + max_running)")
         if request.max_total_tokens > self.info.context_length:
@@ -279,10 +231,8 @@ class VllmMachine:
         self._calls[request.request_id] = call
         if call.transfer_id is None:
             return self._submit(call, b"", now)
-        if call.transfer_id in self._early:
-            return self._submit(call, self._early.pop(call.transfer_id)[0], now)
-        self._waiting[call.transfer_id] = request.request_id
-        return []
+        handoff = self._handoffs.take(call.transfer_id, request.request_id)
+        return self._submit(call, handoff, now) if handoff else []
 
     def _transfer(
         self, transfer_id: TransferId, peer: AgentAddress, deadline: float, *, is_offer: bool, is_move: bool = False
@@ -295,14 +245,22 @@ class VllmMachine:
             raise LayoutMismatch(differences)
         return EngineTransfer(transfer_id, peer, is_offer, deadline, is_move)
 
-    def _on_handoff(self, transfer_id: TransferId, handoff: bytes, now: float) -> list[VllmAction]:
-        request_id = self._waiting.pop(transfer_id, None)
-        if request_id is not None:
-            return self._submit(self._calls[request_id], handoff, now)
-        if len(self._early) >= MAX_EARLY_HANDOFFS:
-            raise QueueFull(f"{MAX_EARLY_HANDOFFS} hand-offs wait for their calls already")
-        self._early[transfer_id] = (handoff, now)
-        return []
+    def _give_prefix(self, event: PrefixRequested, now: float) -> GivePrefix:
+        transfer = self._transfer(event.transfer_id, event.reader, now + event.limit_s, is_offer=True)
+        if transfer is None:
+            raise InvalidRequest("transfer_id", "the engine of this worker gives no cached prefix to peers")
+        if len(event.token_ids) > self.info.context_length:  # the engine hashes all of them between two steps
+            raise InvalidRequest(
+                "packed_token_ids", f"the engine holds {self.info.context_length} tokens of a sequence"
+            )
+        return GivePrefix(transfer, event.token_ids, event.cache_salt)
+
+    def _readable(self, request: Request, prefix: PrefixSource | None) -> PrefixSource | None:
+        """A source that this engine can read from. One knows the tokens, but not the adapter of a request."""
+        agent = self.info.agent
+        if prefix is None or agent is None or request.adapter or prefix.agent.layout != agent.layout:
+            return None
+        return prefix
 
     def _submit(self, call: EngineCall, handoff: bytes, now: float) -> list[VllmAction]:
         request_id = call.request.request_id
@@ -315,7 +273,7 @@ class VllmMachine:
             self.open_calls.enter(request_id, Stage.TRANSFER, now)
         else:
             self.load.add_prompt(request_id, len(call.request.token_ids), now)
-        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff, transfer))]
+        return [Submit(Prompt(request_id, call.request, call.is_prefill, handoff, transfer, call.prefix))]
 
     # ---- reports of the engine
 
@@ -326,12 +284,12 @@ class VllmMachine:
         if call is None or not call.submitted:
             return []
         if output.error:
-            return self._end(output.request_id, _error_of(output), in_engine=False)
+            return self._end(output.request_id, error_of(output), in_engine=False)
         actions: list[VllmAction] = []
         call.num_cached_tokens = max(call.num_cached_tokens, output.num_cached_tokens)
         if output.tokens:
             if not call.num_tokens:
-                if call.reads_a_move and not output.num_pulled_tokens:
+                if call.awaited_move is not None and not output.num_pulled_tokens:
                     return self._refuse_moved(output)
                 call.num_tokens = call.num_pulled_tokens = output.num_pulled_tokens
             self._note_tokens(call, output, now)
@@ -349,15 +307,14 @@ class VllmMachine:
         if output.is_moved:
             actions.append(HandedOver(output.request_id, call.next_index))
         reason = FinishReason.HANDOFF if output.is_moved else output.finish_reason
-        return [*actions, self._finish_decode(call, reason, now)]
+        return [*actions, self._finish_decode(call, output, reason, now)]
 
     def _refuse_moved(self, output: EngineOutput) -> list[VllmAction]:
         """The KV of a request that moves here did not come, so the engine has computed all that it knew of it.
 
         The owner may still sample, or has sampled tokens that this engine does not know.
         """
-        lost = TransferFailed("the KV of a request that moves has not come")
-        return self._end(output.request_id, lost, in_engine=output.finish_reason is None)
+        return self._end(output.request_id, lost_move(), in_engine=output.finish_reason is None)
 
     def _note_tokens(self, call: EngineCall, output: EngineOutput, now: float) -> None:
         request_id = call.request.request_id
@@ -376,37 +333,22 @@ class VllmMachine:
             return self._end(
                 request.request_id, TransferFailed("the engine keeps no KV of this prompt"), in_engine=False
             )
-        done = PrefillDone(
-            request_id=request.request_id,
-            index=call.next_index,
-            token=token,
-            finish_reason=finish_reason,
-            cached_tokens=call.num_cached_tokens,
-            timeline=self.open_calls.timelines[request.request_id],
-            num_tokens=len(request.token_ids),
-            num_blocks=self.info.layout.num_blocks_for(len(request.token_ids)),
-            record=self.open_calls.records[request.request_id],
-            handoff=b"" if finish_reason is not None else output.handoff,
-        )
+        timeline, record = self._told_of(request.request_id)
+        done = prefill_done(call, output, finish_reason, self.info.layout, timeline, record)
         self._forget(request.request_id)
         return [done]
 
-    def _finish_decode(self, call: EngineCall, finish_reason: FinishReason, now: float) -> DecodeDone:
-        request_id, num_prompt_tokens = call.request.request_id, len(call.request.token_ids)
+    def _finish_decode(
+        self, call: EngineCall, output: EngineOutput, finish_reason: FinishReason, now: float
+    ) -> DecodeDone:
+        request_id = call.request.request_id
         self.open_calls.enter(request_id, Stage.FINISHED, now)
-        timeline, record = self.open_calls.timelines[request_id], self.open_calls.records[request_id]
+        timeline, record = self._told_of(request_id)
         self._forget(request_id)
-        return DecodeDone(
-            request_id,
-            finish_reason,
-            min(call.num_cached_tokens, num_prompt_tokens),
-            timeline,
-            pull=None,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks=self.info.layout.num_blocks_for(num_prompt_tokens + call.num_tokens),
-            num_recomputed_tokens=max(0, call.num_pulled_tokens - 1),  # the owner has computed all but the last one
-            record=record,
-        )
+        return decode_done(call, output, finish_reason, self.info.layout, timeline, record)
+
+    def _told_of(self, request_id: str) -> tuple[Timeline, CallRecord]:
+        return self.open_calls.timelines[request_id], self.open_calls.records[request_id]
 
     def _on_died(self, detail: str) -> list[VllmAction]:
         self._failed = True
@@ -421,8 +363,7 @@ class VllmMachine:
         for request_id in self.open_calls.deadlines.expire(now):
             stage = self.open_calls.timelines[request_id].stage.value
             actions += self._end(request_id, DeadlineExceeded(f"the deadline passed on the worker in stage {stage}"))
-        while self._early and next(iter(self._early.values()))[1] + EARLY_HANDOFF_S <= now:
-            self._early.popitem(last=False)
+        self._handoffs.forget_old(now)
         if self._num_submitted and not self._failed and now >= self._reported_at + self.limits.step_timeout_s:
             silent = f"no step has ended for {self.limits.step_timeout_s:g} s (step_timeout_s)"
             return [*actions, *self._on_died(silent)]
@@ -446,7 +387,7 @@ class VllmMachine:
         if call.submitted:
             self._num_submitted -= 1
         elif call.transfer_id is not None:
-            del self._waiting[call.transfer_id]
+            del self._handoffs.waiting[call.transfer_id]
         self.load.forget(request_id)
         self.moves.forget(request_id)
         self.open_calls.close(request_id)
@@ -456,16 +397,9 @@ class VllmMachine:
         self.open_calls.check()
         assert self._calls.keys() == self.open_calls.calls.keys()
         waiting = {request_id for request_id, call in self._calls.items() if not call.submitted}
-        assert waiting == set(self._waiting.values())
+        assert waiting == set(self._handoffs.waiting.values())
         assert self._num_submitted == len(self._calls) - len(waiting)
-        assert not self._waiting.keys() & self._early.keys()
-        assert len(self._early) <= MAX_EARLY_HANDOFFS
+        self._handoffs.check()
         assert self.moves.by_id.keys() <= self._calls.keys()
         self.load.check(self._calls.keys())
         self.handshakes.check()
-
-
-def _error_of(output: EngineOutput) -> TandemError:
-    if output.invalid:
-        return InvalidRequest("request", f"vLLM refuses it: {output.error}")
-    return TransferFailed(f"the engine failed this request: {output.error}")

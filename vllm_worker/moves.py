@@ -2,6 +2,7 @@
 
     ask --MoveArrived--> MoveOut --the reader has all blocks so far--> the engine ends the request: its call has moved
                             |--ResumeArrived--> Stay: the request goes on here, and the worker asks again
+            |--the engine has lost the reader--> likewise, without Stay
                             `--the request ends before--> as without a move
 
 Law: each index of the output has one author. The engine ends the request before it gives the last tokens away, and
@@ -48,9 +49,11 @@ class EngineMoves:
         return self._asks.ask_to_leave((name for name in movable if name not in self.by_id), len(self.by_id), now)
 
     def start(self, event: MoveArrived, transfer: EngineTransfer) -> MoveOut:
-        """Raises `TransferFailed` if the request moves already."""
+        """Raises `TransferFailed` if the request moves already, or another one by this transfer."""
         if event.request_id in self.by_id:
             raise TransferFailed(f"{event.request_id} moves already")
+        if event.transfer_id in self.by_id.values():
+            raise TransferFailed("another request moves by this transfer")
         self.by_id[event.request_id] = event.transfer_id
         return MoveOut(event.request_id, transfer, event.num_tokens)
 
@@ -61,6 +64,12 @@ class EngineMoves:
         del self.by_id[event.request_id]
         self._asks.note_ended(event.request_id, now)
         return [Stay(event.request_id, event.transfer_id)]
+
+    def lose(self, transfer_id: TransferId, now: float) -> None:
+        """The reader has gone or has not come. Does nothing for a move that has ended."""
+        for request_id in [name for name, moving in self.by_id.items() if moving == transfer_id]:
+            del self.by_id[request_id]
+            self._asks.note_ended(request_id, now)
 
     def forget(self, request_id: str) -> None:
         """The call has ended."""

@@ -80,6 +80,14 @@ class WorkerExtension:
 
         get_kv_transfer_group().handoffs.end_move(request_id, int(transfer_id, 16))
 
+    def tandem_give_prefix(self, transfer: dict[str, Any], token_ids: list[int], cache_salt: str) -> None:
+        """`Engine.give_prefix`. `transfer`: as `encode_transfer` makes it."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        decoded = decode_transfer(transfer)
+        assert decoded is not None
+        get_kv_transfer_group().handoffs.give_prefix(decoded, token_ids, cache_salt)
+
     def tandem_begin_handshake(self, engine_id: str, host: str, port: int, **sizes: int) -> str:
         """Begin a handshake on the connector's own thread. Returns why not; empty if it has begun.
 

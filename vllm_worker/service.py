@@ -20,8 +20,9 @@ from prefill_worker.servicer import PrefillServicer
 from runtime.driver import Driver
 from runtime.rpc.security import OPEN, Credentials
 from vllm_worker.engine import BlocksChanged, Engine, EngineReport
+from vllm_worker.events import Abort, Fail, GivePrefix, Submit, VllmAction, VllmEvent
 from vllm_worker.handshakes import ShakeHands
-from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmAction, VllmEvent, VllmMachine
+from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged
@@ -100,6 +101,8 @@ class VllmService(ServingWorker):
                 self._engine.move(request_id, transfer, num_known_tokens)
             case Stay(request_id, transfer_id):
                 self._engine.stay(request_id, transfer_id)
+            case GivePrefix(transfer, token_ids, cache_salt):
+                self._engine.give_prefix(transfer, token_ids, cache_salt)
             case ShakeHands(peer, address):
                 self._engine.shake_hands(peer, address)
             case Fail(detail):

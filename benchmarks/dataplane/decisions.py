@@ -53,7 +53,9 @@ def decisions(report: Report, repeats: int) -> None:
 def decision_cost() -> Seconds:
     """Each prompt of each kind is priced several times, under other loads. The queue is empty."""
     chance = random.Random(1)
-    machine = RouterMachine(RouterConfig(max_in_flight_per_worker=1024), lambda: chance.getrandbits(128))
+    machine = RouterMachine(
+        RouterConfig(max_in_flight_per_worker=1024, peer_prefixes="auto"), lambda: chance.getrandbits(128)
+    )
     prompts = fill(machine, chance)
     seconds: Seconds = {kind: [] for kind in prompts}
     gc.collect()

@@ -48,6 +48,7 @@ LENGTHS = [k * BLOCK + edge for k in (1, 2, 8, 64, 128) for edge in (-1, 0, 1)] 
 NUM_PROMPTS, MAX_TOKENS, TINY_NUM_PROMPTS = 40, 16, 4
 NUM_BEST = 5
 NUM_STREAMS, STREAM_TOKENS, STREAM_PROMPT = 12, 600, 100
+TINY_STREAM_TOKENS = 400  # at a millisecond each, the kill meets the streams
 LONG_PROMPT = 2048
 START_S, REST_S = 110.0, 40.0
 
@@ -175,7 +176,7 @@ async def measure_second_token(section: Section, client: AsyncClient) -> None:
 
 async def kill_under_streams(section: Section, client: AsyncClient, role: str, prompt_tokens: int) -> None:
     """Kill the busiest decode worker in the midst of the streams, or the prefill worker in the midst of the prompts."""
-    num_tokens, ids = (60, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
+    num_tokens, ids = (TINY_STREAM_TOKENS, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
     prompt_tokens = min(prompt_tokens, 60) if section.rehearse else prompt_tokens
     draws, start = random.Random(role), time.perf_counter()
     prompts = [[draws.randrange(*ids) for _ in range(prompt_tokens)] for _ in range(NUM_STREAMS)]

@@ -18,6 +18,7 @@ from simulator.replay.replay_result import WANTED_ATTAINMENT
 
 MAX_ROWS = 9
 FULL = 0.97  # share of a KV pool
+IDLE = 0.5  # share of the time; a decode pool that is less busy is not what makes tokens slow
 MEASURED_PROMPT_TOKENS = 4096  # the longest prompt of the public points behind the built-in costs
 NOT_MODELLED = (
     "Not modelled: failures, the prefix cache of each worker (a hit is a hit on every shape), queues in the router, "
@@ -89,6 +90,8 @@ def limit_of(one: Candidate) -> str:
             return f"first tokens are late: prefill pool {trial.busy[0]:.0%} busy with prompts"
         if trial.pool_used >= FULL:
             return "tokens are slow: the decode pool has no more room for KV"
+        if trial.busy[1] < IDLE:
+            return "tokens are slow: KV waits for the link"
         return f"tokens are slow: decode pool {trial.busy[1]:.0%} busy reading weights and KV"
     if trial.pool_used >= FULL:
         return "no more room for KV"

@@ -111,6 +111,11 @@ def advise(
     """`on_progress` gets the number of trials so far. Raises `AdviceRefused`."""
     if len(load.jobs) < MIN_REQUESTS:
         raise AdviceRefused(f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed")
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
+    if longest > model.pool_tokens:
+        raise AdviceRefused(
+            f"a request of {longest:,} tokens does not fit into the KV of a GPU, {model.pool_tokens:,} tokens"
+        )
     group = group_of(num_gpus)
     search = Search(load, model, slo)
     splits = list(split_shapes(group, model, search.mean, slo.tpot_s))

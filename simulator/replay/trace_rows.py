@@ -12,10 +12,13 @@ from typing import BinaryIO, TypeVar
 
 _T = TypeVar("_T", int, float)
 
-MAX_ROW_BYTES = 4 * 1024 * 1024  # bytes of a line of a log or trace; beyond: `ValueError` that names the line
+# Limit: bytes of a line of a log or trace of requests, messages included; beyond: `ValueError` that names the line
+MAX_ROW_BYTES = 4 * 1024 * 1024
 MAX_ROWS = 1_000_000  # lines of a log or trace of requests; beyond: `ValueError` that names the option for fewer
-MAX_BLOCKS = 4_000_000  # blocks in all prompts of a log or trace; beyond: `ValueError` that names line and option
-MAX_TOKENS = 4_000_000  # tokens of a prompt or output in a log; beyond: `ValueError` that names line and field
+# Limit: blocks in all prompts of a log or trace; beyond: `ValueError` that names the line and the option for fewer
+MAX_BLOCKS = 4_000_000
+# Limit: tokens of a prompt or an output in a log or trace; beyond: `ValueError` that names line and field
+MAX_TOKENS = 4_000_000
 
 Row = Mapping[str, object]
 

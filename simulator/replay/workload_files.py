@@ -8,6 +8,7 @@ from simulator.replay.request_log import request_log
 from simulator.replay.trace_rows import MAX_ROW_BYTES, open_regular
 from simulator.replay.workloads import Workload, agent_sessions, azure, mooncake
 
+NO_FORMAT = "must have usage (a log of calls), hash_ids (a trace of Mooncake) or session (a trace of agents)"
 NO_DIVISOR = "divisors are for traces: a log of calls has the lengths of its own model"
 
 
@@ -30,4 +31,6 @@ def read_workload(
         if (divisor, output_divisor) != (1, 1):
             raise ValueError(f"{path}: {NO_DIVISOR}")
         return request_log(path, limit)
+    if first.lstrip().startswith(b"{") and b'"hash_ids"' not in first:
+        raise ValueError(f"{path}, line 1: {NO_FORMAT}")
     return mooncake(path, limit, divisor, output_divisor)

@@ -18,9 +18,10 @@ from simulator.shells.worker_spec import WorkerSpec
 from simulator.virtual.memory import EOS_TOKEN_IDS, token_behind
 from simulator.virtual.world import World
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, HandshakeEnded, Prompt
+from vllm_worker.events import Abort, Fail, Submit
 from vllm_worker.fake_engine import FakeCluster, FakeCore
 from vllm_worker.handshakes import ShakeHands
-from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
+from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.view import VllmView
 
 HANDSHAKE_S = 0.1

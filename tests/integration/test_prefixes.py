@@ -57,7 +57,7 @@ async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """A tiny model computes a prefix faster than any call takes, so here the router reads wherever it can."""
     monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
     monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)  # a busy machine delays messages
-    config = tiny_config(request.param, transport="nixl")
+    config = tiny_config(request.param, transport="nixl", peer_prefixes="auto")
     transfer = replace(config.transfer, max_blocks_per_read=2, max_reads_in_flight=1)  # several reads of one prefix
     async with deploy(replace(config, transfer=transfer)) as running:
         yield running
@@ -67,6 +67,7 @@ async def first_turn(deployment: Deployment, **options: Any) -> tuple[int, ...]:
     """The history of a second turn. The decode worker has the KV of the first answer, the prefill worker has not."""
     first = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT, **options)
     await deployment.settle()
+    await until(lambda: deployment.caches_are_known, "the router knows the caches")
     return (*PROMPT, *first.token_ids, 5, 6, 7)
 
 
@@ -140,6 +141,7 @@ async def test_a_source_that_fails_changes_no_token(
 ) -> None:
     history = await first_turn(deployment)
     deployment.drop_caches(deployment.prefill)
+    await until(lambda: deployment.caches_are_known, "the router knows the caches")
     happened = fault(monkeypatch)
     answer = await deployment.generate(token_ids=history, max_tokens=NUM_OUTPUT, **sampling)
     assert happened

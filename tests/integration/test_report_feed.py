@@ -11,22 +11,13 @@ import pytest
 
 from runtime.rpc.grpc_server import open_channel
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
-from tests.support.deployment import Deployment, deploy, machine_of
+from tests.support.deployment import deploy
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.steps import slow_down
 from tests.support.waiting import until
 from worker.reports import MAX_REPORTS_BEHIND, ReportFeed
 
 STORMS = 4000  # reports at most until the slow reader is cut off
-
-
-def in_step(deployment: Deployment) -> bool:
-    """The router knows exactly the blocks that its workers have cached."""
-    index = deployment.router._shell.view._workers.index
-    return all(
-        set(machine_of(worker).core.pool.registered_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
-        for worker in deployment.workers
-    )
 
 
 async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_is_not(
@@ -65,7 +56,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_i
         await bystander.right()
         assert bystander.finished.attempts == 1
         await deployment.settle()
-        await until(lambda: in_step(deployment), "the router is in step")
+        await until(lambda: deployment.caches_are_known, "the router is in step")
 
 
 async def read_to_the_end(call: Any, numbers: list[int]) -> None:

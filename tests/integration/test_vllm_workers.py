@@ -22,6 +22,8 @@ from core.errors import TandemError
 from core.lifecycle import ServiceRole
 from gateway.fleets import Fleets
 from protos import kserve_pb2, kserve_pb2_grpc
+from router.requests import open_dispatches
+from router.routing import policy
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import make_request
@@ -61,6 +63,22 @@ async def test_engines_with_agents_get_both_calls_at_once_and_the_first_token_is
         reader.loses_loads = True
         answer = await fleet.generate([*PROMPT, 7], 12)
         assert (answer.token_ids, answer.num_attempts) == (expected([*PROMPT, 7], 12), 1)
+
+
+async def test_turn_two_reads_the_history_from_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for an adapter, of which a source does not know."""
+    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)  # the router reads wherever it can
+    monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)
+    async with deploy_fakes(have_agents=True, step_s=0.02, peer_prefixes="auto") as fleet:
+        for model, can_read in (("", True), ("red", False)):
+            first = await fleet.generate(PROMPT, 40, model=model)
+            await fleet.settle()
+            history = [*PROMPT, *first.token_ids, 5, 6, 7]
+            fleet.cluster.num_prefix_tokens = 0
+            answer = await fleet.generate(history, 12, model=model)
+            assert (fleet.cluster.num_prefix_tokens > 0) == can_read, model
+            assert answer.token_ids == expected(history, 12, adapter=model)
+            await fleet.settle()
 
 
 async def test_a_first_hand_off_finds_its_handshake_done() -> None:

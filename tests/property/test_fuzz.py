@@ -1,4 +1,4 @@
-"""10,000 odd messages of clients, workers, peers and supervisors break nothing, and the fuzzer sees what would.
+"""20,000 odd messages of clients, workers, peers and supervisors break nothing, and the fuzzer sees what would.
 
 Nor does any parser of a client's bytes take long. `costs` measures CPU time, several times before it fails, and fails
 at ten times its law alone: no test fails because the machine is busy.
@@ -22,7 +22,7 @@ from tools.fuzz.__main__ import SHARES, Run, fuzz
 from tools.fuzz.costs import BUSY_SLACK, Parser, costs
 from tools.fuzz.parsers import PARSERS
 
-NUM_MESSAGES = 10_000
+NUM_MESSAGES = 20_000
 
 
 def test_no_odd_message_breaks_anything_or_has_an_answer_without_a_type() -> None:

@@ -125,6 +125,15 @@ class Deployment:
             answers[event.choice].take(response)
         return answers
 
+    @property
+    def caches_are_known(self) -> bool:
+        """The router knows exactly the blocks that its workers have cached."""
+        index = self.router._shell.view._workers.index
+        return all(
+            set(machine_of(worker).core.pool.registered_hashes()) == index.held(self.id_of(worker))
+            for worker in self.workers
+        )
+
     def ledgers(self) -> list[dict[Column, int]]:
         return [machine_of(worker).core.pool.ledger() for worker in self.workers]
 

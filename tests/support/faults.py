@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -25,6 +26,7 @@ from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos.handoff_codec import decode
+from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.deployment import SLACK_S, Answer, Deployment, make_request, tiny_config, trailers_of, transfers
 from tests.support.steps import slow_down
@@ -84,7 +86,7 @@ class Stream:
 
     def __init__(
         self,
-        inference: inference_pb2_grpc.InferenceStub,
+        inference: inference_pb2_grpc.InferenceStub | AsyncClient,
         prompt: Prompt,
         num_output: int = 20,
         timeout_s: float = 20.0,
@@ -96,8 +98,13 @@ class Stream:
         self.trailers: dict[str, str] = {}
         self._deadline = time.monotonic() + timeout_s
         self._grown = asyncio.Condition()
-        self._call = inference.Generate(make_request(token_ids=prompt, max_tokens=num_output), timeout=timeout_s)
-        self._task = asyncio.create_task(self._follow())
+        request = make_request(token_ids=prompt, max_tokens=num_output)
+        self._call: Any = (
+            inference.generate(request, timeout_s)
+            if isinstance(inference, AsyncClient)
+            else inference.Generate(request, timeout=timeout_s)
+        )
+        self.reading = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         try:
@@ -108,8 +115,10 @@ class Stream:
         except grpc.aio.AioRpcError as error:
             self.code, self.details = error.code(), error.details() or ""
             self.trailers = trailers_of(error)
+        except CallFailed as error:
+            self.code, self.details = error.code, str(error)
         except asyncio.CancelledError:
-            if not self._call.cancelled():
+            if self.reading.cancelling():
                 raise
             self.code = grpc.StatusCode.CANCELLED
 
@@ -126,21 +135,21 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        return self._task.done()
+        return self.reading.done()
 
-    async def reach(self, num_tokens: int) -> Stream:
+    async def reach(self, num_tokens: int, within_s: float = 10.0) -> Self:
         """Wait until so many tokens have arrived."""
-        async with asyncio.timeout(10), self._grown:
+        async with asyncio.timeout(within_s), self._grown:
             await self._grown.wait_for(lambda: self.num_tokens >= num_tokens)
         return self
 
     async def end(self) -> Stream:
         """Wait for any end of the stream, at most until its deadline."""
         async with asyncio.timeout(max(0.0, self._deadline - time.monotonic()) + SLACK_S):
-            await self._task
+            await self.reading
         return self
 
-    async def right(self) -> Stream:
+    async def right(self) -> Self:
         """Wait for the end. The stream must deliver exactly the right tokens, each once and in order."""
         await self.end()
         assert self.code is None, f"{self.code}: {self.details}"

@@ -3,10 +3,10 @@
     python -m tests.support.moving_schedulers FIRST_SEED END_SEED [miscount]
 
 Each seed decodes streams on two engines and moves them to and fro, at any step, with chunks, shared prefixes,
-preemptions, reads that flip bits, readers that end and owners that are lost. A `Stream` stands for the router and the
-machines of the workers. No stream may fail or get a wrong token, at most one engine may sample for it, and no block may
-be lost. `miscount` plants a fault: the tokens of a reader are numbered one too low. The last line is JSON: counts of
-what happened.
+preemptions, stop tokens, reads that flip bits, owners that are lost, and readers that end, never come or come twice. A
+`Stream` stands for the router and the machines of the workers. No stream may fail or get a wrong token, at most one
+engine may sample for it, and no block may be lost. `miscount` plants a fault: the tokens of a reader are numbered one
+too low. The last line is JSON: counts of what happened.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode_worker import move_asks
 from tests.support.tandem_schedulers import (
     NUM_BLOCKS,
     PATIENCE_S,
@@ -29,9 +30,10 @@ from tests.support.tandem_schedulers import (
     run_seeds,
 )
 from vllm_worker.engine import EngineTransfer
-from vllm_worker.kv.handoffs import Handoffs
+from vllm_worker.kv.pulls import EnginePulls
 
 NUM_STREAMS, MAX_OUTPUTS, MOST_LEFT = 4, 48, 4
+move_asks.ROOM_WAIT_S = 0.2
 numbers = iter(range(1 << 30))
 
 
@@ -71,7 +73,13 @@ class Stream:
         self.expected = list(prompt)
         for _ in range(MAX_OUTPUTS):
             self.expected.append(next_token(self.expected))
+        self.max_tokens, first = len(self.expected), len(prompt)
+        self.stops = self.expected[-1:]
+        if draws.random() < 0.4:
+            self.stops = [draws.choice(self.expected[first:])]
+        del self.expected[self.expected.index(self.stops[0], first) + 1 :]
         self.target: Call | None = None
+        self.unread: int | None = None  # the move of the call, whose reader never comes
         self.call = self._begin(draws.choice(engines), None)
 
     @property
@@ -82,11 +90,16 @@ class Stream:
         """Take the new tokens, and follow the call that goes on."""
         self._deliver(self.call)
         target = self.target
-        if target is not None and target.sampled and not target.num_pulled:
+        if self.unread is not None and (self.call.has_ended or self.unread in self.call.engine.lost_moves):
+            happened["readers that never came"] += not self.call.has_ended
+            self.unread = None
+        if target is not None and not target.num_pulled and target.transfer_id in target.engine.lost_moves:
+            happened["prompts computed for nothing"] += bool(target.sampled)
             self._end_target("reads that failed")
             if not self.call.has_moved:
                 self.call.engine.rank.handoffs.end_move(self.call.name, target.transfer_id)
         elif target is not None and target.sampled:
+            assert target.num_pulled, "a reader has computed what its owner may still sample behind"
             assert self.call.has_moved, "two engines sample for one stream"
             self._follow(target)
         elif self.call.has_ended and not self.call.has_moved and target is not None:
@@ -98,7 +111,7 @@ class Stream:
     def _follow(self, target: Call) -> None:
         happened["moves"] += 1
         happened["tokens computed again by moves"] += target.num_pulled - 1
-        self.call, self.target = target, None
+        self.call, self.target, self.unread = target, None, None
         self._deliver(target)
 
     def _deliver(self, call: Call) -> None:
@@ -111,15 +124,34 @@ class Stream:
                 assert self.tokens == self.expected[: len(self.tokens)], "a wrong token"
 
     def move(self) -> None:
-        if self.target is not None or not self.call.runs or len(self.expected) - len(self.tokens) < MOST_LEFT:
-            return
+        if self.target is None and self.unread is None and self._can_move:
+            target = self._other_engine
+            pull = EngineTransfer(self._move_out(), self.call.engine.address, False, math.inf, is_move=True)
+            self.target = self._begin(target, pull)
+
+    def move_to_nobody(self) -> None:
+        if self.target is None and self.unread is None and self._can_move:
+            self.unread = self._move_out()
+
+    def move_again(self) -> None:
+        """While it moves: the second transfer is lost, and the first one goes on."""
+        if self.target is not None and self._can_move:
+            self.unread = self._move_out()
+
+    @property
+    def _can_move(self) -> bool:
+        return self.call.runs and len(self.expected) - len(self.tokens) >= MOST_LEFT
+
+    @property
+    def _other_engine(self) -> Engine:
+        return self.engines[self.call.engine is self.engines[0]]
+
+    def _move_out(self) -> int:
         source, transfer_id = self.call.engine, secrets.randbits(127) | 1
-        target = self.engines[source is self.engines[0]]
         source.offered[transfer_id] = list(self.tokens)
-        offer = EngineTransfer(transfer_id, target.address, is_offer=True, deadline=math.inf, is_move=True)
-        pull = EngineTransfer(transfer_id, source.address, is_offer=False, deadline=math.inf, is_move=True)
+        offer = EngineTransfer(transfer_id, self._other_engine.address, True, math.inf, is_move=True)
         source.rank.handoffs.begin_move(self.call.name, offer, len(self.tokens))
-        self.target = self._begin(target, pull)
+        return transfer_id
 
     def lose_owner(self) -> None:
         """As a router that has lost the worker of the call: what that worker has sampled since is lost with it."""
@@ -127,18 +159,22 @@ class Stream:
             happened["lost owners"] += 1
             self.call.engine.abort(self.call.name)
             self._end_target("readers of lost owners")
+            self.unread = None
             self.call = self._begin(self.draws.choice(self.engines), None)
 
     def lose_reader(self) -> None:
-        """Its call ends, and the router lets the owner go on."""
+        """Its call ends, and the router lets the owner go on, or the owner sees by itself that the reader is gone."""
         target = self.target
         if target is not None:
             self._end_target("lost readers")
-            self.call.engine.rank.handoffs.end_move(self.call.name, target.transfer_id)
+            if self.draws.random() < 0.5:
+                self.call.engine.rank.handoffs.end_move(self.call.name, target.transfer_id)
+            else:
+                self.unread = target.transfer_id
 
     def _begin(self, engine: Engine, pull: EngineTransfer | None) -> Call:
         call = Call(engine, list(self.tokens), 0 if pull is None else pull.transfer_id)
-        engine.submit(call.name, call.tokens, pull, len(self.expected) - len(self.tokens))
+        engine.submit(call.name, call.tokens, pull, self.max_tokens - len(self.tokens), self.stops)
         return call
 
     def _end_target(self, why: str) -> None:
@@ -146,6 +182,15 @@ class Stream:
             happened[why] += 1
             self.target.engine.abort(self.target.name)
             self.target = None
+
+
+CHANCES = {
+    Stream.move: 0.2,
+    Stream.move_to_nobody: 0.01,
+    Stream.move_again: 0.02,
+    Stream.lose_owner: 0.01,
+    Stream.lose_reader: 0.02,
+}
 
 
 def run_seed(seed: int, first: Engine, second: Engine) -> None:
@@ -164,7 +209,7 @@ def run_seed(seed: int, first: Engine, second: Engine) -> None:
             stream.advance()
         if draws.random() < 0.05:
             draws.choice(engines).preempt()
-        for chance, act in ((0.2, Stream.move), (0.01, Stream.lose_owner), (0.01, Stream.lose_reader)):
+        for act, chance in CHANCES.items():
             if draws.random() < chance:
                 act(draws.choice(streams))
     while any(engine.scheduler.has_requests() or engine.num_free < NUM_BLOCKS - 1 for engine in engines):
@@ -180,13 +225,13 @@ def _step(engines: Any) -> None:
 
 
 def plant_miscount() -> None:
-    take_tokens = Handoffs._take_tokens
+    take_tokens = EnginePulls._take_tokens
 
-    def take_one_less(self: Handoffs, pull: Any, token_ids: tuple[int, ...]) -> None:
+    def take_one_less(self: EnginePulls, pull: Any, token_ids: tuple[int, ...]) -> None:
         take_tokens(self, pull, token_ids)
         pull.request.prefill_stats.num_cached_tokens -= len(token_ids) > 1
 
-    Handoffs._take_tokens = take_one_less  # type: ignore[method-assign]
+    EnginePulls._take_tokens = take_one_less  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Self
 
 from cli.credentials import client_of, find_credentials
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
-from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.command import PATIENCE_S
-from tests.support.faults import Prompt, expected, prompt_of
+from tests.support.faults import Prompt, Stream, prompt_of
 
 NUM_OUTPUT = 2000  # 4 s at least, at 2 ms a step
 ANSWER_WITHIN_S = 300.0  # several answers of 3,500 tokens beside each other took 120 s of a busy machine
 
 
-class Answer:
-    """One request, read in the background."""
+class Answer(Stream):
+    """One request of a client, read in the background."""
 
     def __init__(self, client: AsyncClient, prompt: Prompt, num_output: int = NUM_OUTPUT) -> None:
-        self.token_ids: list[int] = []
-        self.error: CallFailed | None = None
-        self.finished = Finished()
-        self._client, self._prompt, self._num_output = client, prompt, num_output
-        self._grown = asyncio.Condition()
-        self.reading = asyncio.create_task(self._read())
+        super().__init__(client, prompt, num_output, ANSWER_WITHIN_S)
 
-    async def _read(self) -> None:
-        request = GenerateRequest(
-            token_ids=TokenIds(ids=self._prompt),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopConditions(max_tokens=self._num_output, ignore_eos=True),
-        )
-        try:
-            async for response in self._client.generate(request, ANSWER_WITHIN_S):
-                self.token_ids += response.tokens.token_ids
-                self.finished = response.finished
-                async with self._grown:
-                    self._grown.notify_all()
-        except CallFailed as error:
-            self.error = error
+    async def begun(self) -> Self:
+        return await self.reach(4, PATIENCE_S)
 
-    @property
-    def ended(self) -> bool:
-        return self.reading.done()
-
-    async def begun(self) -> Answer:
-        async with asyncio.timeout(PATIENCE_S), self._grown:
-            await self._grown.wait_for(lambda: len(self.token_ids) >= 4)
-        return self
-
-    async def right(self) -> Answer:
+    async def right(self) -> Self:
         """Wait for the end: every token, at the first attempt."""
-        await self.reading
-        assert self.error is None, self.error
-        assert self.token_ids == expected(self._prompt, self._num_output)
+        await super().right()
         assert self.finished.attempts == 1
         return self
 

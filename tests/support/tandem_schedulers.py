@@ -3,7 +3,8 @@
     python -m tests.support.tandem_schedulers FIRST_SEED END_SEED [early]
 
 Each seed hands prompts from one to the other, in chunks, with equal prompts, shared prefixes, preemptions, cancels on
-both sides and reads that flip bits. Every block must be written when it is offered; `early` plants the opposite, blocks
+both sides and reads that flip bits. Either engine may read a prefix that the other one has cached, and the second one
+computes some prompts alone. Every block must be written when it is offered; `early` plants the opposite, blocks
 that are offered when their step is scheduled. The cache row of a token holds a number that all tokens before it decide,
 and a step reads the rows of all tokens: so a wrong row gives a wrong token. The last line is JSON: counts of what
 happened.
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -42,13 +44,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 import vllm_worker.kv.connector
 from cli.diagnosis.vllm_environment import default_model_dir
 from core.config import TransferConfig
+from core.handoff import PrefixSource
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import REQUEST_FIELDS
-from vllm_worker.kv.parameters import RequestEnd, decode_end, encode_request
+from vllm_worker.kv.parameters import LOST_MOVES, RequestEnd, decode_end, encode_request
 from vllm_worker.kv.transfers import BlocksComputed, Command
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 32, 16, 2
@@ -119,6 +122,7 @@ class Engine:
     num_pulled: dict[str, int] = field(default_factory=dict)  # tokens, with the first output
     ends: dict[str, RequestEnd] = field(default_factory=dict)
     offered: dict[int, list[int]] = field(default_factory=dict)  # prompts by transfer id
+    lost_moves: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         transfer = TransferConfig(lease_s=3.0)
@@ -165,6 +169,11 @@ class Engine:
     def num_free(self) -> int:
         return int(self.pool.get_num_free_blocks())
 
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Blocks of the prefix cache."""
+        hashes = self.rank.handoffs._hashes_of(token_ids, "")
+        return sum(1 for _ in takewhile(lambda one: self.pool.get_cached_block(one, [0]), hashes))
+
     def wait_for_news(self, timeout_s: float) -> None:
         pass
 
@@ -185,10 +194,19 @@ class Engine:
             for row in range(min(BLOCK_SIZE, len(token_ids) - first))
         )
 
-    def submit(self, name: str, prompt: list[int], transfer: EngineTransfer | None, max_tokens: int) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        transfer: EngineTransfer | None,
+        max_tokens: int,
+        stops: Sequence[int] = (),
+        prefix: PrefixSource | None = None,
+    ) -> None:
         sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": encode_request(name, transfer)}
-        )
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=list(stops),
+            extra_args={"kv_transfer_params": encode_request(name, transfer, prefix)},
+        )  # fmt: skip
         sampling.update_from_generation_config({}, None)
         self.outputs[name], self.prompts[name] = [], list(prompt)
         if transfer is not None and transfer.is_offer:
@@ -231,13 +249,17 @@ class Engine:
             kv_connector_output=transferred,
         )  # fmt: skip
         for core_outputs in scheduler.update_from_output(planned, output).values():
+            told = core_outputs.scheduler_stats.kv_connector_stats if core_outputs.scheduler_stats else {}
+            self.lost_moves |= {int(transfer_id, 16) for transfer_id in told.get(LOST_MOVES, ())}
             for one in core_outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:
                     num_known = len(self.prompts[one.request_id])
                     self.num_pulled[one.request_id] = max(0, one.prefill_stats.num_cached_tokens + 1 - num_known)
                 if one.finish_reason is not None:
-                    self.ends[one.request_id] = decode_end(one.kv_transfer_params)
+                    self.ends[one.request_id] = end = decode_end(one.kv_transfer_params)
+                    if end.num_prefix_tokens is not None:
+                        happened["prefixes read" if end.num_prefix_tokens else "prefixes not read"] += 1
         self.rank.handoffs.check()
         return bool(names)
 
@@ -278,6 +300,8 @@ def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
     draws = random.Random(seed)
     FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.3, 1.0))
     shared = [draws.randrange(2, 5000) for _ in range(200)]
+    if draws.random() < 0.8:
+        _compute_alone(f"{seed}.shared", shared, draws.choice((owner, reader)))
     handoffs: list[HandOff] = []
     for number in range(5):
         prompt = _draw_prompt(shared, handoffs, draws)
@@ -307,24 +331,55 @@ def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
             happened["right"] += 1
 
 
+def _compute_alone(name: str, prompt: list[int], engine: Engine) -> None:
+    engine.submit(name, prompt, None, 1)
+    while name not in engine.ends:
+        engine.step()
+
+
 def _draw_prompt(shared: list[int], before: list[HandOff], draws: random.Random) -> list[int]:
-    if before and draws.random() < 0.4:
-        return before[-1].prompt
-    num_shared, num_own = draws.choice((0, 0, 40, 150)), draws.randint(1, 130)
+    if before and draws.random() < 0.5:
+        return before[-1].prompt + [draws.randrange(2, 5000) for _ in range(draws.choice((0, 0, 40)))]
+    num_shared, num_own = draws.choice((0, 40, 150, 150)), draws.randint(1, 130)
     return shared[:num_shared] + [draws.randrange(2, 5000) for _ in range(num_own)]
 
 
 def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, reader: Engine) -> HandOff:
     transfer_id = secrets.randbits(127) | 1
-    submits = [
-        lambda: owner.submit(name, prompt, EngineTransfer(transfer_id, reader.address, True, math.inf), 1),
-        lambda: reader.submit(name, prompt, EngineTransfer(transfer_id, owner.address, False, math.inf), NUM_OUTPUTS),
-    ]
-    for submit in draws.sample(submits, 2):
+    if draws.random() < 0.4:
+        prefix, give = _draw_prefix(prompt, draws, owner, reader)
+        submits = [lambda: reader.submit(name, prompt, None, NUM_OUTPUTS, prefix=prefix), give]
+    else:
+        prefix, give = _draw_prefix(prompt, draws, reader, owner)
+        offer = EngineTransfer(transfer_id, reader.address, True, math.inf)
+        pull = EngineTransfer(transfer_id, owner.address, False, math.inf)
+        submits = [
+            lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
+            lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
+            give,
+        ]
+    for submit in draws.sample(submits, len(submits)):
         submit()
         for _ in range(draws.choice((0, 0, 1, 2))):
             draws.choice((owner, reader)).step()
     return HandOff(name, prompt)
+
+
+def _draw_prefix(
+    prompt: list[int], draws: random.Random, source: Engine, reader: Engine
+) -> tuple[PrefixSource | None, Callable[[], None]]:
+    """Perhaps a source of `reader`, and the call that makes it offer its blocks. Some limits are too short."""
+    if draws.random() < (0.1 if source.num_cached(prompt) > reader.num_cached(prompt) else 0.8):
+        return None, lambda: None
+    transfer_id, limit_s = secrets.randbits(127) | 1, draws.choice((2.0, 2.0, 2.0, 0.002))
+    source.offered[transfer_id] = prompt
+    num_tokens = max(1, len(prompt) - draws.choice((0, 0, 40)))
+    return (
+        PrefixSource(transfer_id, source.address, num_tokens, limit_s),
+        lambda: source.rank.handoffs.give_prefix(
+            EngineTransfer(transfer_id, reader.address, True, time.monotonic() + limit_s), prompt[:num_tokens], ""
+        ),
+    )
 
 
 def _cancel(handoff: HandOff, draws: random.Random, owner: Engine, reader: Engine) -> None:
@@ -333,7 +388,8 @@ def _cancel(handoff: HandOff, draws: random.Random, owner: Engine, reader: Engin
         handoff.is_cancelled = True
         happened["cancelled"] += 1
         for engine in draws.sample((owner, reader), 2):
-            engine.abort(handoff.name)
+            if handoff.name in engine.scheduler.requests:
+                engine.abort(handoff.name)
 
 
 def plant_early_offers() -> None:

@@ -170,7 +170,7 @@ def build_worker(role: ServiceRole, faults: Faults, config: TandemConfig, placem
 
 
 def build_eager_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
-    """A `ServiceFactory` for a process of its own, whose router lets workers read prefixes eagerly."""
+    """As `compose.build_router`, in a process of its own, whose router lets workers read prefixes eagerly."""
     read_eagerly()
     return compose.build_router(config, placement, cache_dir)
 

@@ -4,6 +4,8 @@ machine              a new worker; the options are its limits
                      (`agent`: its engine has a transfer agent)
 prefill, decode      calls arrive; `ticket` is the id of the hand-off that a decode call reads
 output NAME TOKENS   of the engine, `ends` with a reason; `step` is its report of a step
+                     `source`: the ticket of a prefix that a peer has cached; `heads`: of the pool of the peer
+asks TICKET          a router tells of a peer that will read a prefix
 move NAME TICKET     the router has found a worker for a running request; `resume`: it has ended the call of that worker
 time                 the clock that `wait` moves, with the Ticks that are due on the way
 """
@@ -15,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.config import SchedulerConfig, WorkerConfig
-from core.handoff import AgentAddress, OwnerState, PullerState
+from core.handoff import AgentAddress, OwnerState, PrefixSource, PullerState
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason
 from core.machine import Tick
@@ -24,16 +26,18 @@ from core.request import Request, SamplingParams
 from core.scheduling.ledger import BlockHolder, Claim
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
-from decode_worker.events import DecodeArrived, DecodeCancelled, HandoffArrived, MoveArrived, ResumeArrived
-from prefill_worker.machine import PrefillArrived, PrefillCancelled
+from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, HandoffArrived, MoveArrived, ResumeArrived
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
+from vllm_worker.events import Abort, Fail, GivePrefix, Submit
 from vllm_worker.handshakes import ShakeHands
-from vllm_worker.machine import Abort, Fail, Limits, Submit, VllmMachine
+from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged, DrainRequested
+from worker.prefixes import PrefixRequested, PulledPrefix
 
 EOS = 7
 LAYOUT = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=2)
@@ -51,10 +55,14 @@ def agent_of(name: str, metadata: bytes = b"", heads: int = 1) -> AgentAddress:
     return AgentAddress(name, 1, metadata, 0, 100, replace(LAYOUT, num_kv_heads=heads), 1.0)
 
 
-def request(name: str, num_tokens: int = 6, delivered: int = 0, **sampling: Any) -> Request:
+def prefix_of(ticket: int, heads: int = 1) -> PrefixSource | None:
+    return PrefixSource(ticket, agent_of("peer", heads=heads), 4, 0.1) if ticket else None
+
+
+def request(name: str, num_tokens: int = 6, delivered: int = 0, adapter: str = "", **sampling: Any) -> Request:
     """`delivered`: tokens behind the prompt."""
     params = SamplingParams(**{"max_tokens": 10, **sampling})
-    return Request(name, tuple(range(10, 10 + num_tokens + delivered)), num_tokens, params)
+    return Request(name, tuple(range(10, 10 + num_tokens + delivered)), num_tokens, params, adapter=adapter)
 
 
 class VllmReplay(Replay):
@@ -82,7 +90,11 @@ class VllmReplay(Replay):
                     handoff = [
                         f"{'to' if transfer.is_offer else 'from'} {transfer.peer.name} by {transfer.transfer_id}"
                     ]
+                if prompt.prefix is not None:
+                    handoff.append(f"with {prompt.prefix.num_tokens} of {prompt.prefix.agent.name}")
                 return " ".join(["submit", prompt.request_id, *["offers"] * prompt.offers, *handoff])
+            case GivePrefix(transfer, token_ids):
+                return f"give {len(token_ids)} to {transfer.peer.name} by {transfer.transfer_id}"
             case MoveOut(request_id, transfer, num_known_tokens):
                 return f"move {request_id} to {transfer.peer.name} by {transfer.transfer_id}, {num_known_tokens} known"
             case Stay(request_id, transfer_id):
@@ -93,19 +105,33 @@ class VllmReplay(Replay):
                 return f"shake hands {peer} {address.decode()}"
             case Fail(detail):
                 return f"fail the worker: {detail}"
+            case PrefillDone(prefix=PulledPrefix() as read) | DecodeDone(prefix=PulledPrefix() as read):
+                return f"{seen(action)}, read {read.num_tokens} of {read.owner}"
             case _:
                 return seen(action)
 
     # ---- calls
 
-    def prefill(self, name: str, **options: Any) -> Actions:
-        call = CallId("router", 1)
-        return self.post(PrefillArrived(request(name, **options), 5, agent_of("other"), self.now + TIMEOUT_S, call))
+    def prefill(self, name: str, source: int = 0, **options: Any) -> Actions:
+        deadline, call, prefix = self.now + TIMEOUT_S, CallId("router", 1), prefix_of(source)
+        return self.post(PrefillArrived(request(name, **options), 5, agent_of("other"), deadline, call, prefix))
 
-    def decode(self, name: str, ticket: int | None = None, heads: int = 1, is_move: int = 0, **options: Any) -> Actions:
-        source = None if ticket is None else (ticket, agent_of("other", heads=heads))
-        deadline, call = self.now + TIMEOUT_S, CallId("router", 1)
-        return self.post(DecodeArrived(request(name, **options), source, deadline, call, bool(is_move)))
+    def decode(
+        self,
+        name: str,
+        ticket: int | None = None,
+        heads: int = 1,
+        is_move: int = 0,
+        source: int = 0,
+        **options: Any,
+    ) -> Actions:
+        owner = None if ticket is None else (ticket, agent_of("other", heads=heads))
+        deadline, call, prefix = self.now + TIMEOUT_S, CallId("router", 1), prefix_of(source, heads)
+        return self.post(DecodeArrived(request(name, **options), owner, deadline, call, bool(is_move), prefix))
+
+    def asks(self, ticket: int, heads: int = 1, num_tokens: int = 4) -> Actions:
+        token_ids = tuple(range(10, 10 + num_tokens))
+        return self.post(PrefixRequested(ticket, agent_of("peer", heads=heads), token_ids, "", 0.1))
 
     def move(self, name: str, ticket: int, known: int = 8, heads: int = 1) -> Actions:
         return self.post(MoveArrived(name, ticket, agent_of("other", heads=heads), known))
@@ -139,15 +165,24 @@ class VllmReplay(Replay):
         return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
 
     def step(
-        self, running: int, waiting: int, usage: float, decodes: int, prompt_tokens: int, lent: int = 0, reads: int = 0
+        self,
+        running: int,
+        waiting: int,
+        usage: float,
+        decodes: int,
+        prompt_tokens: int,
+        lent: int = 0,
+        reads: int = 0,
+        lost: int | str = "",
     ) -> Actions:
-        """`lent`, `reads`: blocks of an offer and of a pull."""
+        """`lent`, `reads`: blocks of an offer and of a pull; `lost`: tickets of moves."""
         claims = [
             Claim("offer", OwnerState.OFFERED, range(lent), self.now, "other"),
             Claim("pull", PullerState.READING, range(reads), self.now, "other"),
         ]
         holders = tuple(BlockHolder(claim, len(claim.blocks), 0.0) for claim in claims if claim.blocks)
-        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders))
+        lost_moves = tuple(numbers_of(lost))
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders, lost_moves))
 
     def died(self) -> Actions:
         return self.post(EngineDied("killed"))

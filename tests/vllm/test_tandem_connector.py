@@ -7,10 +7,13 @@ import os
 import random
 import signal
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from core.scheduling.block_pool import Column
+from router.requests import open_dispatches
+from router.routing import policy
 from tandem_client import AsyncClient, Completion
 from tests.support.vllm_fleet import BLOCK_SIZE, VllmProcess, require_vllm, routed, started_workers
 from tests.support.waiting import until
@@ -87,6 +90,26 @@ async def test_a_cancelled_hand_off_leaves_no_block_behind(workers: Workers) -> 
                     continue
         await until(lambda: not view.num_in_flight, "the router has open requests", 60.0)
         await until(lambda: held() == {"prefill-0": 0, "decode-0": 0}, "a worker holds blocks", 60.0)
+
+
+async def test_turn_two_reads_the_history_from_the_decode_worker(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)  # the router reads wherever it can
+    monkeypatch.setattr(open_dispatches, "LATE_S", 60.0)
+    pools = [workers["prefill-0"], workers["decode-0"]]
+    options: dict[str, Any] = {"max_tokens": 2 * BLOCK_SIZE, "ignore_eos": True, "temperature": 0.0}
+    async with routed(pools, local_prefill="never", peer_prefixes="auto") as (client, router):
+        prompt = prompt_of(900, 200)
+        first = await client.complete(prompt, TIMEOUT_S, **options)
+        history = [*prompt, *first.token_ids, 5, 6, 7]
+        second = await client.complete(history, TIMEOUT_S, **options)
+        (ended,) = (entry.ended for entry in router._shell.ring.newest(1, 0))
+    assert ended.outcome is not None
+    assert ended.outcome.read_tokens >= BLOCK_SIZE
+    async with routed([workers["decode-0"]]) as (client, _):
+        alone = await client.complete(history, TIMEOUT_S, cache_salt="computed", **options)
+    assert second.token_ids == alone.token_ids
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,12 @@ from tests.support.vllm_fleet import ROOT, require_vllm
 NUM_SEEDS = 20
 HAPPENED = (
     "right", "received", "first tokens", "flipped", "failed", "cancelled", "preempted",
-    "joined a step that writes its prefix",
+    "joined a step that writes its prefix", "prefixes read", "prefixes not read",
 )  # fmt: skip
-MOVED = ("moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "preempted", "right")
+MOVED = (
+    "moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "readers that never came",
+    "ends before the move", "preempted", "right",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(600)

@@ -15,20 +15,25 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
 
 from core.config import TransferConfig
 from kv_transfer.agent import AgentIdentity
 from kv_transfer.transports.nixl_transport import NixlTransport
 from verified_kv.connector import VerifiedConnector
-from vllm_worker.kv.handoffs import Handoffs
+from vllm_worker.kv.handoffs import BlockHashes, Handoffs
 from vllm_worker.kv.hooks import unmet, unsupported
 from vllm_worker.kv.host_pool import host_pool, layout_of
 from vllm_worker.kv.parameters import encode_end
@@ -63,6 +68,18 @@ class _StepStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return False
+
+
+def _block_hasher(cache: Any) -> BlockHashes:
+    """`cache`: vLLM's configuration of its cache. The hashes are those of a request without an adapter."""
+    hasher = get_request_block_hasher(cache.block_size, get_hash_fn_by_name(cache.prefix_caching_hash_algo))
+    sampling = SamplingParams(max_tokens=1)
+
+    def hashes_of(token_ids: Sequence[int], cache_salt: str) -> Sequence[Any]:
+        request = Request("prefix", list(token_ids), sampling, None, cache_salt=cache_salt or None, block_hasher=hasher)
+        return list(request.block_hashes)
+
+    return hashes_of
 
 
 class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -100,7 +117,7 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self.handoffs = Handoffs(self.transfers, layout.block_size)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
-        loads = self.handoffs.loads()
+        loads = self.handoffs.pulls.loads()
         return base.KVConnectorTransferResults(finished_recving=loads.received, failed_recving=loads.failed)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -123,17 +140,17 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # ---- in the scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.handoffs.bind(gpu_block_pool)
+        self.handoffs.bind(gpu_block_pool, _block_hasher(self._vllm_config.cache_config))
 
     def on_new_request(self, request: Any) -> None:
         self.handoffs.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        num_tokens = self.handoffs.num_to_load(request, num_computed_tokens)
+        num_tokens = self.handoffs.pulls.num_to_load(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.handoffs.place(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.handoffs.pulls.place(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         self.handoffs.take_back()

@@ -15,7 +15,7 @@ TESTED_VERSIONS = ("0.32.0",)
 
 # In the scheduler: hook -> what this connector relies on.
 SCHEDULER_HOOKS = {
-    "bind_gpu_block_pool": "called once, before the first request, with the pool whose blocks can be touched and freed",
+    "bind_gpu_block_pool": "called once, before the first request, with the pool whose blocks can be found and lent",
     "on_new_request": "called before the first step of a request, and before its blocks are allocated",
     "get_num_new_matched_tokens": "asked while a request has no computed token, perhaps several times",
     "update_state_after_alloc": "with the blocks of all tokens; a second time after the load, without external tokens",
@@ -40,7 +40,7 @@ REQUEST_FIELDS = (
     # The tokens of a pull become a part of the prompt, as vLLM does with the tokens of a streaming session.
     "prompt_token_ids", "_all_token_ids", "sampling_params", "update_block_hashes", "prefill_stats",
 )  # fmt: skip
-POOL_METHODS = ("touch", "free_blocks", "evict_blocks")
+POOL_METHODS = ("touch", "free_blocks", "evict_blocks", "get_cached_block", "get_num_free_blocks")
 
 
 def unmet(version: str, interface: ModuleType, pool: type) -> str:

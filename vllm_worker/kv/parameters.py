@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from core.handoff import AgentAddress, PrefixSource
 from protos.agent_codec import decode_agent, encode_agent
 from tandem_client.stubs import worker_pb2
 from vllm_worker.engine import EngineTransfer
 
 NAME_KEY = "tandem_request"
 TRANSFER_KEY = "tandem"
+PREFIX_KEY = "tandem_prefix"
 END_KEY = "tandem_end"
-NUM_LENT, HOLDERS = "tandem_num_lent", "tandem_holders"  # in the statistics of each step
+# in the statistics of each step
+NUM_LENT, HOLDERS, LOST_MOVES = "tandem_num_lent", "tandem_holders", "tandem_lost_moves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,24 @@ class RequestEnd:
 
     pulled_tokens: tuple[int, ...] = ()
     is_moved: bool = False
+    num_prefix_tokens: int | None = None  # read from the source of a prefix; None: no read began
 
 
-def encode_request(request_id: str, transfer: EngineTransfer | None) -> dict[str, Any]:
+def encode_request(
+    request_id: str, transfer: EngineTransfer | None, prefix: PrefixSource | None = None
+) -> dict[str, Any]:
     """The request id is that of the worker: vLLM gives requests other ids."""
-    named = {NAME_KEY: request_id}
-    return named if transfer is None else named | encode_transfer(transfer)
+    wire: dict[str, Any] = {NAME_KEY: request_id}
+    if transfer is not None:
+        wire |= encode_transfer(transfer)
+    if prefix is not None:
+        wire[PREFIX_KEY] = {
+            "transfer_id": f"{prefix.transfer_id:032x}",
+            "peer": encode_agent(prefix.agent).SerializeToString(),
+            "num_tokens": prefix.num_tokens,
+            "limit_s": prefix.limit_s,
+        }
+    return wire
 
 
 def encode_transfer(transfer: EngineTransfer) -> dict[str, Any]:
@@ -52,15 +67,28 @@ def decode_transfer(parameters: Mapping[str, Any] | None) -> EngineTransfer | No
     wire = (parameters or {}).get(TRANSFER_KEY)
     if wire is None:
         return None
-    peer = decode_agent(worker_pb2.AgentAddress.FromString(wire["peer"]))
-    return EngineTransfer(int(wire["transfer_id"], 16), peer, wire["is_offer"], wire["deadline"], wire["is_move"])
+    return EngineTransfer(
+        int(wire["transfer_id"], 16), _peer_of(wire), wire["is_offer"], wire["deadline"], wire["is_move"]
+    )
+
+
+def decode_prefix(parameters: Mapping[str, Any] | None) -> PrefixSource | None:
+    """None for a request without a source."""
+    wire = (parameters or {}).get(PREFIX_KEY)
+    if wire is None:
+        return None
+    return PrefixSource(int(wire["transfer_id"], 16), _peer_of(wire), wire["num_tokens"], wire["limit_s"])
+
+
+def _peer_of(wire: Mapping[str, Any]) -> AgentAddress:
+    return decode_agent(worker_pb2.AgentAddress.FromString(wire["peer"]))
 
 
 def encode_end(end: RequestEnd) -> dict[str, Any] | None:
     """None where there is nothing to tell."""
-    return {END_KEY: [list(end.pulled_tokens), end.is_moved]} if end != RequestEnd() else None
+    return {END_KEY: [list(end.pulled_tokens), end.is_moved, end.num_prefix_tokens]} if end != RequestEnd() else None
 
 
 def decode_end(parameters: Mapping[str, Any] | None) -> RequestEnd:
-    token_ids, is_moved = (parameters or {}).get(END_KEY, ((), False))
-    return RequestEnd(tuple(token_ids), is_moved)
+    token_ids, is_moved, num_prefix_tokens = (parameters or {}).get(END_KEY, ((), False, None))
+    return RequestEnd(tuple(token_ids), is_moved, num_prefix_tokens)

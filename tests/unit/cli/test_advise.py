@@ -121,6 +121,7 @@ def trial(late: float, slow: float, busy: tuple[float, float] = (0.9, 0.6), pool
         (Shape(1, 1, 8192, 1), trial(0.3, 0.1), "prefill pool 90% busy"),
         (Shape(1, 1, 8192, 1), trial(0.1, 0.3), "decode pool 60% busy"),
         (Shape(1, 1, 8192, 1), trial(0.0, 0.0), "prefill pool 90% busy"),
+        (Shape(1, 1, 8192, 1), trial(0.1, 0.3, busy=(0.3, 0.1)), "KV waits for the link"),
         (Shape(1, 1, 8192, 1), trial(0.1, 0.3, pool_used=0.99), "no more room for KV"),
         (Shape(2, 1, 8192), trial(0.3, 0.1), "first tokens are late: 90% busy, 40% of it with prompts"),
         (Shape(2, 1, 8192), trial(0.1, 0.3), "tokens are slow: 40% of the time of steps is prompts"),

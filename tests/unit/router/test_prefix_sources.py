@@ -203,8 +203,8 @@ def test_a_read_takes_the_links_once_for_each_router(num_routers: int) -> None:
     assert links == pytest.approx([num_routers * MESSAGE_S, num_routers * MESSAGE_S, 0.0], rel=0.01)
 
 
-@pytest.mark.parametrize(("peer_prefixes", "reads"), [(RouterConfig().peer_prefixes, True), ("never", False)])
-def test_a_router_names_a_source_unless_the_config_forbids_it(peer_prefixes: str, reads: bool) -> None:
+@pytest.mark.parametrize(("peer_prefixes", "reads"), [(RouterConfig().peer_prefixes, False), ("auto", True)])
+def test_a_router_names_a_source_only_where_the_config_says_so(peer_prefixes: str, reads: bool) -> None:
     router = Driven(peer_prefixes=peer_prefixes)
     assert (router.source_of(router.ask()) is not None) is reads
 

@@ -326,6 +326,11 @@ def test_questions_without_an_honest_answer_are_refused(num_requests: int, num_g
         advise(load(500, 20, num_requests), MODEL, Slo(1.0, 0.05), num_gpus)
 
 
+def test_a_request_that_fits_into_no_gpu_is_refused() -> None:
+    with pytest.raises(AdviceRefused, match=r"of [\d,]+ tokens does not fit into the KV of a GPU, 500 tokens"):
+        advise(load(500, 20, 100), replace(MODEL, pool_tokens=500), Slo(1.0, 0.05), 2)
+
+
 def test_a_job_needs_a_token_to_compute_and_one_to_return() -> None:
     for lengths in ((0, 0, 1), (5, 5, 1), (5, 0, 0), (5, -1, 1)):
         with pytest.raises(ValueError, match="not the lengths"):

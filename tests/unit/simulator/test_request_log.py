@@ -188,6 +188,8 @@ def test_the_format_follows_from_the_name_and_the_first_line(tmp_path: Path) -> 
     assert read_workload(written(tmp_path, {**line, "session": 1, "hash_ids": [0] * 40})).requests[0].session == 1
     with pytest.raises(ValueError, match="divisors are for traces"):
         read_workload(written(tmp_path, ROW), divisor=2)
+    with pytest.raises(ValueError, match="line 1: must have usage"):
+        read_workload(written(tmp_path, {"messages": [], "timestamp": 0}))
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])

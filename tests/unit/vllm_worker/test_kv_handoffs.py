@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.block_hash import root_hash, sequence_hashes
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, Ready
+from core.handoff import AbortReason, AgentAddress, PrefixSource, Ready
 from core.kv_layout import KVLayout
 from core.machine import Tick
+from decode_worker.move_asks import ROOM_WAIT_S
 from kv_transfer.protocol.events import AgentAction, MessageReceived, ReadFailed, ReadFinished, SendMessage, StartRead
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, RequestEnd, encode_request
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, RequestEnd, encode_request
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
@@ -36,7 +39,15 @@ class Pool:
     """vLLM's: a block without references is free."""
 
     def __init__(self) -> None:
+        self.cached: dict[int, int] = {}  # hash -> block
         self.blocks: Sequence[Any] = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(NUM_BLOCKS)]
+
+    def get_cached_block(self, block_hash: int, kv_cache_group_ids: list[int]) -> list[Any] | None:
+        assert kv_cache_group_ids == [0]
+        return [self.blocks[self.cached[block_hash]]] if block_hash in self.cached else None
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
         free = [block for block in self.blocks if not block.ref_cnt][:count]
@@ -65,6 +76,10 @@ class Pool:
         return sum(not block.ref_cnt for block in self.blocks)
 
 
+def block_hashes(token_ids: Sequence[int], cache_salt: str) -> list[int]:
+    return sequence_hashes(token_ids, BLOCK_SIZE, root_hash(cache_salt))
+
+
 class Engine:
     """A scheduler, and the transfers whose commands wait in `commands`."""
 
@@ -72,7 +87,7 @@ class Engine:
         self.name, self.failure, self.pool = name, "", Pool()
         self.machine = EngineTransfers(TransferConfig(lease_s=LEASE_S, max_blocks_per_read=1), ADDRESSES[name])
         self.handoffs = Handoffs(self, BLOCK_SIZE)
-        self.handoffs.bind(self.pool)
+        self.handoffs.bind(self.pool, block_hashes)
         self.commands: deque[Command] = deque()
         self.reads: dict[int, StartRead] = {}
         self.content = dict.fromkeys(range(NUM_BLOCKS), 0)
@@ -148,13 +163,13 @@ class World:
         engine, request = self.reader, self.requests["reader"]
         engine.handoffs.take_back()
         if engine.name in self.begun and engine.name not in self.ended and "r" not in engine.tables:
-            num_tokens = engine.handoffs.num_to_load(request, 0)
+            num_tokens = engine.handoffs.pulls.num_to_load(request, 0)
             assert num_tokens in (0, request.num_prompt_tokens)
             if num_tokens and (blocks := engine.pool.allocate(-(-num_tokens // BLOCK_SIZE))) is not None:
                 engine.tables["r"] = blocks
                 engine.loading.add("r")
-                engine.handoffs.place(request, blocks, num_tokens)
-        loads = engine.handoffs.loads()
+                engine.handoffs.pulls.place(request, blocks, num_tokens)
+        loads = engine.handoffs.pulls.loads()
         assert loads.failed <= loads.received <= engine.loading, "vLLM ends the engine"
         for name in loads.received:
             engine.loading.remove(name)
@@ -261,8 +276,6 @@ class World:
 def _with_digests(engine: Engine, message: Any) -> Any:
     if not isinstance(message, Ready):
         return message
-    from dataclasses import replace
-
     digests = tuple(engine.content[block] + 1 for block in message.blocks.blocks)
     return replace(message, blocks=replace(message.blocks, digests=digests))
 
@@ -288,7 +301,7 @@ def test_every_block_comes_back_and_no_wrong_one_is_used(num_tokens: int, is_fli
         assert True not in world.reader.outcomes.values()
 
 
-MOST_OUTPUTS = 24
+MOST_OUTPUTS, LIMIT_S = 24, 5.0
 
 
 class MovingWorld(World):
@@ -377,19 +390,11 @@ def test_a_request_moves_with_its_tokens_or_stays(num_tokens: int, is_flipping: 
 
 def caught_up() -> tuple[MovingWorld, Any]:
     """A move whose reader has all full blocks, and the request of the owner."""
-    world = MovingWorld(num_tokens=10, is_flipping=False)
-    world.begin(world.owner)
-    for _ in range(4):
-        world.step_owner()
-    world.move()
+    world = moving()
     world.begin(world.reader)
     world.step_owner()
     world.step_reader()
-    for _ in range(20):  # no step: nothing but messages and reads
-        world.transfer(world.owner)
-        world.transfer(world.reader)
-        world.deliver()
-        world.end_read()
+    exchange(world)
     return world, world.requests["owner"]
 
 
@@ -413,6 +418,196 @@ def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
     assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
     world.settle()
     assert world.reader.outcomes == {"r": False}
+
+
+def exchange(world: World) -> None:
+    """All commands, messages and reads. Neither engine makes a step."""
+    for _ in range(20):
+        world.transfer(world.owner)
+        world.transfer(world.reader)
+        world.deliver()
+        world.end_read()
+
+
+def moving() -> MovingWorld:
+    """A move that has just begun, and whose owner has made no step since."""
+    world = MovingWorld(num_tokens=10, is_flipping=False)
+    world.begin(world.owner)
+    for _ in range(4):
+        world.step_owner()
+    world.move()
+    return world
+
+
+def lost_moves(engine: Engine) -> list[int]:
+    engine.handoffs.take_back()
+    return [int(transfer_id, 16) for transfer_id in engine.handoffs.step_stats()[LOST_MOVES]]
+
+
+def test_a_reader_that_waits_for_the_first_block_has_not_caught_up() -> None:
+    world = moving()
+    world.begin(world.reader)
+    world.step_reader()
+    exchange(world)
+    for _ in range(2):
+        world.step_owner()
+        assert not world.num_handed_over
+    exchange(world)
+    world.step_owner()
+    assert world.num_handed_over == 1
+    world.settle()
+    assert world.reader.outcomes == {"r": True}
+
+
+def test_a_reader_that_never_asks_holds_no_move() -> None:
+    world = moving()
+    world.step_owner()
+    exchange(world)
+    assert lost_moves(world.owner) == []
+    world.wait(ROOM_WAIT_S)
+    assert lost_moves(world.owner) == [7]
+    world.transfer_out = replace(world.transfer_out, transfer_id=8)
+    world.move()
+    world.owner.handoffs.begin_move("w", replace(world.transfer_out, transfer_id=9), world.num_known)
+    assert lost_moves(world.owner) == [9], "it moves already"
+    while "owner" not in world.ended:
+        world.step_owner()
+    assert world.num_handed_over == 0
+
+
+def test_a_reader_that_ends_between_the_phases_leaves_the_request_here() -> None:
+    world, owned = caught_up()
+    world.owner.handoffs.take_back()
+    assert owned.max_tokens == owned.num_output_tokens + 1
+    world.end(world.reader, "FINISHED_ABORTED")
+    exchange(world)
+    assert lost_moves(world.owner) == [7]
+    assert owned.max_tokens == MOST_OUTPUTS
+    while "owner" not in world.ended:
+        world.step_owner()
+    assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
+
+
+def test_a_worker_hears_at_once_that_the_blocks_of_a_move_do_not_come() -> None:
+    world, _ = caught_up()
+    world.end(world.owner, "FINISHED_ABORTED")
+    exchange(world)
+    world.step_reader()
+    assert lost_moves(world.reader) == [7]
+    assert lost_moves(world.owner) == []
+
+
+def test_a_request_that_moves_again_before_its_last_step_has_one_more_token() -> None:
+    world, owned = caught_up()
+    world.owner.machine.caught_up.append(7)
+    world.owner.handoffs.take_back()
+    assert owned.max_tokens == owned.num_output_tokens + 1
+
+
+def test_two_requests_never_offer_by_one_transfer() -> None:
+    engine, transfer = Engine("owner"), EngineTransfer(7, ADDRESSES["reader"], True, math.inf)
+    for name in "rs":
+        request = request_of(4, transfer)
+        request.request_id = name
+        engine.handoffs.on_new_request(request)
+    engine.handoffs.check()
+    assert len(engine.commands) == 1
+
+
+class PrefixWorld(World):
+    """The owner has cached the first blocks of a prompt that the reader has to compute."""
+
+    def __init__(self, num_prompt: int, num_cached: int, num_promised: int, is_flipping: bool = False) -> None:
+        super().__init__(num_prompt, is_flipping)
+        source = PrefixSource(9, ADDRESSES["owner"], num_promised, LIMIT_S)
+        self.request = self.requests["reader"] = request_of(num_prompt, None)
+        self.request.kv_transfer_params = encode_request("w", None, source)
+        token_ids, pool = self.request.prompt_token_ids, self.owner.pool
+        blocks = pool.allocate(min(num_cached, num_prompt // BLOCK_SIZE))
+        assert blocks is not None
+        pool.cached = dict(zip(block_hashes(token_ids, ""), blocks, strict=False))
+        self.owner.content |= {block: 100 + position for position, block in enumerate(blocks)}
+        pool.free(blocks)
+        offer = EngineTransfer(9, ADDRESSES["reader"], True, LIMIT_S)
+        self.owner.handoffs.give_prefix(offer, token_ids[:num_promised], "")
+        self.begin(self.reader)
+
+    def read(self, num_local: int) -> bool:
+        """With so many blocks cached by the reader. Returns whether vLLM begins a load."""
+        engine, local = self.reader, num_local * BLOCK_SIZE
+        num_tokens = engine.handoffs.pulls.num_to_load(self.request, local)
+        blocks = engine.pool.allocate((local + num_tokens) // BLOCK_SIZE)
+        assert blocks is not None
+        engine.tables["r"] = blocks
+        engine.content |= {block: 100 + position for position, block in enumerate(blocks[:num_local])}
+        self.request.num_computed_tokens = local + num_tokens
+        engine.handoffs.pulls.place(self.request, blocks, num_tokens)
+        for _ in range(2):
+            exchange(self)
+        return num_tokens > 0
+
+    def finish(self) -> RequestEnd:
+        for _ in range(12):
+            self.wait(LEASE_S / 4)
+            exchange(self)
+        self.owner.handoffs.take_back()
+        assert self.owner.pool.num_free == NUM_BLOCKS
+        return self.reader.handoffs.finish(self.request, self.reader.tables.get("r", []))
+
+
+@pytest.mark.parametrize("trouble", ["", "flipped bits", "late"])
+@settings(max_examples=100, deadline=None)
+@given(
+    num_prompt=st.sampled_from((1, 4, 5, 8, 9, 17, 30)), num_cached=st.integers(0, 7),
+    num_promised=st.sampled_from((3, 8, 17, 40)), num_local=st.integers(0, 3),
+)  # fmt: skip
+def test_a_prompt_has_the_first_blocks_of_its_source_or_computes_them(
+    trouble: str, num_prompt: int, num_cached: int, num_promised: int, num_local: int
+) -> None:
+    is_flipping, is_late = trouble == "flipped bits", trouble == "late"
+    world = PrefixWorld(num_prompt, num_cached, num_promised, is_flipping)
+    num_local = min(num_local, (num_prompt - 1) // BLOCK_SIZE)
+    if is_late:
+        world.transfer(world.reader)
+        world.wait(LIMIT_S)
+    num_wanted = max(0, min(num_promised, num_prompt - 1) // BLOCK_SIZE - num_local)
+    num_read = max(0, min(num_promised // BLOCK_SIZE, num_cached, num_local + num_wanted) - num_local)
+    num_read = 0 if is_flipping or is_late else num_read
+    assert world.read(num_local) == bool(num_wanted)
+    loads = world.reader.handoffs.pulls.loads()
+    world.reader.handoffs.check()
+    assert loads.received == ({"r"} if num_wanted else set())
+    assert loads.failed == ({"r"} if num_wanted and not num_read else set())
+    if num_read:
+        num_blocks = num_local + num_read
+        assert world.request.num_computed_tokens == num_blocks * BLOCK_SIZE
+        found = [world.reader.content[block] for block in world.reader.tables["r"][:num_blocks]]
+        assert found == [100 + position for position in range(num_blocks)]
+    assert world.finish().num_prefix_tokens == (num_read * BLOCK_SIZE if num_wanted else None)
+
+
+def test_a_prompt_without_room_in_time_has_begun_no_read() -> None:
+    world = PrefixWorld(num_prompt=30, num_cached=7, num_promised=30)
+    exchange(world)
+    world.wait(LIMIT_S)
+    exchange(world)
+    assert world.reader.handoffs.pulls.loads().received == set()
+    assert world.reader.handoffs.pulls.num_to_load(world.request, 0) == 0
+    assert world.finish().num_prefix_tokens is None
+
+
+def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:
+    engine = Engine("owner")
+    held, cached = engine.pool.allocate(4), engine.pool.allocate(10)
+    assert held is not None
+    assert cached is not None
+    token_ids = list(range(14 * BLOCK_SIZE))
+    engine.pool.cached = dict(zip(block_hashes(token_ids, ""), [*held, *cached], strict=True))
+    engine.pool.free(cached)
+    engine.handoffs.give_prefix(EngineTransfer(9, ADDRESSES["reader"], True, LIMIT_S), token_ids, "")
+    assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
+    engine.handoffs.give_prefix(EngineTransfer(8, ADDRESSES["reader"], True, LIMIT_S), token_ids, "salt")
+    assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
 
 
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:

@@ -10,8 +10,9 @@ from core.errors import QueueFull, TandemError
 from decode_worker.events import DecodeDone, DecodeFailed
 from prefill_worker.machine import PrefillDone, PrefillFailed
 from tests.support.vllm_words import TIMEOUT_S, VllmReplay, transcripts
+from vllm_worker.awaited_handoffs import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS
+from vllm_worker.events import Abort, Submit
 from vllm_worker.handshakes import MAX_PEERS
-from vllm_worker.machine import EARLY_HANDOFF_S, MAX_EARLY_HANDOFFS, Abort, Submit
 
 SETUP = """
   machine
@@ -212,9 +213,10 @@ requests are asked for a few at once and again after a while
   wait 0.4
   output b 1                  -> tokens b 0: 1; ask to move b (drain)
   wait 0.1                    -> ask to move a (drain)
-  move a 5                    -> move a to other by 5, 8 known
+  move a 5 known=7            -> move a to other by 5, 7 known
   wait 0.4                    -> ask to move b (drain)
-  move a 6                    -> refused TransferFailed: a moves already
+  move a 6 known=7            -> refused TransferFailed: a moves already
+  move b 5 known=7            -> refused TransferFailed: another request moves by this transfer
   cancel a                    -> abort a; fail a RequestCancelled: the router cancelled the call
 
 a request whose reader has failed goes on here and is asked for again
@@ -229,6 +231,26 @@ a request whose reader has failed goes on here and is asked for again
   move a 6                    -> move a to other by 6, 8 known
   output a 7 ends=stop        -> tokens a 2: 7; done a stop, decode 0.5  # before it could move
   resume a 6
+
+a request whose reader the engine has lost goes on here and is asked for again
+  decode a                    -> submit a
+  output a 1                  -> tokens a 0: 1
+  drain                       -> ask to move a (drain)
+  move a 5 known=7            -> move a to other by 5, 7 known
+  step 1 0 0.1 1 0 lost=6  # of no request
+  step 1 0 0.1 1 0 lost=5
+  resume a 5
+  wait 0.5                    -> ask to move a (drain)
+  move a 7 known=7            -> move a to other by 7, 7 known
+  step 1 0 0.1 1 0 lost=5
+  output a 2 ends=length is_moved=1 -> tokens a 1: 2; handed over a 2; done a handoff, decode 0.5
+
+a reader that the router tells of other tokens than this worker has sent is refused
+  decode a delivered=2        -> submit a
+  output a 1                  -> tokens a 2: 1
+  move a 5 known=10           -> refused TransferFailed: a has not sent 10 tokens, or was called with more
+  move a 5 known=7            -> refused TransferFailed: a has not sent 7 tokens, or was called with more
+  move a 5 known=9            -> move a to other by 5, 9 known
 
 only a request in decode moves and only to the same layout
   decode a                    -> submit a
@@ -252,12 +274,55 @@ a reader whose pull has failed samples nothing because the owner may still sampl
   decode b ticket=6 delivered=2 is_move=1 -> submit b from other by 6
   output b 4 ends=length      -> fail b TransferFailed: the KV of a request that moves has not come
 
+a reader whose pull has failed ends before its engine computes what the owner has computed
+  decode a ticket=5 delivered=2 is_move=1 -> submit a from other by 5
+  decode b ticket=6           -> submit b from other by 6
+  step 1 0 0.1 0 4 lost=5,6
+                              -> abort a; fail a TransferFailed: the KV of a request that moves has not come
+  output b 3                  -> tokens b 0: 3  # a hand-off, whose prompt this engine computes
+  decode c ticket=7 delivered=2 is_move=1 -> submit c from other by 7
+  output c 4 num_pulled_tokens=1 -> tokens c 3: 4
+  step 1 0 0.1 1 0 lost=7
+
 a worker without a transfer agent asks for no move
   machine
   decode a                    -> submit a
   output a 1                  -> tokens a 0: 1
   drain
   move a 5                    -> refused TransferFailed: the connector of this worker moves no request
+""",
+    SETUP + "  machine agent=1\n",
+)
+
+test_prefixes = transcripts(
+    """
+a prompt is computed with the prefix of a peer and its end tells what was read
+  prefill a source=9          -> submit a offers to other by 5 with 4 of peer
+  output a 3 ends=length num_prefix_tokens=4 num_cached_tokens=4 -> done a 0: 3, cached 4, read 4 of peer
+  decode b source=9           -> submit b with 4 of peer
+  output b 3 num_cached_tokens=0 -> tokens b 0: 3
+  output b 7 ends=stop num_prefix_tokens=0 -> tokens b 1: 7; done b stop, read 0 of peer
+  decode c source=9           -> submit c with 4 of peer
+  output c 7 ends=stop        -> tokens c 0: 7; done c stop  # no read began
+
+a source with another layout or for a request with an adapter is left out
+  decode a source=9 heads=2   -> submit a
+  decode b source=9 adapter=red -> submit b
+
+a cached prefix is given to a peer with the same layout also while the worker drains
+  asks 9                      -> give 4 to peer by 9
+  asks 9 heads=2              -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
+  asks 9 num_tokens=64        -> give 64 to peer by 9
+  asks 9 num_tokens=65
+      -> refused InvalidRequest: packed_token_ids: the engine holds 64 tokens of a sequence
+  drain
+  asks 9                      -> give 4 to peer by 9
+
+a worker without a transfer agent gives no prefix and reads none
+  machine
+  asks 9
+      -> refused InvalidRequest: transfer_id: the engine of this worker gives no cached prefix to peers
+  decode a source=9           -> submit a
 """,
     SETUP + "  machine agent=1\n",
 )
@@ -330,7 +395,9 @@ EVENTS = [
     "prefill NAME", "decode NAME", "decode NAME ticket=TICKET", "handoff TICKET", "cancel_prefill NAME", "cancel NAME",
     "output NAME 3", "output NAME 7 ends=stop handoff=kv", "output NAME ends=length", "output NAME error=lost",
     "step 1 1 0.5 1 8", "move NAME TICKET", "resume NAME TICKET", "output NAME 3 ends=length is_moved=1",
-    "decode NAME ticket=TICKET is_move=1", "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
+    "decode NAME ticket=TICKET is_move=1", "step 1 1 0.5 1 8 lost=TICKET",
+    "prefill NAME source=9", "decode NAME source=9", "asks TICKET",
+    "joins NAME", "leaves NAME", "met NAME", "met NAME error=silent",
 ]  # fmt: skip
 STEPS = st.tuples(st.sampled_from(EVENTS), st.sampled_from("abc"), st.sampled_from("012"), st.floats(0.0, 20.0))
 
