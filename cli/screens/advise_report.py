@@ -102,7 +102,6 @@ def limit_of(one: Candidate) -> str:
 
 def _conclusion(question: Question, advice: Advice) -> Iterator[str]:
     yield _sentence(question, advice)
-    yield from _too_large(question)
     if advice.verdict is Verdict.NEITHER:
         return
     if question.load.rate:
@@ -133,19 +132,6 @@ def _sentence(question: Question, advice: Advice) -> str:
             )
         case Verdict.NEITHER:
             return f"Neither: no shape of {question.num_gpus} GPUs keeps these limits at any load."
-
-
-def _too_large(question: Question) -> Iterator[str]:
-    """Requests beyond the pool of the widest worker. Every shape misses the limits of these."""
-    model, jobs = question.model, question.load.jobs
-    width = max(width for width in model.widths if width <= question.num_gpus)
-    room = width * model.pool_tokens
-    count = sum(job.num_prompt_tokens + job.num_output_tokens - 1 > room for job in jobs)
-    if count:
-        yield (
-            f"{count:,} of {len(jobs):,} requests are larger than the {room:,} tokens of KV of the widest worker "
-            f"({width} GPUs), and count as missed (--kv-tokens)."
-        )
 
 
 def _gain(contest: Contest) -> str:

@@ -111,12 +111,14 @@ def advise(
     """`on_progress` gets the number of trials so far. Raises `AdviceRefused`."""
     if len(load.jobs) < MIN_REQUESTS:
         raise AdviceRefused(f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed")
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
-    if longest > model.pool_tokens:
-        raise AdviceRefused(
-            f"a request of {longest:,} tokens does not fit into the KV of a GPU, {model.pool_tokens:,} tokens"
-        )
     group = group_of(num_gpus)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
+    width = max((width for width in model.widths if width <= group), default=1)
+    if longest > width * model.pool_tokens:
+        raise AdviceRefused(
+            f"a request of {longest:,} tokens does not fit into the KV of the widest worker, {width} GPUs with "
+            f"{width * model.pool_tokens:,} tokens"
+        )
     search = Search(load, model, slo)
     splits = list(split_shapes(group, model, search.mean, slo.tpot_s))
     undivided = list(undivided_shapes(group, model, search.mean))

@@ -98,16 +98,6 @@ def test_a_log_that_is_too_short_is_refused(
     assert capsys.readouterr().err == "error: calls has 99 requests, at least 100 are needed\n"
 
 
-def test_requests_larger_than_any_pool_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    by_hand = ["--input-tokens", "4000", "--output-tokens", "2", "--spread", "0", "--kv-tokens", "2000"]
-    assert advised(monkeypatch, *QUICK, *by_hand) in (0, None)
-    shown = capsys.readouterr().out
-    assert "Neither: no shape of 2 GPUs keeps these limits at any load." in shown
-    assert "2,000 of 2,000 requests are larger than the 4,000 tokens of KV of the widest worker (2 GPUs)" in shown
-
-
 # ---- words
 
 
