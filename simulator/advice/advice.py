@@ -84,12 +84,19 @@ class Advice:
 
     @property
     def verdict(self) -> Verdict:
-        if not any(contest.undivided or contest.split for contest in self.contests):
+        if len(self.without_answer) == len(self.contests):
             return Verdict.NEITHER
+        if self.without_answer:
+            return Verdict.UNDECIDED
         gains = [contest.gain for contest in self.contests]
         if min(gains) > LEAST_GAIN:
             return Verdict.SPLIT
         return Verdict.DO_NOT_SPLIT if max(gains) < LEAST_GAIN else Verdict.UNDECIDED
+
+    @property
+    def without_answer(self) -> list[Contest]:
+        """Those in which no shape keeps the limits: they compare nothing."""
+        return [contest for contest in self.contests if not contest.undivided and not contest.split]
 
     @property
     def worst(self) -> Contest:

@@ -131,6 +131,7 @@ def test_the_limit_of_a_shape_names_the_resource(shape: Shape, beyond: Trial, wo
          "which is within what the model may err."),
         ([(10.0, 9.0), (10.0, 8.0)], "Do not split: 2 undivided, 8,192 tokens a step carries 10 requests/s; "
          "a split changes that by -20% to -10%."),
+        ([(10.0, 9.0), (0.0, 0.0)], "Undecided: in 1 of 2 scenarios (1) no shape keeps these limits at any load."),
         ([(0.0, 0.0), (0.0, 0.0)], "Neither: no shape of 2 GPUs keeps these limits at any load."),
         ([(0.0, 2.0), (10.0, 13.0)], "Split: 1P + 1D carries 2 requests/s, from nothing to something beside the best "
          "undivided fleet, and +30% in the worst scenario."),
