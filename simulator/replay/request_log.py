@@ -14,14 +14,13 @@ from datetime import datetime
 from pathlib import Path
 
 from simulator.replay.trace import TraceRequest
-from simulator.replay.trace_rows import MAX_TOKENS, BlockCount, Row, json_rows, number, tokens
+from simulator.replay.trace_rows import MAX_TIME_S, MAX_TOKENS, BlockCount, Row, json_rows, number, tokens
 from simulator.replay.workloads import Workload, from_zero
 
 TOKENS_PER_BLOCK = 128
 TIMES = ("timestamp", "arrived_at", "created_at", "created", "time")
 FIRST_BLOCK = MAX_TOKENS // TOKENS_PER_BLOCK  # of what no other prompt has; lower ids are the common prefix
 LEAST_MS = 1e11  # a later time than year 5138 in seconds is one in milliseconds
-MAX_TIME_S = 1e11
 
 
 def request_log(path: Path, limit: int | None = None) -> Workload:

@@ -19,6 +19,7 @@ MAX_ROWS = 1_000_000  # lines of a log or trace of requests; beyond: `ValueError
 MAX_BLOCKS = 4_000_000
 # Limit: tokens of a prompt or an output in a log or trace; beyond: `ValueError` that names line and field
 MAX_TOKENS = 4_000_000
+MAX_TIME_S = 1e11  # of an arrival
 
 Row = Mapping[str, object]
 

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from simulator.replay.trace import TraceRequest
-from simulator.replay.trace_rows import MAX_TOKENS, BlockCount, csv_rows, json_rows, number, tokens
+from simulator.replay.trace_rows import MAX_TIME_S, MAX_TOKENS, BlockCount, csv_rows, json_rows, number, tokens
 
 GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
 MOONCAKE_TOKENS_PER_BLOCK = AZURE_TOKENS_PER_BLOCK = 512
@@ -218,6 +218,8 @@ def _traced(
     if num_tokens > len(hash_ids) * tokens_per_block:
         raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
     at = number(where, row, "timestamp", float) / 1e3
+    if not 0.0 <= at <= MAX_TIME_S:
+        raise ValueError(f"{where}: timestamp must be in [0, {MAX_TIME_S * 1e3:g}] ms, is {row['timestamp']!r:.40}")
     num_output = max(1, tokens(where, row, "output_length") // output_divisor)
     count.add(where, len(hash_ids))
     return TraceRequest(at, tuple(hash_ids), num_tokens, num_output, tokens_per_block)

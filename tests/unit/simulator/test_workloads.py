@@ -131,6 +131,8 @@ def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
         ({"session": None}, "session is missing"),
         ({"timestamp": "late"}, "timestamp is 'late'"),
         ({"output_length": []}, "output_length is"),
+        ({"timestamp": -1}, "timestamp must be in "),
+        ({"timestamp": 1e300}, "timestamp must be in "),
     ],
 )
 def test_a_malformed_turn_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
