@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from cli.screens.advise_report import Question, as_json_object, print_advice
 from core.errors import ConfigError
+from simulator.advice.advice import MIN_REQUESTS
 from simulator.advice.advice import advise as find_advice
 from simulator.advice.goodput import Load, Slo, load_of
 from simulator.advice.shapes import CostModel, scaled_widths
@@ -25,6 +26,8 @@ from simulator.replay.workload_files import read_workload
 from simulator.replay.workloads import Synthetic, synthetic
 
 NUM_SYNTHETIC = 2000
+MAX_PROMPT_TOKENS = 32_000_000  # of all synthetic prompts: fewer requests stand for a load of long prompts
+MAX_INPUT_TOKENS = MAX_PROMPT_TOKENS // MIN_REQUESTS
 SCALED_LIKE = "h100-8b"  # wider workers than the calibrated one gain as those of this model do
 POSITIVE = ("slo_ttft_ms", "slo_tpot_ms", "kv_tokens", "requests", "rate")
 
@@ -62,8 +65,10 @@ def _model(options: Mapping[str, Any]) -> CostModel:
 
 def _load(log: Path | None, options: Mapping[str, Any]) -> Load:
     if log is None:
+        if options["input_tokens"] > MAX_INPUT_TOKENS:
+            raise ConfigError(f"--input-tokens must be at most {MAX_INPUT_TOKENS:,}, is {options['input_tokens']:,}")
         config = Synthetic(
-            num_requests=NUM_SYNTHETIC,
+            num_requests=min(NUM_SYNTHETIC, MAX_PROMPT_TOKENS // max(1, options["input_tokens"])),
             rate=options["rate"] or 1.0,
             prompt_tokens=options["input_tokens"],
             output_tokens=options["output_tokens"],

@@ -126,6 +126,11 @@ def _sentence(question: Question, advice: Advice) -> str:
                 f"a split changes that by {lowest} to {highest}."
             )
         case Verdict.UNDECIDED:
+            if empty := advice.without_answer:
+                return (
+                    f"Undecided: in {len(empty)} of {len(advice.contests)} scenarios ({empty[0].scenario}) no shape "
+                    "keeps these limits at any load."
+                )
             return (
                 f"Undecided: a split changes the goodput by {lowest} ({advice.worst.scenario}) to {highest} "
                 f"({advice.best.scenario}), which is within what the model may err."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from simulator.advice.goodput import Goodput, Load, Search, Slo, Trial
+from simulator.advice.goodput import AdviceRefused, Goodput, Load, Search, Slo, Trial
 from simulator.advice.shapes import CostModel, Scenario, Shape, highest_rate, split_shapes, undivided_shapes
 from simulator.replay.replay_result import WANTED_ATTAINMENT
 
@@ -38,10 +38,6 @@ SCENARIOS = (
     Scenario("a quarter of the link's speed", link=0.25),
     Scenario("half the cache hits", hits=0.5),
 )
-
-
-class AdviceRefused(ValueError):
-    """The question has no honest answer: too few requests, or a number of GPUs that has no shape."""
 
 
 class Verdict(Enum):
@@ -88,12 +84,19 @@ class Advice:
 
     @property
     def verdict(self) -> Verdict:
-        if not any(contest.undivided or contest.split for contest in self.contests):
+        if len(self.without_answer) == len(self.contests):
             return Verdict.NEITHER
+        if self.without_answer:
+            return Verdict.UNDECIDED
         gains = [contest.gain for contest in self.contests]
         if min(gains) > LEAST_GAIN:
             return Verdict.SPLIT
         return Verdict.DO_NOT_SPLIT if max(gains) < LEAST_GAIN else Verdict.UNDECIDED
+
+    @property
+    def without_answer(self) -> list[Contest]:
+        """Those in which no shape keeps the limits: they compare nothing."""
+        return [contest for contest in self.contests if not contest.undivided and not contest.split]
 
     @property
     def worst(self) -> Contest:
@@ -115,12 +118,14 @@ def advise(
     """`on_progress` gets the number of trials so far. Raises `AdviceRefused`."""
     if len(load.jobs) < MIN_REQUESTS:
         raise AdviceRefused(f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed")
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
-    if longest > model.pool_tokens:
-        raise AdviceRefused(
-            f"a request of {longest:,} tokens does not fit into the KV of a GPU, {model.pool_tokens:,} tokens"
-        )
     group = group_of(num_gpus)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
+    width = max((width for width in model.widths if width <= group), default=1)
+    if longest > width * model.pool_tokens:
+        raise AdviceRefused(
+            f"a request of {longest:,} tokens does not fit into the KV of the widest worker, {width} GPUs with "
+            f"{width * model.pool_tokens:,} tokens"
+        )
     search = Search(load, model, slo)
     splits = list(split_shapes(group, model, search.mean, slo.tpot_s))
     undivided = list(undivided_shapes(group, model, search.mean))

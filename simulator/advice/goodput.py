@@ -19,9 +19,17 @@ COUNTED = 0.4, 0.85  # shares of a run: before, the fleet fills up; after, it ru
 MIN_RUN, MAX_RUN = 1000, 10_000  # requests of a run
 RUN_LIVES = 6.0  # a run lasts this many times as long as a request at its limits
 CLOSE_ENOUGH = 0.08  # of the rate, between the two rates that goodput90 interpolates
+NO_TIME_S = 1e-9
 KEEPS_UP = 0.9  # of the requests that came in the counted time, those that ended in it; else the fleet falls behind
 MAX_TRIALS = 16  # of one goodput
+RUN_CHUNKS = 200_000  # of the prompts of a run: runs of long prompts are shorter
+MAX_WORK = 50_000_000  # passes of workers in an answer of `tandem advise`, about 1 us each; beyond: `AdviceRefused`
+REQUEST_WORK = 8  # passes that take as long as one request outside of them
 STEP, LONG_STEP = 1.12, 1.3  # from a rate to the next one: near an expected goodput, and else
+
+
+class AdviceRefused(ValueError):
+    """The question has no honest answer: too few requests, too much work, or a number of GPUs that has no shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Load:
         jobs = islice(cycle(self.jobs), first, first + num_requests)
         if self.gaps:
             gaps = list(islice(cycle(self.gaps), first, first + num_requests))
-            scale = num_requests / (rate * max(sum(gaps), 1e-9))
+            scale = num_requests / (rate * max(sum(gaps), NO_TIME_S))
         else:
             gaps, scale = [chance.expovariate(1.0) for _ in range(num_requests)], 1.0 / rate
         return fleet.run(jobs, accumulate(gap * scale for gap in gaps))
@@ -105,14 +113,27 @@ class Search:
     def __init__(self, load: Load, model: CostModel, slo: Slo) -> None:
         self.load, self.model, self.slo = load, model, slo
         self.mean = load.mean
-        self.num_trials = 0
+        self.num_trials = self.work = 0
+
+    def _spend(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK:
+            raise AdviceRefused(
+                f"the answer needs more than {MAX_WORK:,} passes of simulated workers: ask for fewer GPUs, shorter "
+                "limits, or shorter prompts"
+            )
 
     def trial(self, shape: Shape, scenario: Scenario, rate: float) -> Trial:
         self.num_trials += 1
         fleet = self.model.fleet(shape, scenario)
         life_s = self.slo.ttft_s + self.mean.num_output_tokens * self.slo.tpot_s
-        num_requests = int(min(MAX_RUN, max(MIN_RUN, RUN_LIVES * rate * life_s)))
+        new_tokens = self.mean.num_prompt_tokens - self.mean.num_cached_tokens
+        if MIN_RUN * new_tokens > MAX_WORK * shape.max_step_tokens:  # a single run would be too long
+            self._spend(MAX_WORK + 1)
+        most = RUN_CHUNKS * shape.max_step_tokens / new_tokens
+        num_requests = int(max(MIN_RUN, min(MAX_RUN, most, RUN_LIVES * rate * life_s)))
         served = self.load.with_hits(scenario.hits).run(fleet, rate, num_requests, scenario.seed)
+        self._spend(REQUEST_WORK * num_requests + sum(worker.num_passes for worker in (*fleet.first, *fleet.decode)))
         counted = served[int(COUNTED[0] * len(served)) : int(COUNTED[1] * len(served))]
         late = sum(one.ttft_s > self.slo.ttft_s for one in counted)
         slow = sum(one.tpot_s is not None and one.tpot_s > self.slo.tpot_s for one in counted)
@@ -128,7 +149,7 @@ class Search:
         return Trial(
             rate, kept_share, late / count, slow / count,
             (first_busy / len(fleet.first) / lasts_s, decode_busy / max(1, len(fleet.decode)) / lasts_s),
-            sum(worker.prompt_s for worker in fleet.first) / first_busy,
+            sum(worker.prompt_s for worker in fleet.first) / max(first_busy, NO_TIME_S),
             max(worker.most_reserved / worker.kind.pool_tokens for worker in (*fleet.first, *fleet.decode)),
         )  # fmt: skip
 

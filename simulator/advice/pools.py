@@ -3,7 +3,7 @@
 One class plays every role. The jobs of a prefill worker end with their first token, those of a decode worker come with
 a computed prompt, and an undivided worker has whole jobs. A step follows the rule of vLLM: a token of every decoding
 job, then prompts in order of arrival, in chunks, until the token budget is spent. A job is admitted when its prompt and
-its whole output fit into the KV pool, so nothing is preempted.
+its whole output fit into the KV pool, so nothing is preempted. A job that no pool can hold never gets a token.
 
     arrival -> undivided worker ----------------------------------------> last token
     arrival -> prefill worker -> first token -> link -> decode worker --> last token
@@ -77,6 +77,7 @@ class Worker:
         self.now = 0.0  # end of the last step
         self.busy_s = self.prompt_s = 0.0
         self.most_reserved = 0  # tokens
+        self.num_passes = 0  # of steps that were computed at once
         self.link_free_at = 0.0
         self.finished: list[PlacedJob] = []
         self.gaps: list[Gap] = []
@@ -120,7 +121,7 @@ class Worker:
                 return
             placed = self._waiting[0]
             wanted = placed.job.num_prompt_tokens + placed.steps_left
-            if self._reserved and self._reserved + wanted > self.kind.pool_tokens:
+            if self._reserved + wanted > self.kind.pool_tokens:
                 return
             self._waiting.popleft()
             self._reserved += wanted
@@ -182,6 +183,7 @@ class Worker:
     def _pass(self, seconds: float, num_steps: int) -> None:
         """Every decoding job gets a token in each of these steps."""
         num_decodes = len(self._decoding)
+        self.num_passes += 1
         self.now += seconds
         self.busy_s += seconds
         self._num_steps += num_steps
@@ -238,10 +240,20 @@ class Fleet:
 
     def add(self, job: Job, now: float) -> None:
         self.advance(now)
+        if not self._has_room(job):
+            self.served.append(Served(now, now, job.num_output_tokens, math.inf, None))
+            return
         steps = 0 if self.decode else job.num_output_tokens - 1
         new_tokens = job.num_prompt_tokens - job.num_cached_tokens
         placed = PlacedJob(job, now, now, new_tokens, job.num_cached_tokens, steps)
         min(self.first, key=lambda worker: worker.load_s(now)).add(placed)
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether a pool can hold the job at all. A prompt with one token of output ends in the first pool."""
+        whole = job.num_prompt_tokens + job.num_output_tokens - 1
+        if self.decode and job.num_output_tokens > 1:
+            return job.num_prompt_tokens <= self.first[0].kind.pool_tokens and whole <= self.decode[0].kind.pool_tokens
+        return whole <= self.first[0].kind.pool_tokens
 
     def advance(self, until: float) -> None:
         ended = _advanced(self.first, until)

@@ -11,9 +11,11 @@ from typing import Any
 
 from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
+from simulator.replay.trace_rows import open_regular
 from simulator.shells.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
 
 VERSION = 1
+MAX_FILE_BYTES = 1_000_000  # bytes of a file of costs; beyond: `ValueError` that names the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,13 @@ def read_costs(name: str) -> Costs:
     if name in BUILT_IN:
         return BUILT_IN[name]
     path = Path(name)
-    text = path.read_text(encoding="utf-8")
+    with open_regular(path) as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{path}: longer than {MAX_FILE_BYTES:,} bytes")
     try:
-        return _costs(json.loads(text))
-    except (TypeError, ValueError) as error:
+        return _costs(json.loads(content.decode("utf-8")))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -14,15 +14,13 @@ from datetime import datetime
 from pathlib import Path
 
 from simulator.replay.trace import TraceRequest
-from simulator.replay.trace_rows import MAX_TOKENS, Row, json_rows, number, tokens
+from simulator.replay.trace_rows import MAX_TIME_S, MAX_TOKENS, BlockCount, Row, json_rows, number, tokens
 from simulator.replay.workloads import Workload, from_zero
 
 TOKENS_PER_BLOCK = 128
-MAX_BLOCKS = 2_000_000  # blocks of 128 tokens in all prompts of a log; beyond: `ValueError` that names the option
 TIMES = ("timestamp", "arrived_at", "created_at", "created", "time")
 FIRST_BLOCK = MAX_TOKENS // TOKENS_PER_BLOCK  # of what no other prompt has; lower ids are the common prefix
 LEAST_MS = 1e11  # a later time than year 5138 in seconds is one in milliseconds
-MAX_TIME_S = 1e11
 
 
 def request_log(path: Path, limit: int | None = None) -> Workload:
@@ -31,7 +29,7 @@ def request_log(path: Path, limit: int | None = None) -> Workload:
     Raises `ValueError` naming file, line and field, and `OSError`.
     """
     requests: list[TraceRequest] = []
-    num_blocks = FIRST_BLOCK
+    num_blocks, count = FIRST_BLOCK, BlockCount()
     is_whole = True
     for where, row in json_rows(path, limit):
         holder = _holder_of_usage(row)
@@ -41,10 +39,7 @@ def request_log(path: Path, limit: int | None = None) -> Workload:
             raise ValueError(f"{where}: usage is missing")
         at = _time(where, row, holder)
         is_whole = is_whole and at.is_integer()
-        request, num_blocks = _request(where, at, holder["usage"], num_blocks)
-        if num_blocks - FIRST_BLOCK > MAX_BLOCKS:
-            most = MAX_BLOCKS * TOKENS_PER_BLOCK
-            raise ValueError(f"{where}: more than {most:,} prompt tokens in all: read fewer by --requests")
+        request, num_blocks = _request(where, at, holder["usage"], num_blocks, count)
         requests.append(request)
     return Workload(path.stem, from_zero(requests) if requests else [], 1.0 if is_whole else 0.0)
 
@@ -60,8 +55,8 @@ def _holder_of_usage(row: Row) -> Row | None:
     return None
 
 
-def _request(where: str, at: float, usage: object, num_blocks: int) -> tuple[TraceRequest, int]:
-    """With the number of blocks that all requests so far have."""
+def _request(where: str, at: float, usage: object, num_blocks: int, count: BlockCount) -> tuple[TraceRequest, int]:
+    """With the number of blocks that all requests so far have of their own."""
     assert isinstance(usage, dict)
     num_tokens = tokens(where, usage, "prompt_tokens")
     if not num_tokens:
@@ -75,6 +70,7 @@ def _request(where: str, at: float, usage: object, num_blocks: int) -> tuple[Tra
         raise ValueError(f"{where}: cached_tokens must be at most prompt_tokens, {num_tokens}, is {num_cached}")
     common = num_cached // TOKENS_PER_BLOCK
     last = num_blocks + -(-num_tokens // TOKENS_PER_BLOCK) - common
+    count.add(where, common + last - num_blocks)
     hash_ids = (*range(common), *range(num_blocks, last))
     return TraceRequest(at, hash_ids, num_tokens, max(1, num_output), TOKENS_PER_BLOCK), last
 

@@ -7,15 +7,19 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from stat import S_ISREG
+from typing import BinaryIO, TypeVar
 
 _T = TypeVar("_T", int, float)
 
 # Limit: bytes of a line of a log or trace of requests, messages included; beyond: `ValueError` that names the line
 MAX_ROW_BYTES = 4 * 1024 * 1024
 MAX_ROWS = 1_000_000  # lines of a log or trace of requests; beyond: `ValueError` that names the option for fewer
+# Limit: blocks in all prompts of a log or trace; beyond: `ValueError` that names the line and the option for fewer
+MAX_BLOCKS = 4_000_000
 # Limit: tokens of a prompt or an output in a log or trace; beyond: `ValueError` that names line and field
 MAX_TOKENS = 4_000_000
+MAX_TIME_S = 1e11  # of an arrival
 
 Row = Mapping[str, object]
 
@@ -43,8 +47,16 @@ def csv_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Raises `ValueError` for a pipe or a device, which may never end or can be read only once, and `OSError`."""
+    mode = path.stat().st_mode
+    if not S_ISREG(mode) and not path.is_dir():
+        raise ValueError(f"{path}: must be a regular file, not a pipe or a device")
+    return path.open("rb")
+
+
 def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         number = 0
         while limit is None or number < limit:
             line = file.readline(MAX_ROW_BYTES + 1)
@@ -80,3 +92,16 @@ def tokens(where: str, row: Row, field: str) -> int:
     if not 0 <= value <= MAX_TOKENS:
         raise ValueError(f"{where}: {field} must be in [0, {MAX_TOKENS:,}], is {value}")
     return value
+
+
+class BlockCount:
+    """The blocks of all prompts so far, which bound the memory of a workload."""
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+
+    def add(self, where: str, num_blocks: int) -> None:
+        """Raises `ValueError` beyond MAX_BLOCKS. Call it before the ids of the prompt are made."""
+        self._num_blocks += num_blocks
+        if self._num_blocks > MAX_BLOCKS:
+            raise ValueError(f"{where}: more than {MAX_BLOCKS:,} blocks of prompts in all: read fewer by --requests")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulator.replay.request_log import request_log
-from simulator.replay.trace_rows import MAX_ROW_BYTES
+from simulator.replay.trace_rows import MAX_ROW_BYTES, open_regular
 from simulator.replay.workloads import Workload, agent_sessions, azure, mooncake
 
 NO_FORMAT = "must have usage (a log of calls), hash_ids (a trace of Mooncake) or session (a trace of agents)"
@@ -23,7 +23,7 @@ def read_workload(
     """The first `limit` requests. Raises `ValueError` naming file, line and field, and `OSError`."""
     if path.suffix == ".csv":
         return azure(path, limit, divisor, output_divisor)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(MAX_ROW_BYTES)
     if b'"session"' in first:
         return agent_sessions(path, sessions_per_s, seed, limit, divisor, output_divisor)

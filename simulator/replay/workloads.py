@@ -11,6 +11,7 @@ A seed decides every random number. `Replay` scales a workload to another rate.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +19,13 @@ from datetime import datetime
 from pathlib import Path
 
 from simulator.replay.trace import TraceRequest
-from simulator.replay.trace_rows import csv_rows, json_rows, number, tokens
+from simulator.replay.trace_rows import MAX_TIME_S, MAX_TOKENS, BlockCount, csv_rows, json_rows, number, tokens
 
 GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
 MOONCAKE_TOKENS_PER_BLOCK = AZURE_TOKENS_PER_BLOCK = 512
 AGENT_TOKENS_PER_BLOCK = 16
 SYNTHETIC_TOKENS_PER_BLOCK = 16
+MAX_SYNTHETIC_TOKENS = 1_000_000_000  # tokens of all prompts of a synthetic workload; beyond: `ValueError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def mooncake(path: Path, limit: int | None = None, divisor: int = 1, output_divi
     `OSError`.
     """
     _require_divisors(divisor, output_divisor, MOONCAKE_TOKENS_PER_BLOCK)
-    size = MOONCAKE_TOKENS_PER_BLOCK // divisor
-    requests = [_traced(where, row, size, divisor, output_divisor) for where, row in json_rows(path, limit)]
+    size, count = MOONCAKE_TOKENS_PER_BLOCK // divisor, BlockCount()
+    requests = [_traced(where, row, size, divisor, output_divisor, count) for where, row in json_rows(path, limit)]
     requests.sort(key=lambda request: request.arrives_at)
     return Workload(path.stem, requests, GRANULARITY_S)
 
@@ -59,10 +61,11 @@ def azure(path: Path, limit: int | None = None, divisor: int = 1, output_divisor
     """
     _require_divisors(divisor, output_divisor)
     requests: list[TraceRequest] = []
-    num_blocks = 0
+    num_blocks, count = 0, BlockCount()
     for where, row in csv_rows(path, limit):
         num_tokens = max(1, tokens(where, row, "ContextTokens") // divisor)
         last = num_blocks + -(-num_tokens // AZURE_TOKENS_PER_BLOCK)
+        count.add(where, last - num_blocks)
         at = number(where, row, "TIMESTAMP", lambda text: datetime.fromisoformat(text[:26]).timestamp())
         num_output = max(1, tokens(where, row, "GeneratedTokens") // output_divisor)
         requests.append(
@@ -91,12 +94,12 @@ def agent_sessions(
     chance, size = random.Random(f"sessions of {seed}"), AGENT_TOKENS_PER_BLOCK // divisor
     starts: dict[int, float] = {}
     last_start = 0.0
-    requests = []
+    requests, count = [], BlockCount()
     for where, row in json_rows(path, limit):
         session = number(where, row, "session", int)
         if session not in starts:
             last_start = starts[session] = last_start + chance.expovariate(sessions_per_s)
-        request = _traced(where, row, size, divisor, output_divisor)
+        request = _traced(where, row, size, divisor, output_divisor, count)
         requests.append(replace(request, arrives_at=starts[session] + request.arrives_at, session=session))
     return Workload(path.stem, from_zero(requests))
 
@@ -164,8 +167,13 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "rate", "burstiness", "prompt_tokens", "output_tokens"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, is {getattr(self, name):g}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, is {getattr(self, name):g}")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) > MAX_TOKENS:
+                raise ValueError(f"{name} must be at most {MAX_TOKENS:,}, is {getattr(self, name):,}")
+        if self.num_requests * self.prompt_tokens > MAX_SYNTHETIC_TOKENS:
+            raise ValueError(f"num_requests x prompt_tokens must be at most {MAX_SYNTHETIC_TOKENS:,}")
         if not 0 <= self.spread <= 1:
             raise ValueError(f"spread must be in [0, 1], is {self.spread:g}")
         if self.num_groups < 0 or (self.num_groups == 0) != (self.prefix_tokens == 0):
@@ -200,7 +208,7 @@ def _length(chance: random.Random, mean: int, spread: float) -> int:
 
 
 def _traced(
-    where: str, row: Mapping[str, object], tokens_per_block: int, divisor: int, output_divisor: int
+    where: str, row: Mapping[str, object], tokens_per_block: int, divisor: int, output_divisor: int, count: BlockCount
 ) -> TraceRequest:
     """A row with `timestamp` in ms, `input_length`, `output_length` and `hash_ids`."""
     hash_ids = row.get("hash_ids")
@@ -210,7 +218,10 @@ def _traced(
     if num_tokens > len(hash_ids) * tokens_per_block:
         raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
     at = number(where, row, "timestamp", float) / 1e3
+    if not 0.0 <= at <= MAX_TIME_S:
+        raise ValueError(f"{where}: timestamp must be in [0, {MAX_TIME_S * 1e3:g}] ms, is {row['timestamp']!r:.40}")
     num_output = max(1, tokens(where, row, "output_length") // output_divisor)
+    count.add(where, len(hash_ids))
     return TraceRequest(at, tuple(hash_ids), num_tokens, num_output, tokens_per_block)
 
 

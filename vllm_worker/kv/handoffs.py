@@ -232,10 +232,13 @@ class Handoffs:
     def give_prefix(self, transfer: EngineTransfer, token_ids: Sequence[int], cache_salt: str) -> None:
         """Lend what the prefix cache has of these tokens. Call it between two steps, when all of it is written.
 
-        Blocks that no request holds are lent while as many others stay free.
+        Blocks that no request holds are lent while as many others stay free. The ticket of an offer that runs gets
+        nothing: its reader would take the cached blocks for those of its prompt.
         """
         pool = self._pool
         assert pool is not None
+        if self._offer_of(transfer.transfer_id) is not None:
+            return
         num_spare, given = pool.get_num_free_blocks() // 2, list[Any]()
         for block_hash in self._hashes_of(token_ids, cache_salt):
             found = pool.get_cached_block(block_hash, [0])

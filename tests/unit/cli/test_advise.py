@@ -74,6 +74,8 @@ def test_the_answer_is_also_one_json_object(
         (["--gpus", "2", "--rate", "-1"], 1, "--rate must be positive and finite, is -1"),
         (["--gpus", "2", "--requests", "0"], 1, "--requests must be positive and finite, is 0"),
         (["--gpus", "2", "--model", "70b"], 1, "there are no costs of h100-70b, only of h100-8b"),
+        (["--gpus", "2", "--input-tokens", "1000000000"], 1, "--input-tokens must be at most 320,000, is 1,000,"),
+        (["--gpus", "2", "--output-tokens", "1000000000"], 1, "output_tokens must be at most 4,000,000"),
         (["--gpus", "2", "--spread", "2"], 1, "spread must be in [0, 1], is 2"),
         (["nowhere.jsonl", "--gpus", "2"], 1, "cannot read nowhere.jsonl: No such file or directory"),
     ],
@@ -129,6 +131,7 @@ def test_the_limit_of_a_shape_names_the_resource(shape: Shape, beyond: Trial, wo
          "which is within what the model may err."),
         ([(10.0, 9.0), (10.0, 8.0)], "Do not split: 2 undivided, 8,192 tokens a step carries 10 requests/s; "
          "a split changes that by -20% to -10%."),
+        ([(10.0, 9.0), (0.0, 0.0)], "Undecided: in 1 of 2 scenarios (1) no shape keeps these limits at any load."),
         ([(0.0, 0.0), (0.0, 0.0)], "Neither: no shape of 2 GPUs keeps these limits at any load."),
         ([(0.0, 2.0), (10.0, 13.0)], "Split: 1P + 1D carries 2 requests/s, from nothing to something beside the best "
          "undivided fleet, and +30% in the worst scenario."),

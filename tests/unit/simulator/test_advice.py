@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.cost.step_cost import StepCost
-from simulator.advice.advice import MAX_GPUS, Advice, AdviceRefused, Contest, Verdict, advise, group_of
-from simulator.advice.goodput import Load, Search, Slo, load_of
+from simulator.advice import goodput
+from simulator.advice.advice import MAX_GPUS, Advice, Contest, Verdict, advise, group_of
+from simulator.advice.goodput import AdviceRefused, Load, Search, Slo, load_of
 from simulator.advice.pools import MAX_RUNNING, Fleet, Handoff, Job, Served, Worker, WorkerKind
 from simulator.advice.shapes import CostModel, Scenario, Shape, scaled_widths, split_shapes, undivided_shapes
 from simulator.calibration.costs import BUILT_IN, built_in_widths
@@ -59,7 +61,7 @@ def load(prompt: int, output: int, num_requests: int = 1000, spread: float = 0.2
 def test_every_request_is_served_once_and_no_faster_than_its_work(
     gaps: list[tuple[float, Job]], num_first: int, num_decode: int
 ) -> None:
-    jobs, times = timed(gaps)
+    jobs, times = timed(gaps)  # each has at most 3,799 tokens
     used = fleet(num_first, num_decode, pool_tokens=5000)
     served = used.run(jobs, times)
     assert sorted(one.arrived_at for one in served) == sorted(times)
@@ -69,7 +71,53 @@ def test_every_request_is_served_once_and_no_faster_than_its_work(
         assert one.ttft_s >= least_s
         assert one.tpot_s is None or one.tpot_s >= COST.step_s
     for worker in (*used.first, *used.decode):
-        assert worker.most_reserved <= max([5000, *(job.num_prompt_tokens + job.num_output_tokens for job in jobs)])
+        assert worker.most_reserved <= 5000
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "job", "is_served"),
+    [
+        (0, Job(60, 0, 41), True),
+        (0, Job(60, 0, 42), False),
+        (1, Job(100, 0, 1), True),
+        (1, Job(101, 0, 1), False),
+        (1, Job(60, 0, 41), True),
+        (1, Job(60, 0, 42), False),
+        (1, Job(101, 0, 2), False),
+    ],
+)
+def test_a_job_larger_than_its_pool_gets_no_token(num_decode: int, job: Job, is_served: bool) -> None:
+    one, other = fleet(1, num_decode, pool_tokens=100).run([job, Job(10, 0, 2)], [0.0, 9.0])
+    assert math.isfinite(one.ttft_s) is is_served
+    assert math.isfinite(other.ttft_s)
+
+
+def test_an_answer_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_WORK", 100_000)
+    with pytest.raises(AdviceRefused, match="the answer needs more than 100,000 passes"):
+        advise(load(500, 50), MODEL, Slo(1.0, 0.1), 2)
+
+
+def test_a_run_of_too_many_steps_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_WORK", 1_000_000)
+    search = Search(load(5000, 50, num_requests=100, spread=0.0), MODEL, Slo(1.0, 0.1))
+    with pytest.raises(AdviceRefused, match="the answer needs more than"):
+        search.trial(Shape(1, 1, max_step_tokens=4), NOMINAL, 1.0)
+
+
+def test_runs_of_long_prompts_are_shorter() -> None:
+    model = replace(MODEL, pool_tokens=2_000_000)
+    search = Search(load(50_000, 50, num_requests=100, spread=0.0), model, Slo(600.0, 10.0))
+    search.trial(Shape(8, 1, max_step_tokens=512), NOMINAL, 100.0)
+    assert search.work < 500_000, "2,000 requests of 98 chunks, not 10,000"
+
+
+def test_a_load_that_one_gpu_cannot_hold_goes_to_wide_workers() -> None:
+    large = Load("large", [Job(6000, 0, 20)] * 100, (), 1.0)
+    advice = advise(large, replace(MODEL, pool_tokens=4000), Slo(10.0, 1.0), 4)
+    assert {one.shape.width for one in advice.candidates if one.goodput and not one.is_bound} <= {2, 4}
+    assert any(one.goodput for one in advice.candidates)
+    assert advice.best_of(is_split=True).shape.decode_width > 1  # type: ignore[union-attr]
 
 
 @given(arrivals, st.integers(0, 1))
@@ -280,9 +328,9 @@ def test_questions_without_an_honest_answer_are_refused(num_requests: int, num_g
         advise(load(500, 20, num_requests), MODEL, Slo(1.0, 0.05), num_gpus)
 
 
-def test_a_request_that_fits_into_no_gpu_is_refused() -> None:
-    with pytest.raises(AdviceRefused, match=r"of [\d,]+ tokens does not fit into the KV of a GPU, 500 tokens"):
-        advise(load(500, 20, 100), replace(MODEL, pool_tokens=500), Slo(1.0, 0.05), 2)
+def test_a_request_that_fits_into_no_worker_is_refused() -> None:
+    with pytest.raises(AdviceRefused, match=r"a request of [\d,]+ tokens does not fit .* 2 GPUs with 400 tokens"):
+        advise(load(500, 20, 100), replace(MODEL, pool_tokens=200), Slo(1.0, 0.05), 2)
 
 
 def test_a_job_needs_a_token_to_compute_and_one_to_return() -> None:

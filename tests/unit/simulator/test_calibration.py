@@ -13,7 +13,7 @@ import pytest
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR, StepCost
 from simulator.calibration.calibration import MeasuredRequest, MeasuredWorker, compare, costs_of, simulate_run
-from simulator.calibration.costs import BUILT_IN, read_costs, write_costs
+from simulator.calibration.costs import BUILT_IN, MAX_FILE_BYTES, read_costs, write_costs
 from simulator.calibration.public_points import Filters, Group, Point, fit_file, fit_points
 from simulator.replay.replay_config import ReplayConfig
 from simulator.shells.cost_model import H100_8B, RDMA_400G, LinkCost
@@ -141,6 +141,26 @@ def test_a_malformed_file_is_named(tmp_path: Path, change: Callable[[dict[str, A
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
         read_costs(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "recursion"),
+        (b"\xff", "invalid start byte"),
+        (b" " * (MAX_FILE_BYTES + 1), "longer than 1,000,000 bytes"),
+    ],
+)
+def test_a_hostile_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+        read_costs(str(path))
+
+
+def test_a_device_is_no_file_of_costs() -> None:
+    with pytest.raises(ValueError, match="/dev/zero: must be a regular file"):
+        read_costs("/dev/zero")
 
 
 def test_a_file_without_json_is_named(tmp_path: Path) -> None:

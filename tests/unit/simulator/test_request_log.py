@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulator.replay import request_log as module
 from simulator.replay import trace_rows
 from simulator.replay.request_log import request_log
 from simulator.replay.trace import cached_tokens
@@ -152,9 +152,33 @@ def test_reading_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="more than 3 lines: read fewer by --requests"):
         request_log(written(tmp_path, ROW, ROW, ROW, ROW))
     assert len(request_log(written(tmp_path, ROW, ROW, ROW, ROW), limit=3).requests) == 3
-    monkeypatch.setattr(module, "MAX_BLOCKS", 15)
-    with pytest.raises(ValueError, match="line 2: more than 1,920 prompt tokens in all"):
-        request_log(written(tmp_path, ROW, ROW))
+
+
+CACHED = {"prompt_tokens_details": {"cached_tokens": 900}}
+TRACED = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7] * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("log.jsonl", json.dumps(ROW)),
+        ("log.jsonl", json.dumps({**ROW, "usage": USAGE | CACHED})),
+        ("log.jsonl", json.dumps(TRACED)),
+        ("log.jsonl", json.dumps({**TRACED, "session": 1, "hash_ids": [0] * 40})),
+        ("log.csv", "2023-11-16 18:15:50.99,4000,109"),
+    ],
+    ids=["log", "cached", "mooncake", "sessions", "azure"],
+)
+def test_the_blocks_of_all_prompts_have_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: str
+) -> None:
+    """Those of a common prefix, too: each request names its own blocks."""
+    header = ["TIMESTAMP,ContextTokens,GeneratedTokens"] if name.endswith("csv") else []
+    path = written(tmp_path, *header, *[row] * 6, name=name)
+    assert len(read_workload(path).requests) == 6
+    monkeypatch.setattr(trace_rows, "MAX_BLOCKS", 41)
+    with pytest.raises(ValueError, match=r"line \d: more than 41 blocks of prompts in all: read fewer by --requests"):
+        read_workload(path)
 
 
 def test_the_format_follows_from_the_name_and_the_first_line(tmp_path: Path) -> None:
@@ -166,3 +190,12 @@ def test_the_format_follows_from_the_name_and_the_first_line(tmp_path: Path) -> 
         read_workload(written(tmp_path, ROW), divisor=2)
     with pytest.raises(ValueError, match="line 1: must have usage"):
         read_workload(written(tmp_path, {"messages": [], "timestamp": 0}))
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])
+def test_a_pipe_and_a_device_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / f"zero-{name}").symlink_to("/dev/zero")
+    for path in (tmp_path / name, tmp_path / f"zero-{name}"):
+        with pytest.raises(ValueError, match="must be a regular file"):
+            read_workload(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -130,6 +131,8 @@ def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
         ({"session": None}, "session is missing"),
         ({"timestamp": "late"}, "timestamp is 'late'"),
         ({"output_length": []}, "output_length is"),
+        ({"timestamp": -1}, "timestamp must be in "),
+        ({"timestamp": 1e300}, "timestamp must be in "),
     ],
 )
 def test_a_malformed_turn_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
@@ -184,6 +187,9 @@ def test_the_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
         ({"spread": 1.5}, "spread must be in"),
         ({"num_groups": 2}, "must be set together"),
         ({"num_groups": 2, "prefix_tokens": 2000}, "prefix_tokens must be less"),
+        ({"rate": math.inf}, "rate must be positive and finite, is inf"),
+        ({"prompt_tokens": 10**9}, "prompt_tokens must be at most 4,000,000, is 1,000,000,000"),
+        ({"num_requests": 10**9}, "num_requests x prompt_tokens must be at most 1,000,000,000"),
     ],
 )
 def test_a_synthetic_workload_names_a_wrong_field(changes: dict[str, float], message: str) -> None:

@@ -610,6 +610,24 @@ def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:
     assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
 
 
+@pytest.mark.parametrize("is_move", [False, True])
+def test_the_ticket_of_an_offer_that_runs_gets_no_prefix(is_move: bool) -> None:
+    engine, transfer = Engine("owner"), EngineTransfer(7, ADDRESSES["reader"], True, LIMIT_S, is_move)
+    request, cached = request_of(16, None if is_move else transfer), engine.pool.allocate(2)
+    assert cached is not None
+    if is_move:
+        request.kv_transfer_params = encode_request("w", None)
+    engine.handoffs.on_new_request(request)
+    if is_move:
+        engine.handoffs.begin_move("w", transfer, 16)
+    token_ids = list(range(2 * BLOCK_SIZE))
+    engine.pool.cached = dict(zip(block_hashes(token_ids, ""), cached, strict=True))
+    engine.pool.free(cached)
+    before = list(engine.commands)
+    engine.handoffs.give_prefix(transfer, token_ids, "")
+    assert (engine.handoffs.num_lent, list(engine.commands)) == (0, before)
+
+
 def test_the_blocks_of_a_step_are_read_before_the_prompt_is_computed() -> None:
     world = World(num_tokens=16, is_flipping=False)  # three steps
     world.begin(world.reader)
