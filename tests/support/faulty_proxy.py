@@ -147,7 +147,7 @@ class _Proxy:
             (message,) = MESSAGES[self._fault](json.loads(data))
             data = json.dumps(message).encode()
         if self._fault == "shouts":
-            data = json.dumps({"error": {"type": "\x1b[31m", "message": "\u2028\x9b2J" * 5_000}}).encode()
+            data = json.dumps({"error": {"type": "\x1b[31m", "message": "\u2028\x9b2J" * 1_000}}).encode()
         yield data
 
     async def _events(self, answer: httpx.Response) -> AsyncIterator[bytes]:
