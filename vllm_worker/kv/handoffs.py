@@ -21,6 +21,7 @@ its first blocks: a reader that is there before them would have caught up with n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,6 +109,7 @@ class Handoffs:
         self._pool: LendingPool | None = None
         self._offers: dict[str, _Offer] = {}  # by request id
         self._num_lent = 0  # references to blocks that transfers have
+        self._unheld = Counter[int]()  # blocks that were lent from the prefix cache, and that no request held
         self._step: dict[str, Sequence[int]] = {}  # the blocks of offers in the step that runs, by request id
         self._named: dict[str, Any] = {}  # requests, by the name that the worker gives them
         self._lost_moves: list[TransferId] = []  # that the worker does not know yet
@@ -232,19 +234,23 @@ class Handoffs:
     def give_prefix(self, transfer: EngineTransfer, token_ids: Sequence[int], cache_salt: str) -> None:
         """Lend what the prefix cache has of these tokens. Call it between two steps, when all of it is written.
 
-        Blocks that no request holds are lent while as many others stay free. The ticket of an offer that runs gets
-        nothing: its reader would take the cached blocks for those of its prompt.
+        Blocks that no request holds are lent while as many others stay free, however many ask. The ticket of an offer
+        that runs gets nothing: its reader would take the cached blocks for those of its prompt.
         """
         pool = self._pool
         assert pool is not None
         if self._offer_of(transfer.transfer_id) is not None:
             return
-        num_spare, given = pool.get_num_free_blocks() // 2, list[Any]()
+        num_spare, given = (pool.get_num_free_blocks() - self._unheld.total()) // 2, list[Any]()
         for block_hash in self._hashes_of(token_ids, cache_salt):
             found = pool.get_cached_block(block_hash, [0])
-            num_spare -= found is not None and not found[0].ref_cnt
-            if found is None or num_spare < 0:
+            if found is None:
                 break
+            if not found[0].ref_cnt:
+                num_spare -= 1
+                if num_spare < 0:
+                    break
+                self._unheld[found[0].block_id] += 1
             given += found
         pool.touch(given)
         self._num_lent += len(given)
@@ -264,6 +270,7 @@ class Handoffs:
         if freed := taken(blocks.freed):
             pool.free_blocks([pool.blocks[block] for block in freed])
             self._num_lent -= len(freed)
+            self._unheld -= Counter(freed)
         for transfer_id in taken(self._transfers.machine.caught_up):
             self._end_soon(transfer_id)
         for transfer_id in taken(self._transfers.machine.ended_offers):

@@ -608,6 +608,9 @@ def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:
     assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
     engine.handoffs.give_prefix(EngineTransfer(8, ADDRESSES["reader"], True, LIMIT_S), token_ids, "salt")
     assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 10)
+    for ticket in (10, 11):  # each gets what is lent already
+        engine.handoffs.give_prefix(EngineTransfer(ticket, ADDRESSES["reader"], True, LIMIT_S), token_ids, "")
+    assert (engine.pool.num_free, engine.handoffs.num_lent) == (6, 30)
 
 
 @pytest.mark.parametrize("is_move", [False, True])
