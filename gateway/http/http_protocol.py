@@ -264,8 +264,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._lower.close()  # else TLS waits for an answer to its end, which an idle client does not give
         if self.is_full or is_closing:  # it gets no more to write, so less in it means progress
             unsent = self._num_unsent()
-            least = min(LEAST_TAKEN_BYTES, self._unsent or 1)
-            if self._unsent is None or self._unsent - unsent >= least:
+            if self._unsent is None or self._unsent - unsent >= min(LEAST_TAKEN_BYTES, max(1, self._unsent)):
                 self._unsent, self._stalled_since = unsent, now
             elif now - self._stalled_since > WRITE_TIMEOUT_S:
                 self.abort()

@@ -71,22 +71,26 @@ def _wide_8b(width: int, cost: StepCost, median_error: float, largest_error: flo
     )
 
 
+_WIDTHS = {  # by name, then by the number of GPUs of a worker
+    "h100-8b": {
+        1: _H100_8B,
+        2: _wide_8b(2, StepCost(4.448e-3, 0.0, 2.613e-8, 1.2152e-5, 0.0), 0.029, 0.109),
+        4: _wide_8b(4, StepCost(3.310e-3, 0.0, 1.476e-8, 7.969e-6, 0.0), 0.066, 0.42),
+        8: _wide_8b(8, StepCost(2.775e-3, 0.0, 1.074e-8, 6.311e-6, 0.0), 0.108, 0.514),
+    }
+}
 BUILT_IN = {
-    "h100-8b": _H100_8B,
-    "h100-8b-tp2": _wide_8b(2, StepCost(4.448e-3, 0.0, 2.613e-8, 1.2152e-5, 0.0), 0.029, 0.109),
-    "h100-8b-tp4": _wide_8b(4, StepCost(3.310e-3, 0.0, 1.476e-8, 7.969e-6, 0.0), 0.066, 0.42),
-    "h100-8b-tp8": _wide_8b(8, StepCost(2.775e-3, 0.0, 1.074e-8, 6.311e-6, 0.0), 0.108, 0.514),
+    name if width == 1 else f"{name}-tp{width}": costs
+    for name, widths in _WIDTHS.items()
+    for width, costs in widths.items()
 }
 
 
 def built_in_widths(name: str) -> dict[int, Costs]:
     """The costs of this name by the number of GPUs of a worker. Raises `ValueError` for an unknown name."""
-    if name not in BUILT_IN:
-        raise ValueError(
-            f"there are no costs of {name}, only of {', '.join(one for one in BUILT_IN if '-tp' not in one)}"
-        )
-    prefix = f"{name}-tp"
-    return {1: BUILT_IN[name]} | {int(n.removeprefix(prefix)): c for n, c in BUILT_IN.items() if n.startswith(prefix)}
+    if name not in _WIDTHS:
+        raise ValueError(f"there are no costs of {name}, only of {', '.join(_WIDTHS)}")
+    return _WIDTHS[name]
 
 
 def write_costs(path: Path, costs: Costs) -> None:

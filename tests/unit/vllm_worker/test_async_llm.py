@@ -23,6 +23,9 @@ class SlowEngine(AsyncEngine):
 def test_an_aborted_request_does_not_hide_its_successor_of_the_same_name() -> None:
     arguments: Any = None
 
+    def named() -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if task.get_name() == "r"]
+
     async def run() -> None:
         engine = SlowEngine(arguments)
         prompt = Prompt("r", Request("r", (1,), 1, SamplingParams(max_tokens=1)), offers=False)
@@ -30,10 +33,11 @@ def test_an_aborted_request_does_not_hide_its_successor_of_the_same_name() -> No
             engine.submit(prompt)
             await asyncio.sleep(0)
             engine.abort("r")
+        aborted = named()
         engine.submit(prompt)
-        await asyncio.sleep(0.1)  # the first two end
+        await asyncio.wait(aborted)
         engine.abort("r")
-        await asyncio.sleep(0.1)
-        assert [task for task in asyncio.all_tasks() if task.get_name() == "r"] == []
+        await asyncio.wait(named(), timeout=10.0)
+        assert named() == []
 
     asyncio.run(run())
