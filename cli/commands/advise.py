@@ -14,7 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from cli.commands.prometheus_load import read_prometheus
 from cli.screens.advise_report import Question, as_json_object, print_advice
+from cli.screens.plots import check_plot, plot_advice
 from core.errors import ConfigError
 from simulator.advice.advice import MIN_REQUESTS
 from simulator.advice.advice import advise as find_advice
@@ -29,7 +31,7 @@ NUM_SYNTHETIC = 2000
 MAX_PROMPT_TOKENS = 32_000_000  # of all synthetic prompts: fewer requests stand for a load of long prompts
 MAX_INPUT_TOKENS = MAX_PROMPT_TOKENS // MIN_REQUESTS
 SCALED_LIKE = "h100-8b"  # wider workers than the calibrated one gain as those of this model do
-POSITIVE = ("slo_ttft_ms", "slo_tpot_ms", "kv_tokens", "requests", "rate")
+POSITIVE = ("slo_ttft_ms", "slo_tpot_ms", "kv_tokens", "requests", "rate", "window_s")
 
 
 def advise(log: Path | None, options: Mapping[str, Any], as_json: bool, console: Console) -> None:
@@ -39,13 +41,19 @@ def advise(log: Path | None, options: Mapping[str, Any], as_json: bool, console:
     for name in POSITIVE:
         if options[name] is not None and not 0 < options[name] < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive and finite, is {options[name]:g}")
+    if log is not None and options["prometheus"] is not None:
+        raise ConfigError("the load is that of a log or of --prometheus, not of both")
+    if options["plot"] is not None:
+        check_plot(options["plot"])
     slo = Slo(options["slo_ttft_ms"] / 1e3, options["slo_tpot_ms"] / 1e3)
     try:
         model, load = _model(options), _load(log, options)
         with _progress(console) as count:
             advice = find_advice(load, model, slo, options["gpus"], count)
+        if options["plot"] is not None:
+            plot_advice(options["plot"], advice)
     except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise ConfigError(f"cannot open {error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     question = Question(load, model, slo, options["gpus"])
@@ -64,6 +72,9 @@ def _model(options: Mapping[str, Any]) -> CostModel:
 
 
 def _load(log: Path | None, options: Mapping[str, Any]) -> Load:
+    if options["prometheus"] is not None:
+        load = read_prometheus(options["prometheus"], options["labels"], options["window_s"], NUM_SYNTHETIC)
+        return replace(load, rate=options["rate"] or load.rate)
     if log is None:
         if options["input_tokens"] > MAX_INPUT_TOKENS:
             raise ConfigError(f"--input-tokens must be at most {MAX_INPUT_TOKENS:,}, is {options['input_tokens']:,}")

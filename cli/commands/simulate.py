@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli.screens import simulate_plot, simulate_report
+from cli.screens import plots, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
 from simulator.calibration.costs import Costs, read_costs
@@ -63,7 +63,7 @@ def _run(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], c
     if options["json"]:
         simulate_report.write_runs(options["json"], _shown(options), results)
     if options["plot"]:
-        simulate_plot.plot_runs(options["plot"], results)
+        plots.plot_runs(options["plot"], results)
 
 
 def _sweep(
@@ -86,7 +86,7 @@ def _sweep(
     if options["json"]:
         simulate_report.write_grid(options["json"], _shown(options), grid)
     if options["plot"]:
-        simulate_plot.plot_grid(options["plot"], points)
+        plots.plot_grid(options["plot"], points)
 
 
 # ---- options
@@ -161,10 +161,9 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
     if options["plot"]:
-        simulate_plot.check_plot(options["plot"])
-    for name in ("json", "plot"):
-        if options[name] and not options[name].resolve().parent.is_dir():
-            raise ConfigError(f"--{name}: the directory of {options[name]} does not exist")
+        plots.check_plot(options["plot"])
+    if options["json"] and not options["json"].resolve().parent.is_dir():
+        raise ConfigError(f"--json: the directory of {options['json']} does not exist")
     if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
         raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
     for name in ("seeds", "processes", "requests"):

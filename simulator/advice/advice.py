@@ -57,6 +57,7 @@ class Candidate:
     is_bound: bool = False  # the goodput is below this, and was not searched further
     low: float | None = None  # over the scenarios; None: the shape was not asked again
     high: float | None = None
+    tried: tuple[tuple[float, float], ...] = ()  # rate and attainment as modelled, by rising rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def _survey(search: Search, shapes: Iterable[Shape], on_progress: Callable[[int]
                 continue
         goodput: Goodput = search.goodput(shape, NOMINAL, best or None)
         best = max(best, goodput.rate)
-        found.append(Candidate(shape, goodput.rate, goodput.beyond))
+        found.append(Candidate(shape, goodput.rate, goodput.beyond, tried=goodput.tried))
     return found
 
 
@@ -212,4 +213,5 @@ def _best(goodputs: dict[Shape, float], is_split: bool) -> float:
 def _banded(one: Candidate, goodputs: list[float | None], num_groups: int) -> Candidate:
     known = [num_groups * goodput for goodput in goodputs if goodput is not None]
     low, high = (min(known), max(known)) if known else (None, None)
-    return Candidate(one.shape, num_groups * one.goodput, one.beyond, one.is_bound, low, high)
+    tried = tuple((num_groups * rate, attainment) for rate, attainment in one.tried)
+    return Candidate(one.shape, num_groups * one.goodput, one.beyond, one.is_bound, low, high, tried)

@@ -105,6 +105,7 @@ class Trial:
 class Goodput:
     rate: float  # requests/s; 0 if the limits hold at no load
     beyond: Trial  # at the lowest tried rate that misses
+    tried: tuple[tuple[float, float], ...]  # rate and attainment, by rising rate
 
 
 class Search:
@@ -168,4 +169,5 @@ class Search:
             rate = low * step if high == math.inf else (low + high) / 2.0 if low else high / step
         missed = [trial for trial in trials if trial.attainment < WANTED_ATTAINMENT]
         beyond = min(missed, key=lambda trial: trial.rate) if missed else trials[-1]
-        return Goodput(goodput90((trial.rate, trial.attainment) for trial in trials), beyond)
+        tried = tuple(sorted((trial.rate, trial.attainment) for trial in trials))
+        return Goodput(goodput90(tried), beyond, tried)

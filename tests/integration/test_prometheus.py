@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a deployment: every query of every dashboard and rule gives data.
+"""A real Prometheus scrapes a deployment: every query of every dashboard and rule gives data. `tandem advise` asks one.
 
 The programs are Debian's, from tools/install.sh.
 """
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from typing import Any
 import grpc.aio
 import pytest
 import yaml  # type: ignore[import-untyped]
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 
+from cli.commands.prometheus_load import ASKED, HITS, OUTPUTS, PROMPTS, read_prometheus
 from core.config import TandemConfig, TelemetryConfig
-from core.errors import QueueFull
+from core.errors import ConfigError, QueueFull
 from core.request import MAX_CHOICES
 from prefill_worker.machine import PrefillArrived
+from simulator.advice.goodput import Load
 from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.observability import FOLDER, RULES, compared, read_yaml, rules, targets
 from tests.support.ports import kept_port
@@ -75,8 +78,9 @@ def test_compose_mounts_the_files_that_are_there() -> None:
 
 
 @contextlib.asynccontextmanager
-async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
-    """A server with the config and rules of deploy/, which scrapes `metrics_port`. Gives a function to ask its API."""
+async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[tuple[str, Any]]:
+    """A server with the config and rules of deploy/, which scrapes `metrics_port`. Gives its URL and a function to ask
+    its API."""
     config = read_yaml(FOLDER / "prometheus.yml")
     config["global"] = {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL}
     config["rule_files"] = [str(path) for path in RULES]
@@ -90,9 +94,11 @@ async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
             f"--web.listen-address=127.0.0.1:{port}", stdout=log, stderr=log,
         )  # fmt: skip
 
+        url = f"http://127.0.0.1:{port}"
+
         def ask(path: str, **parameters: str) -> Any:
-            url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-            with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+            query = f"{url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+            with urllib.request.urlopen(query, timeout=DEADLINE_S) as answer:
                 return json.load(answer)["data"]
 
         def is_up() -> bool:
@@ -103,7 +109,7 @@ async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
 
         try:
             await until(is_up, "Prometheus has scraped the router", DEADLINE_S)
-            yield ask
+            yield url, ask
         finally:
             server.terminate()
             await asyncio.wait_for(server.wait(), DEADLINE_S)
@@ -160,7 +166,7 @@ async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, me
         queries[rule["alert" if is_alert else "record"]] = compared(rule) if is_alert else rule["expr"]
     async with deploy(small_config(metrics_port)) as deployment:
         await send_requests_of_all_kinds(deployment)
-        async with prometheus(tmp_path, metrics_port) as ask:
+        async with prometheus(tmp_path, metrics_port) as (_, ask):
             await send_requests_of_all_kinds(deployment)  # now every counter has grown since the first scrape
             missing = dict(queries)
             deadline = asyncio.get_running_loop().time() + DEADLINE_S
@@ -179,3 +185,47 @@ def without_data(ask: Any, queries: dict[str, str]) -> dict[str, str]:
 
 def has_number(result: list[dict[str, Any]]) -> bool:
     return any(not math.isnan(float(series["value"][1])) for series in result)
+
+
+async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(tmp_path: Path, metrics_port: int) -> None:
+    """vLLM stands here as the series that it exports (vllm/v1/metrics/loggers.py, 0.32)."""
+    page = CollectorRegistry()
+    prompts = Histogram(name_of(PROMPTS), "", ("model_name",), registry=page, buckets=(1000, 2000, 5000)).labels("a")
+    outputs = Histogram(name_of(OUTPUTS), "", ("model_name",), registry=page, buckets=(10, 20, 50, 100)).labels("a")
+    hits, asked = (Counter(name_of(metric), "", ("model_name",), registry=page).labels("a") for metric in (HITS, ASKED))
+    server, thread = start_http_server(metrics_port, "127.0.0.1", page)
+    try:
+        async with prometheus(tmp_path, metrics_port) as (url, _):
+            for number in range(400):
+                prompts.observe(1200 + number)
+                outputs.observe(30)
+                asked.inc(1200 + number)
+            hits.inc(140_000)  # a quarter of 559,800
+            load = await until_given(lambda: read_prometheus(url, 'model_name="a"', 60.0, 500))
+            with pytest.raises(ConfigError, match=r'prompt_tokens\{model_name="b"\} has 0 requests in the last 60 s'):
+                await asyncio.to_thread(read_prometheus, url, 'model_name="b"', 60.0, 500)
+            with pytest.raises(ConfigError, match="answers with status 400: invalid parameter"):
+                await asyncio.to_thread(read_prometheus, url, "model_name=", 60.0, 500)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert len(load.jobs) == 500
+    assert load.mean.num_prompt_tokens == pytest.approx(1400, abs=2)
+    assert load.mean.num_output_tokens == pytest.approx(30, abs=1)
+    assert load.mean.num_cached_tokens == pytest.approx(350, abs=2)
+
+
+def name_of(metric: str) -> str:
+    return metric.replace("[:_]", ":").removesuffix("_total")
+
+
+async def until_given(read: Callable[[], Load]) -> Load:
+    """Once the requests have been scraped."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        try:
+            return await asyncio.to_thread(read)
+        except ConfigError:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.1)

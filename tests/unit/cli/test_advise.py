@@ -65,6 +65,17 @@ def test_the_answer_is_also_one_json_object(
     assert any("Wider workers were not measured" in sentence for sentence in answer["sentences"])
 
 
+def test_a_chart_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = tmp_path / "attainment.svg"
+    assert advised(monkeypatch, *QUICK, "--input-tokens", "8000", "--output-tokens", "20", "--plot", str(chart)) in (
+        0,
+        None,
+    )
+    drawn = chart.read_text()
+    assert drawn.startswith("<?xml")
+    assert "<!-- 1P + 1D -->" in drawn
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -76,8 +87,12 @@ def test_the_answer_is_also_one_json_object(
         (["--gpus", "2", "--model", "70b"], 1, "there are no costs of h100-70b, only of h100-8b"),
         (["--gpus", "2", "--input-tokens", "1000000000"], 1, "--input-tokens must be at most 320,000, is 1,000,"),
         (["--gpus", "2", "--output-tokens", "1000000000"], 1, "output_tokens must be at most 4,000,000"),
+        (["--gpus", "2", "--plot", "/nowhere/a.png"], 1, "the directory of /nowhere/a.png does not exist"),
+        (["--gpus", "2", "--plot", "a.txt"], 1, "a.txt: a chart ends in .png or .svg"),
+        (["--gpus", "2", "--window-s", "inf"], 1, "--window-s must be positive and finite, is inf"),
+        (["a.jsonl", "--gpus", "2", "--prometheus", "x"], 1, "of a log or of --prometheus, not of both"),
         (["--gpus", "2", "--spread", "2"], 1, "spread must be in [0, 1], is 2"),
-        (["nowhere.jsonl", "--gpus", "2"], 1, "cannot read nowhere.jsonl: No such file or directory"),
+        (["nowhere.jsonl", "--gpus", "2"], 1, "cannot open nowhere.jsonl: No such file or directory"),
     ],
 )  # fmt: skip
 def test_a_wrong_input_gets_one_line(

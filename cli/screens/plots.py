@@ -1,4 +1,4 @@
-"""Charts of simulations, as PNG or SVG. They need the optional extra `plots` (matplotlib)."""
+"""Charts of simulations and of advice, as PNG or SVG. They need the optional extra `plots` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cli.screens.simulate_report import fronts
 from core.errors import ConfigError
+from simulator.advice.advice import Advice
 from simulator.replay.replay_result import WANTED_ATTAINMENT, ReplayResult, goodput90
 from simulator.replay.sweep import Point, fewest_workers, highest_rates
 
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 MAX_LABELS = 20  # names of points on a front
+MAX_OF_KIND = 3  # undivided fleets, and splits, on a chart
 
 
 def check_plot(path: Path) -> None:
     """Raises `ConfigError` before a long simulation if its chart cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: a chart ends in {' or '.join(FORMATS)}")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"--plot: the directory of {path} does not exist")
     _new_figure(num_axes=1)
 
 
@@ -67,6 +71,22 @@ def plot_grid(path: Path, points: Sequence[Point]) -> None:
         figure, (left, right) = _new_figure(2)
         _draw_front(left, points)
         _draw_map(right, points)
+    _save(figure, path)
+
+
+def plot_advice(path: Path, advice: Advice) -> None:
+    """Attainment by rate: of the best undivided fleets dotted, of the best splits solid. Raises `OSError`."""
+    figure, (axis,) = _new_figure(1)
+    for is_split, style in ((False, "o:"), (True, "o-")):
+        best = [one for one in advice.candidates if one.shape.is_split is is_split and not one.is_bound]
+        for one in best[:MAX_OF_KIND]:
+            axis.plot(*zip(*one.tried, strict=True), style, markersize=3, label=str(one.shape))
+    axis.axhline(WANTED_ATTAINMENT, color="black", linewidth=0.8)
+    axis.set(xlabel="requests/s", ylabel="share of requests inside both limits", xlim=(0, None), ylim=(0, 1.02))
+    axis.legend(
+        fontsize="small", title=None if advice.num_groups == 1 else f"shape of each of {advice.num_groups} groups"
+    )
+    axis.grid(alpha=0.3)
     _save(figure, path)
 
 

@@ -1,0 +1,74 @@
+"""A load from what a metrics server keeps of a running fleet: two histograms of lengths, and sums.
+
+What the server has not kept is made up: which prompt had which output (none follows the other), when requests came (a
+Poisson process: the bursts are lost), and which prompts hit the cache (each by the same share).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simulator.advice.goodput import Load
+from simulator.advice.pools import Job
+from simulator.replay.trace_rows import MAX_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Of a length in tokens, as Prometheus has it: requests up to each bound, by rising bound.
+
+    Raises `ValueError` unless the bounds rise from above 0, the counts never fall, and the last is above 0. The last
+    bound may be infinite; what lies beyond the one before it is taken to be that long.
+    """
+
+    name: str
+    bounds: Sequence[float]
+    counts: Sequence[float]
+    total: float  # sum of all lengths
+
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in zip((0.0, *self.bounds), self.bounds, strict=False))
+        falling = any(low > high for low, high in zip((0.0, *self.counts), self.counts, strict=False))
+        if not self.bounds or not rising or falling or len(self.bounds) != len(self.counts):
+            raise ValueError(f"{self.name} is no histogram: bounds must rise from above 0, and counts never fall")
+        if not 0.0 < self.num_requests < math.inf or not 0.0 <= self.total < math.inf:
+            raise ValueError(f"{self.name} has {self.num_requests:g} requests with {self.total:g} tokens")
+        if math.isinf(self.bounds[0]):
+            raise ValueError(f"{self.name} has no finite bound")
+
+    @property
+    def num_requests(self) -> float:
+        return self.counts[-1]
+
+    def lengths(self, num: int) -> list[int]:
+        """`num` lengths, evenly over the requests, of the mean that the server knows: within a bucket they are evenly
+        spread, and then all are multiplied alike."""
+        drawn = [self._quantile((index + 0.5) / num) for index in range(num)]
+        scale = self.total / self.num_requests / (sum(drawn) / num)
+        return [min(MAX_TOKENS, max(1, round(length * scale))) for length in drawn]
+
+    def _quantile(self, share: float) -> float:
+        rank = share * self.num_requests
+        bucket = bisect_left(self.counts, rank)
+        low, below = (self.bounds[bucket - 1], self.counts[bucket - 1]) if bucket else (0.0, 0.0)
+        if math.isinf(self.bounds[bucket]):
+            return low
+        return low + (self.bounds[bucket] - low) * (rank - below) / (self.counts[bucket] - below)
+
+
+def load_of_histograms(
+    name: str, prompts: Histogram, outputs: Histogram, hit_share: float, window_s: float, num: int
+) -> Load:
+    """`hit_share`: of the prompt tokens, those that the cache had. `window_s`: the time that the histograms are of."""
+    shuffled = outputs.lengths(num)
+    random.Random("outputs of prompts").shuffle(shuffled)
+    hits = min(1.0, max(0.0, hit_share))
+    jobs = [
+        Job(prompt, min(prompt - 1, int(prompt * hits)), output)
+        for prompt, output in zip(prompts.lengths(num), shuffled, strict=True)
+    ]
+    return Load(name, jobs, (), prompts.num_requests / window_s)
