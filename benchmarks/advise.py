@@ -4,6 +4,7 @@
     distserve   R1: the best placement of OPT-13B, and its rate
     dynamo      R3 b: one H100 beside 1P1D with ten requests at once, from Dynamo's guide
     vllm        R3 a: two replicas beside 1P1D at 3.6 requests/s
+    live        both shapes of two workers of this machine, predicted and then measured: only where it is named
 
 `python -m benchmarks.advise` prints one table in Markdown for each, misses included.
 """
@@ -196,14 +197,21 @@ def tail(gaps: Sequence[tuple[float, int]]) -> float:
 
 
 PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm)}
+LIVE = "live"
+
+
+def _live() -> Iterator[str]:
+    from benchmarks.advise_live import live
+
+    return live()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, LIVE], default=list(PARTS))
     for name in parser.parse_args().parts:
         print(f"\n{name}\n", flush=True)
-        for line in PARTS[name]():
+        for line in _live() if name == LIVE else PARTS[name]():
             print(line, flush=True)
 
 

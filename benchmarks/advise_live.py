@@ -1,0 +1,89 @@
+"""Does a prediction of `tandem advise` hold on this machine? `python -m benchmarks.advise --parts live`, in 10 minutes.
+
+`tandem calibrate` measures one prefill and one decode worker. The coarse workers of `tandem advise` then predict each
+row of `make bench-goodput` for both shapes of two such workers, from the same arrivals, lengths, cached tokens and
+limits, and only then the fleets serve it. Run it on a quiet machine with two cores.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.advise import AS_IT_IS, relative, tpot_of, ttft_of
+from benchmarks.goodput.__main__ import SHAPES, Limits, alone_s, row_at, started, summarise
+from benchmarks.goodput.systems import ADDRESS, KV_MEMORY_MB
+from benchmarks.traces import CONVERSATION, TRACES
+from simulator.advice.goodput import BLOCK_SIZE
+from simulator.advice.pools import Job, Served
+from simulator.advice.shapes import CostModel, Shape
+from simulator.calibration.costs import read_costs
+from simulator.replay.replay_result import goodput90
+from simulator.replay.trace import TraceRequest, cached_tokens
+from simulator.replay.workloads import mooncake
+
+NUM_REQUESTS, INPUT_DIVISOR, OUTPUT_DIVISOR = 100, 32, 4  # as `make bench-goodput`
+RATES = (1.0, 2.0, 3.0, 4.0, 5.0)
+TPOT_LIMIT_S, TTFT_FACTOR = 0.1, 1.5
+LONGEST_PROMPT, LARGEST_BATCH = 1024, 16
+
+
+def live() -> Iterator[str]:
+    trace = mooncake(TRACES / CONVERSATION, NUM_REQUESTS, INPUT_DIVISOR, OUTPUT_DIVISOR).requests
+    model, limits = _calibrated(trace)
+    yield f"TTFT within {limits.ttft_s * 1e3:.0f} ms, TPOT within {limits.tpot_s * 1e3:.0f} ms"
+    yield ""
+    yield "| shape | requests/s | inside, predicted | measured | TTFT p50, predicted | measured | TPOT p50 | measured |"
+    yield "|---|---|---|---|---|---|---|---|"
+    sweeps = []
+    for name, (num_prefill, num_decode) in SHAPES.items():
+        budget = model.widths[1].max_step_tokens
+        shape = Shape(num_prefill, 1, budget, num_decode) if num_prefill else Shape(num_decode, 1, budget)
+        expected = {rate: _predicted(model, shape, row_at(rate, trace).requests) for rate in RATES}
+        predicted, measured = [], []
+        with started(name, limits) as system:
+            alone_s(system, trace[0])  # connects the workers
+            for rate, served in expected.items():
+                row = row_at(rate, trace)
+                result = summarise(row, system.serve(row), limits)
+                inside = sum(one.within(limits.ttft_s, limits.tpot_s) for one in served) / len(served)
+                predicted.append((rate, inside))
+                measured.append((rate, result.attainment))
+                yield (
+                    f"| {name} | {rate:g} | {inside:.2f} | {result.attainment:.2f} "
+                    f"| {ttft_of(served, 50) * 1e3:.0f} ms | {result.ttft_p50 * 1e3:.0f} ms "
+                    f"| {tpot_of(served, 50) * 1e3:.1f} ms | {result.tpot_p50 * 1e3:.1f} ms |"
+                )
+        sweeps.append((name, goodput90(predicted), goodput90(measured)))
+    yield ""
+    yield "| shape | goodput, predicted | measured | off by |"
+    yield "|---|---|---|---|"
+    for name, ours, theirs in sweeps:
+        yield f"| {name} | {ours:.2f}/s | {theirs:.2f}/s | {relative(ours, theirs) if theirs else 'no rate holds'} |"
+
+
+def _calibrated(trace: Sequence[TraceRequest]) -> tuple[CostModel, Limits]:
+    """Costs of the workers of this machine, and limits as those of `make bench-goodput`."""
+    limits = Limits(1.0, TPOT_LIMIT_S)
+    with tempfile.TemporaryDirectory() as folder, started("1P1D", limits) as system:
+        path = Path(folder) / "costs.json"
+        subprocess.run(
+            [
+                sys.executable, "-m", "cli.main", "calibrate", path, "--router", ADDRESS,
+                "--longest-prompt", str(LONGEST_PROMPT), "--largest-batch", str(LARGEST_BATCH),
+            ],
+            check=True, stdout=sys.stderr,
+        )  # fmt: skip
+        costs = read_costs(str(path))
+        long_prompt = sorted(trace, key=lambda request: request.num_tokens)[len(trace) * 9 // 10]
+        limits = Limits(TTFT_FACTOR * alone_s(system, long_prompt), TPOT_LIMIT_S)
+    return CostModel({1: costs}, KV_MEMORY_MB * 2**20 // costs.token_bytes), limits
+
+
+def _predicted(model: CostModel, shape: Shape, requests: Sequence[TraceRequest]) -> list[Served]:
+    hits = cached_tokens(requests, BLOCK_SIZE)
+    jobs = [Job(one.num_tokens, cached, one.num_output_tokens) for one, cached in zip(requests, hits, strict=True)]
+    return model.fleet(shape, AS_IT_IS).run(jobs, [one.arrives_at for one in requests])
