@@ -363,9 +363,9 @@ def _peer_reads(question: RoutingQuestion, reader: WorkerView, cached_tokens: in
 def prefix_read(
     question: RoutingQuestion, reader: WorkerView, cached_tokens: int, owner: WorkerView, owned_tokens: int
 ) -> PrefixRead | None:
-    """What the reader would read; None if it has as much, no room, or no path.
+    """What the reader would read; None if it has as much, no room, or no path, or if the owner needs its blocks.
 
-    Pulls that this router knows of come first.
+    Blocks that this router has sent over their links come first.
     """
     block_size = question.block_size
     # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -374,6 +374,8 @@ def prefix_read(
         return None
     if num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) > reader.num_free_blocks:
         return None
+    if num_tokens // block_size > owner.num_free_blocks:
+        return None  # an owner gives none of the blocks that hand-offs and running sequences wait for
     path = reader.paths.get(owner.agent_name)
     if path is not None and path.state in NO_PATH:
         return None

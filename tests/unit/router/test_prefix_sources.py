@@ -131,6 +131,11 @@ def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_bl
     assert (read.prefill_worker, read.read.source) == (None, "S"), "the owner of the prefix is busy"
 
 
+def test_no_prefix_is_read_from_a_pool_whose_blocks_others_wait_for() -> None:
+    assert read_by(READER, replace(OWNER, num_free_blocks=20)).num_tokens == 80
+    assert read_by(READER, replace(OWNER, num_free_blocks=19)) is NO_READ
+
+
 # ---- the calls
 
 LOAD = replace(SERVING, gives_prefixes=True, step_cost=IDLE.cost)
