@@ -119,7 +119,7 @@ class RoutingQuestion:
     sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
     on_disk: Mapping[str, int] = field(default_factory=dict)  # worker id -> tokens of the prompt on its disk
     reuse_share: float = 0.0  # of the tokens of recent prompts, those that a worker had cached
-    path_bytes_per_s: float = UNKNOWN_BYTES_PER_S  # of the paths that workers have measured
+    path_bytes_per_s: float = UNKNOWN_BYTES_PER_S  # of the fastest path that workers have measured
 
     @property
     def cached_share(self) -> float:
@@ -386,17 +386,17 @@ def prefix_read(
     return _new_tuple(PrefixRead, (owner.worker_id, num_tokens, MESSAGE_S + latency_s + behind_s + moved_s, 0.0))
 
 
-def move_seconds(reader: WorkerView, owner: WorkerView, num_blocks: int, usual_bytes_per_s: float) -> float:
+def move_seconds(reader: WorkerView, owner: WorkerView, num_blocks: int, unknown_bytes_per_s: float) -> float:
     """Of so many blocks of the reader's size, over links that carry nothing else.
 
-    `usual_bytes_per_s` is for a path that nobody has measured. A read that is priced too low is given up, and measures
-    nothing.
+    `unknown_bytes_per_s` is for a path that nobody has measured. A read that is priced too low is given up, and
+    measures nothing.
     """
     path = reader.paths.get(owner.agent_name)
     bytes_per_s = 0.0 if path is None else path.bytes_per_s or path.expected_bytes_per_s
     if not bytes_per_s and (back := owner.paths.get(reader.agent_name)) is not None:
         bytes_per_s = back.bytes_per_s or back.expected_bytes_per_s  # until the reader has measured its own
-    return num_blocks * reader.block_bytes / (bytes_per_s or usual_bytes_per_s)
+    return num_blocks * reader.block_bytes / (bytes_per_s or unknown_bytes_per_s)
 
 
 def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:

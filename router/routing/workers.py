@@ -34,7 +34,6 @@ NOBODY = ("", 0)
 START_PATIENCE = 1.5  # times the expected time of a start
 RESERVE_SHARE = {MoveReason.DRAIN: 0.0, MoveReason.ROOM: 0.1}  # of its pool that the target of a move keeps free
 REUSE_WEIGHT = 1 / 64  # of a prompt in `reuse_share`
-PATH_WEIGHT = 1 / 8  # of a measured path in `path_bytes_per_s`
 UNREPORTED_BLOCKS = 2  # at most, that a sequence has filled since the last report of its worker
 
 
@@ -55,8 +54,7 @@ class WorkerTable:
         self._decision_timer = decision_timer
         self._records: dict[str, WorkerRecord] = {}
         self.reuse_share = 0.0  # as in `RoutingQuestion`
-        self.path_bytes_per_s = UNKNOWN_BYTES_PER_S  # likewise
-        self._has_path = False  # a worker has measured one
+        self._fastest_path = 0.0  # bytes/s, of those that workers have measured
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
@@ -69,6 +67,11 @@ class WorkerTable:
         self.had_prefill = False  # a prefill worker has served
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self.room_changed = True
+
+    @property
+    def path_bytes_per_s(self) -> float:
+        """As in `RoutingQuestion`."""
+        return self._fastest_path or UNKNOWN_BYTES_PER_S
 
     def step_seconds(self, worker_id: str, num_tokens: int) -> float:
         """Predicted time of a step of a decode worker with one more sequence of `num_tokens` in decode, and without
@@ -192,10 +195,7 @@ class WorkerTable:
 
     def _learn_speeds(self, paths: Iterable[PathStatus]) -> None:
         for path in paths:
-            if path.bytes_per_s:
-                weight = PATH_WEIGHT if self._has_path else 1.0
-                self.path_bytes_per_s += (path.bytes_per_s - self.path_bytes_per_s) * weight
-                self._has_path = True
+            self._fastest_path = max(self._fastest_path, path.bytes_per_s)
 
     def _share_costs(self) -> None:
         """Price workers that have measured no step like their measured peers. Else nobody would try them."""
