@@ -245,7 +245,7 @@ def test_without_reads_no_hand_off_is_timed() -> None:
     assert all(record.link_until == 0.0 for record in router.machine.workers)
 
 
-@pytest.mark.parametrize(("peer_prefixes", "reads"), [(RouterConfig().peer_prefixes, False), ("auto", True)])
+@pytest.mark.parametrize(("peer_prefixes", "reads"), [("never", False), (RouterConfig().peer_prefixes, True)])
 def test_a_router_names_a_source_only_where_the_config_says_so(peer_prefixes: str, reads: bool) -> None:
     router = Driven(peer_prefixes=peer_prefixes)
     assert (router.source_of(router.ask()) is not None) is reads
