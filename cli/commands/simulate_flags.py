@@ -48,7 +48,7 @@ SIMULATE_FLAGS = (
     flag_of("slo-ttft-ms", 1000.0, "Wanted time to the first token."),
     flag_of("slo-itl-ms", 50.0, "Wanted time between tokens: the limit of TPOT, and of a step with decodes."),
     flag_of("local-prefill", "auto", "auto or never: may a decode worker compute prompts?"),
-    flag_of("peer-prefixes", "never", "auto or never: may workers read prefixes that peers have cached?"),
+    flag_of("peer-prefixes", "auto", "auto or never: may workers read prefixes that peers have cached?"),
     flag_of("admission", "queue", "queue or shed; shed = refuse a request whose predicted first token misses "
           "--slo-ttft-ms."),
     flag_of("costs", "h100-8b", "h100-8b, or a file of `tandem calibrate`."),

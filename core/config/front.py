@@ -32,7 +32,7 @@ class RouterConfig:
     slo_ttft_ms: float = live(1000.0)  # wanted time to the first token; admission = "shed" refuses what misses it
     admission: str = live("queue")  # queue | shed; shed = refuse a request whose predicted first token is too late
     local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
-    peer_prefixes: str = live("never")  # auto | never; may workers read prefixes that peers have cached?
+    peer_prefixes: str = live("auto")  # auto | never; may workers read prefixes that peers have cached?
     policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
     report_stale_s: float = live(3.0)  # time without a report of a worker; beyond: it counts as saturated
     # Limit: time without a report of a worker; beyond: it is lost, and its requests are retried

@@ -9,8 +9,8 @@ from core.request import Request
 from router.requests import events
 from router.requests.events import PrefillResult, RouterAction
 from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of, dispatch_of
-from router.routing.policy import Candidate
-from router.routing.worker_record import CallWork
+from router.routing.policy import Candidate, move_seconds
+from router.routing.worker_record import CallWork, WorkerRecord
 from router.routing.workers import WorkerTable
 
 LATE_S = 0.05  # beyond twice its price; or half of its gain beyond its price: then the read of a prefix is late
@@ -53,8 +53,13 @@ class OpenDispatches:
             self._next_call(),
         )
         routed.dispatch.transfer_id, routed.dispatch.source = ticket, prefill.worker_id
-        decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
-        prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
+        work_s, moved_s = prefill.step_cost.prompt_seconds(uncached, cached), 0.0
+        if self._workers.config.peer_prefixes != "never":
+            num_blocks, unknown = candidate.transfer_blocks, self._workers.path_bytes_per_s
+            moved_s = move_seconds(decode.view, prefill.view, num_blocks, unknown)
+        until = _links_until(decode, prefill, moved_s, now)
+        decode.add_call(dispatch_id, call, CallWork(0.0, candidate.transfer_blocks, until))
+        prefill.add_call(dispatch_id, prefill_call, CallWork(work_s, 0, until))
         return [
             events.StartDecode(
                 dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call, routed.promise
@@ -75,8 +80,7 @@ class OpenDispatches:
         source = self._workers.chosen(read.source)
         reader = self._workers.chosen(computing)
         behind_s = max(0.0, max(source.link_until, reader.link_until) - now)
-        # Other routers choose alike, so the read counts once for each, as prompt work does.
-        until = now + behind_s + reader.num_routers * (read.seconds - behind_s)
+        until = _links_until(reader, source, read.seconds - behind_s, now)
         for record in (source, reader):
             record.use_link(until)
         reader.begin_read(source.agent.name, now)
@@ -165,3 +169,11 @@ class OpenDispatches:
             assert not dispatch.prefill_open or prefill in carried, f"waits for a worker that is lost: {prefill}"
             carried -= {decode, prefill} if dispatch.prefill_open else {decode}
         assert not carried, f"workers that have no call of these any more carry them: {carried}"
+
+
+def _links_until(reader: WorkerRecord, owner: WorkerRecord, seconds: float, now: float) -> float:
+    """When blocks that take so long will have moved from the owner to the reader, behind those that are on their way.
+
+    Other routers choose alike, so the blocks count once for each, as prompt work does.
+    """
+    return max(now, reader.link_until, owner.link_until) + reader.num_routers * seconds if seconds else 0.0

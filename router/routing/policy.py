@@ -16,8 +16,8 @@ is late if its gap exceeds the step limit of D, which follows from `slo_itl_ms`.
 nothing, and D computes prompts while it has time to spare. Among candidates of nearly the same cost, the workers with
 the fewest requests of this router win.
 
-A worker that computes a prompt may first read a part of it that a peer has cached (docs/adr/0060), if it then ends
-sooner. The read and the queue pass at the same time.
+A worker that computes a prompt may first read a part of it that a peer has cached (docs/adr/0060), if the first token
+then comes sooner than on the cheapest way without a read. The read and the queue pass at the same time.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -84,7 +84,7 @@ class WorkerView:
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
     num_blocks: int = 0  # of the whole pool
     reads_prefixes: bool = False  # of peers
-    link_until: float = 0.0  # when the prefixes that it reads or gives, as far as this router knows, will have moved
+    link_until: float = 0.0  # when the blocks that it reads or gives, as far as this router knows, will have moved
     disk_bytes_per_s: float = 0.0  # of its disk; 0 = nothing is there
     avoided_sources: Mapping[str, float] = field(default_factory=dict)  # agent of a peer -> not to be read until then
     streams_s: float = field(init=False)  # of a step without prompts
@@ -119,6 +119,7 @@ class RoutingQuestion:
     sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
     on_disk: Mapping[str, int] = field(default_factory=dict)  # worker id -> tokens of the prompt on its disk
     reuse_share: float = 0.0  # of the tokens of recent prompts, those that a worker had cached
+    path_bytes_per_s: float = UNKNOWN_BYTES_PER_S  # of the fastest path that workers have measured
 
     @property
     def cached_share(self) -> float:
@@ -226,19 +227,36 @@ class SecondsPolicy:
         return [chosen, *sorted((c for c in found if c is not chosen), key=lambda candidate: candidate.order)]
 
     def _all(self, question: RoutingQuestion) -> list[Candidate]:
-        decode = question.decode
-        found: list[Candidate] = []
-        if self._config.local_prefill == "auto" or not question.prefill_alive:
-            found = [alone(question, worker, cached) for worker, cached in _promising(question, decode)]
-        if question.prefill and decode:
-            promising = _promising(question, question.prefill)
-            computing = [(begin(question, *option), option[0]) for option in promising]
-            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
-            reading = decode
-            if len(decode) > MAX_PAIRED:
-                reading = nsmallest(MAX_PAIRED, decode, key=lambda option: _reading_cost(question, *option))
-            found += [pair(question, start, p, d, d_cached) for start, p in computing for d, d_cached in reading]
-        return found
+        is_local = self._config.local_prefill == "auto" or not question.prefill_alive
+        starts = [begin(question, *option) for option in _promising(question, question.decode)] if is_local else []
+        prefill_starts: list[Start] = []
+        targets = question.decode
+        if question.prefill and targets:
+            prefill_starts = [begin(question, *option) for option in _promising(question, question.prefill)]
+            if len(targets) > MAX_PAIRED:
+                targets = nsmallest(MAX_PAIRED, targets, key=lambda option: _reading_cost(question, *option))
+        found = _candidates(question, starts, prefill_starts, targets)
+        if not question.sources or not found:
+            return found
+        starts, prefill_starts = _with_peers(question, starts), _with_peers(question, prefill_starts)
+        reading = _candidates(question, starts, prefill_starts, targets)
+        # A hand-off brings the same blocks after the first token. So a read must bring the first token sooner.
+        first_s = min(found, key=lambda candidate: candidate.order).first_token_s
+        return found + [candidate for candidate in reading if _pays(candidate.first_token_s, first_s)]
+
+
+def _candidates(
+    question: RoutingQuestion, starts: list[Start], prefill_starts: list[Start], targets: Sequence[Option]
+) -> list[Candidate]:
+    """Of these starts on decode workers, which then decode alone, and on prefill workers."""
+    found = [_alone(question, start) for start in starts]
+    promising = nsmallest(MAX_PAIRED, prefill_starts, key=lambda start: (start.total_s, start.worker.worker_id))
+    return found + [pair(question, start, worker, cached) for start in promising for worker, cached in targets]
+
+
+def _pays(with_s: float, without_s: float) -> bool:
+    """Whether a read saves enough."""
+    return without_s - with_s > LEAST_GAIN_SHARE * without_s + LEAST_GAIN_S
 
 
 def _promising(question: RoutingQuestion, options: Sequence[Option]) -> Sequence[Option]:
@@ -277,10 +295,16 @@ class PromptTimes(NamedTuple):
 class Start(NamedTuple):
     """How a worker comes to the first token of a prompt."""
 
+    worker: WorkerView
     times: PromptTimes
     cached_tokens: int  # with those that it reads
     read: PrefixRead = NO_READ
     evict_s: float = 0.0
+
+    @property
+    def pool_tokens(self) -> int:
+        """Of the prompt, those that the pool of the worker has."""
+        return self.cached_tokens - self.read.num_tokens
 
     @property
     def total_s(self) -> float:
@@ -291,25 +315,36 @@ _COMPUTED = PromptTimes(0.0, 0.0, 0.0)
 
 
 def begin(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Start:
-    """With the prefix of a peer, or of the worker's disk, if the prompt is then computed sooner."""
+    """With the prefix on the worker's disk, if the prompt is then computed sooner."""
     evict_s = _evict_s(question, worker, cached_tokens)  # a read takes as many blocks as a computation
-    start = Start(prompt_times(question, worker, cached_tokens), cached_tokens, NO_READ, evict_s)
+    start = Start(worker, prompt_times(question, worker, cached_tokens), cached_tokens, NO_READ, evict_s)
     on_disk = question.on_disk.get(worker.worker_id, 0)
-    if not (question.sources and worker.reads_prefixes) and on_disk <= cached_tokens:
-        return start
-    reads = _peer_reads(question, worker, cached_tokens) if worker.reads_prefixes else []
-    if (read_here := disk_read(question, worker, cached_tokens, on_disk)) is not None:
-        reads.append(read_here)
-    if not reads:
-        return start
-    # A token costs about the same everywhere, so few reads are worth a closer look.
-    read = min(reads, key=lambda read: read.seconds - read.num_tokens * worker.cost.token_s)
-    cached_tokens += read.num_tokens
-    times, computed_s = prompt_times(question, worker, cached_tokens), start.total_s
-    gain_s = computed_s - max(times.queue_s, read.seconds) - times.prefill_s
-    if gain_s <= LEAST_GAIN_SHARE * computed_s + LEAST_GAIN_S:
-        return start
-    return Start(times, cached_tokens, PrefixRead(read.source, read.num_tokens, read.seconds, gain_s), evict_s)
+    read = disk_read(question, worker, cached_tokens, on_disk) if on_disk > cached_tokens else None
+    return start if read is None else _sooner(question, start, read) or start
+
+
+def _with_peers(question: RoutingQuestion, starts: list[Start]) -> list[Start]:
+    """Those of the workers that compute the prompt sooner with the prefix of a peer."""
+    found = []
+    for start in starts:
+        # A token costs about the same everywhere, so few reads are worth a closer look.
+        worker, token_s = start.worker, start.worker.cost.token_s
+        reads = _peer_reads(question, worker, start.pool_tokens) if worker.reads_prefixes else []
+        if reads:
+            read = min(reads, key=lambda read: read.seconds - read.num_tokens * token_s)
+            reading = _sooner(question, start, read)
+            found += [] if reading is None else [reading]
+    return found
+
+
+def _sooner(question: RoutingQuestion, start: Start, read: PrefixRead) -> Start | None:
+    """With this read in place of that of `start`, if the prompt is then computed sooner."""
+    cached_tokens = start.pool_tokens + read.num_tokens
+    times = prompt_times(question, start.worker, cached_tokens)
+    total_s = max(times.queue_s, read.seconds) + times.prefill_s
+    if not _pays(total_s, start.total_s):
+        return None
+    return Start(start.worker, times, cached_tokens, read._replace(gain_s=start.total_s - total_s), start.evict_s)
 
 
 def _peer_reads(question: RoutingQuestion, reader: WorkerView, cached_tokens: int) -> list[PrefixRead]:
@@ -329,9 +364,9 @@ def _peer_reads(question: RoutingQuestion, reader: WorkerView, cached_tokens: in
 def prefix_read(
     question: RoutingQuestion, reader: WorkerView, cached_tokens: int, owner: WorkerView, owned_tokens: int
 ) -> PrefixRead | None:
-    """What the reader would read; None if it has as much, no room, or no path.
+    """What the reader would read; None if it has as much, no room, or no path, or if the owner needs its blocks.
 
-    Pulls that this router knows of come first.
+    Blocks that this router has sent over their links come first.
     """
     block_size = question.block_size
     # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -340,16 +375,28 @@ def prefix_read(
         return None
     if num_tokens // block_size + _num_held_hits(question, reader, cached_tokens) > reader.num_free_blocks:
         return None
-    bytes_per_s = latency_s = 0.0
-    if (path := reader.paths.get(owner.agent_name)) is not None:
-        if path.state in NO_PATH:
-            return None
-        bytes_per_s, latency_s = path.bytes_per_s or path.expected_bytes_per_s, path.latency_s
+    if num_tokens // block_size > owner.num_free_blocks:
+        return None  # an owner gives none of the blocks that hand-offs and running sequences wait for
+    path = reader.paths.get(owner.agent_name)
+    if path is not None and path.state in NO_PATH:
+        return None
+    latency_s = 0.0 if path is None else path.latency_s
+    behind_s = max(0.0, reader.link_until - question.now, owner.link_until - question.now)
+    moved_s = move_seconds(reader, owner, num_tokens // block_size, question.path_bytes_per_s)
+    return _new_tuple(PrefixRead, (owner.worker_id, num_tokens, MESSAGE_S + latency_s + behind_s + moved_s, 0.0))
+
+
+def move_seconds(reader: WorkerView, owner: WorkerView, num_blocks: int, unknown_bytes_per_s: float) -> float:
+    """Of so many blocks of the reader's size, over links that carry nothing else.
+
+    `unknown_bytes_per_s` is for a path that nobody has measured. A read that is priced too low is given up, and
+    measures nothing.
+    """
+    path = reader.paths.get(owner.agent_name)
+    bytes_per_s = 0.0 if path is None else path.bytes_per_s or path.expected_bytes_per_s
     if not bytes_per_s and (back := owner.paths.get(reader.agent_name)) is not None:
         bytes_per_s = back.bytes_per_s or back.expected_bytes_per_s  # until the reader has measured its own
-    behind_s = max(0.0, reader.link_until - question.now, owner.link_until - question.now)
-    moved_s = num_tokens // block_size * reader.block_bytes / (bytes_per_s or UNKNOWN_BYTES_PER_S)
-    return _new_tuple(PrefixRead, (owner.worker_id, num_tokens, MESSAGE_S + latency_s + behind_s + moved_s, 0.0))
+    return num_blocks * reader.block_bytes / (bytes_per_s or unknown_bytes_per_s)
 
 
 def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:
@@ -403,14 +450,9 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     return _new_tuple(PromptTimes, (queue_s, prefill_s, gap_s))
 
 
-def pair(
-    question: RoutingQuestion, start: Start, prefill: WorkerView, decode: WorkerView, decode_cached: int
-) -> Candidate:
-    times, missing, uncached = (
-        start.times,
-        question.missing_blocks(decode_cached),
-        question.uncached(start.cached_tokens),
-    )
+def pair(question: RoutingQuestion, start: Start, decode: WorkerView, decode_cached: int) -> Candidate:
+    prefill, times = start.worker, start.times
+    missing, uncached = question.missing_blocks(decode_cached), question.uncached(start.cached_tokens)
     transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
@@ -435,18 +477,21 @@ def move_target(
         num_blocks = -(-(max_total_tokens - 1) // question.block_size) - cached // question.block_size
         num_taken = num_blocks + _num_held_hits(question, worker, cached)
         if num_taken + ceil(reserve_share * worker.num_blocks) <= worker.num_free_blocks:
-            candidate = pair(question, Start(_COMPUTED, question.num_tokens), source, worker, cached)
+            candidate = pair(question, Start(source, _COMPUTED, question.num_tokens), worker, cached)
             found.append(candidate._replace(transfer_blocks=num_blocks))
     return _spread(found) if found else None
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
-    """The decode worker computes the prompt, in steps that its streams share."""
-    start = begin(question, worker, cached_tokens)
-    uncached, times = question.uncached(start.cached_tokens), start.times
+    """The decode worker computes the prompt, in steps that its streams share. It reads from no peer."""
+    return _alone(question, begin(question, worker, cached_tokens))
+
+
+def _alone(question: RoutingQuestion, start: Start) -> Candidate:
+    worker, times, uncached = start.worker, start.times, question.uncached(start.cached_tokens)
     terms = (
         None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
-        times.prefill_s, 0.0, _room_wait_s(question, worker, cached_tokens, 0.0),
+        times.prefill_s, 0.0, _room_wait_s(question, worker, start.pool_tokens, 0.0),
         times.gap_s + _stream_s(question, worker), worker.num_sequences, start.read,
         start.evict_s,
     )  # fmt: skip

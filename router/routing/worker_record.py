@@ -37,6 +37,7 @@ class CallWork:
 
     prompt_s: float = 0.0  # of prompt work
     num_blocks: int = 0  # that it takes
+    link_until: float = 0.0  # its blocks move over the link of the worker until then
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class WorkerRecord:
         """A call that starts now."""
         self.dispatched[dispatch_id] = number
         self.on_the_way[number] = work
-        self.refresh()
+        self.use_link(work.link_until)
 
     def remove_call(self, dispatch_id: str) -> None:
         """Forget a call that has ended. Does nothing if it is not known."""
@@ -120,7 +121,7 @@ class WorkerRecord:
             self.refresh()
 
     def use_link(self, until: float) -> None:
-        """A prefix that it reads or gives is on its way until then."""
+        """A prefix or a hand-off that it reads or gives is on its way until then."""
         self.link_until = max(self.link_until, until)
         self.refresh()
 

@@ -19,11 +19,14 @@ from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from core.step import SampledToken
 from router.requests import events
 from router.requests.machine import RouterMachine
+from router.requests.open_dispatches import LATE_S
 from router.routing.policy import (
     DISK_READ_S,
     MAX_TIMED,
     MESSAGE_S,
     NO_READ,
+    UNKNOWN_BYTES_PER_S,
+    Candidate,
     PrefixRead,
     RoutingQuestion,
     SecondsPolicy,
@@ -46,7 +49,7 @@ def read_by(
 ) -> PrefixRead:
     """Of a prompt of 100 tokens."""
     question = RoutingQuestion(100, [(reader, cached)], [(D, 0)], True, BLOCK, now, [(owner, owned)])
-    (found,) = SecondsPolicy(NEVER).candidates(question)
+    found = SecondsPolicy(NEVER).candidates(question)[0]
     assert found.read is NO_READ or found.uncached_tokens == 100 - owned
     return found.read
 
@@ -63,7 +66,7 @@ def test_a_prefix_is_read_where_that_is_faster_than_computing_it() -> None:
 def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
     reader = replace(READER, paths={"S": PATH}, backlog=backlog(0.05))
     question = RoutingQuestion(100, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
-    (found,) = SecondsPolicy(NEVER).candidates(question)
+    found = SecondsPolicy(NEVER).candidates(question)[0]
     assert found.read.seconds < found.queue_s
     assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
 
@@ -71,14 +74,14 @@ def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
 def test_a_decode_worker_alone_reads_too() -> None:
     reader = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
     question = RoutingQuestion(100, [], [(reader, 0)], False, BLOCK, sources=[(OWNER, 80)])
-    (found,) = SecondsPolicy(AUTO).candidates(question)
+    found = SecondsPolicy(AUTO).candidates(question)[0]
     assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
 
 
 def test_the_last_token_of_a_prompt_is_not_read() -> None:
     reader = replace(READER, paths={"S": PATH})
     question = RoutingQuestion(80, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
-    (found,) = SecondsPolicy(NEVER).candidates(question)
+    found = SecondsPolicy(NEVER).candidates(question)[0]
     assert (found.read.num_tokens, found.uncached_tokens) == (76, 4)
 
 
@@ -94,6 +97,16 @@ def test_a_path_that_the_reader_has_not_measured_is_as_fast_as_the_way_back() ->
     assert read_by(READER).seconds == pytest.approx(0.002 + MESSAGE_S)
     back = replace(OWNER, paths={"P": replace(PATH, peer="P")})
     assert read_by(READER, back).seconds == pytest.approx(0.02 + MESSAGE_S)
+
+
+def test_a_path_that_nobody_has_measured_is_as_fast_as_the_fastest_that_is_measured() -> None:
+    router = Driven(DRAINING)
+    paths = tuple(PathStatus(f"W{place}", PathState.FINE, bytes_per_s=speed) for place, speed in enumerate((1e6, 9e5)))
+    router.machine.handle(events.WorkerReported("D", WorkerChanges(paths=paths)), 0.0)
+    source = router.source_of(router.ask())
+    assert source is not None
+    seconds = MESSAGE_S + 10 * agent("S").layout.block_bytes / 1e6
+    assert source.limit_s == pytest.approx(2 * seconds + LATE_S)
 
 
 @pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
@@ -112,6 +125,26 @@ def test_no_prefix_is_read_into_a_pool_without_room() -> None:
     reader = replace(READER, num_cached_blocks=10, num_free_blocks=20)
     assert read_by(reader, cached=40).num_tokens == 40
     assert read_by(replace(reader, num_free_blocks=19), cached=40) is NO_READ
+
+
+def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_blocks() -> None:
+    """The prefill worker that has the prefix is idle, and the path to it is as fast for a hand-off as for a read."""
+    decode = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
+
+    def candidates(owner: WorkerView) -> list[Candidate]:
+        question = RoutingQuestion(100, [(owner, 80)], [(decode, 0)], True, BLOCK, 10.0, [(owner, 80)])
+        return SecondsPolicy(AUTO).candidates(question)
+
+    hand_off, computed = candidates(OWNER)
+    assert (hand_off.prefill_worker, hand_off.read, computed.read) == ("S", NO_READ, NO_READ)
+    assert hand_off.transfer_s > 0.0, "the second token waits for the blocks"
+    read = candidates(replace(OWNER, backlog=backlog(0.1), reported_at=10.0))[0]
+    assert (read.prefill_worker, read.read.source) == (None, "S"), "the owner of the prefix is busy"
+
+
+def test_no_prefix_is_read_from_a_pool_whose_blocks_others_wait_for() -> None:
+    assert read_by(READER, replace(OWNER, num_free_blocks=20)).num_tokens == 80
+    assert read_by(READER, replace(OWNER, num_free_blocks=19)) is NO_READ
 
 
 # ---- the calls
@@ -185,25 +218,34 @@ def test_of_equal_sources_another_is_asked_while_one_is_busy_or_has_failed() -> 
 
 
 def test_a_retry_reads_nothing_from_a_worker_that_has_failed_the_request() -> None:
-    router = Driven(LOAD, ["P1"])
+    router = Driven(replace(LOAD, prompt_backlog=backlog(9.0)), ["P1"])
     prompt = hashes_of(Request("r", PROMPT, len(PROMPT), SamplingParams(max_tokens=4)))
     workers = router.machine.workers
     assert any(candidate.read.source == "P1" for candidate in workers.candidates(prompt, frozenset(), 0.0))
-    (retry,) = workers.candidates(prompt, frozenset({"P1"}), 0.0)
-    assert (retry.prefill_worker, retry.read.source) == ("P", None)
+    retries = workers.candidates(prompt, frozenset({"P1"}), 0.0)
+    assert {(retry.prefill_worker, retry.read.source) for retry in retries} == {("P", None)}
 
 
 @pytest.mark.parametrize("num_routers", [1, 3])
-def test_a_read_takes_the_links_once_for_each_router(num_routers: int) -> None:
-    router = Driven()
+def test_reads_and_hand_offs_take_their_links_once_for_each_router(num_routers: int) -> None:
+    router = Driven(DRAINING)
     calls = {f"router-{number}": RouterCalls(1, 1) for number in range(1, num_routers)}
     router.machine.handle(events.WorkerReported("D", WorkerChanges(replace(LOAD, router_calls=calls))), 0.0)
     router.ask()
-    links = [router.machine.workers.chosen(name).link_until for name in ("P", "S", "D")]
-    assert links == pytest.approx([num_routers * MESSAGE_S, num_routers * MESSAGE_S, 0.0], rel=0.01)
+    table = router.machine.workers
+    hand_off_s = 11 * table.chosen("D").view.block_bytes / UNKNOWN_BYTES_PER_S
+    read_s = MESSAGE_S + 10 * table.chosen("D").view.block_bytes / UNKNOWN_BYTES_PER_S
+    links = [table.chosen(name).link_until / num_routers for name in ("S", "P", "D")]
+    assert links == pytest.approx([read_s, read_s + hand_off_s, read_s + hand_off_s])
 
 
-@pytest.mark.parametrize(("peer_prefixes", "reads"), [(RouterConfig().peer_prefixes, False), ("auto", True)])
+def test_without_reads_no_hand_off_is_timed() -> None:
+    router = Driven(peer_prefixes="never")
+    router.ask()
+    assert all(record.link_until == 0.0 for record in router.machine.workers)
+
+
+@pytest.mark.parametrize(("peer_prefixes", "reads"), [("never", False), (RouterConfig().peer_prefixes, True)])
 def test_a_router_names_a_source_only_where_the_config_says_so(peer_prefixes: str, reads: bool) -> None:
     router = Driven(peer_prefixes=peer_prefixes)
     assert (router.source_of(router.ask()) is not None) is reads
@@ -282,7 +324,7 @@ def read_from_disk(worker: WorkerView, on_disk: int = 80, cached: int = 0, *, is
     """Of a prompt of 100 tokens, which a peer has, too."""
     sources = [(OWNER, 80)] if is_peer_near else []
     question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": on_disk})
-    (found,) = SecondsPolicy(NEVER).candidates(question)
+    found = SecondsPolicy(NEVER).candidates(question)[0]
     return found.read
 
 
