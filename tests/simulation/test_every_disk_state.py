@@ -53,6 +53,9 @@ STATES = READ_STATES + WRITE_STATES
 KINDS = ("dies", "vanishes", "stops", "drains", "loses its token stream")
 
 
+Broken = ReadBlocks | WriteBlocks | GiveUpRead
+
+
 class BrokenDisk:
     """A small world in which faults happen when a read or a write of any disk is in a state for the third time."""
 
@@ -111,22 +114,25 @@ class BrokenDisk:
         if isinstance(event, BlocksCopied | SlotErased):
             post(event)
             return
-        is_read = isinstance(event, BlocksRead)
-        tier = _tier_of(disk)
-        action = (
-            ReadBlocks(event.read_id, tier._reads[event.read_id].reads, 0.0) if is_read else WriteBlocks(tier._writes)
-        )
-        self._reach(disk, "has arrived" if is_read else "is written", action)
+        read = _tier_of(disk)._reads[event.read_id] if isinstance(event, BlocksRead) else None
+        if isinstance(event, BlocksRead):
+            assert read is not None
+            action: Broken = ReadBlocks(event.read_id, read.reads, 0.0)
+            before, after = "has arrived", "is cached"
+        else:
+            action = WriteBlocks(_tier_of(disk)._writes)
+            before, after = "is written", "is in the index"
+        self._reach(disk, before, action)
 
         def arrive() -> None:
-            was_given_up = is_read and tier._reads[event.read_id].is_given_up
+            was_given_up = read is not None and read.is_given_up
             post(event)
             if disk.alive and not was_given_up:
-                self._reach(disk, "is cached" if is_read else "is in the index", action)
+                self._reach(disk, after, action)
 
         self.simulation.world.after(STATE_S, arrive)
 
-    def _reach(self, disk: SimulatedDisk, state: str, action: TierAction) -> None:
+    def _reach(self, disk: SimulatedDisk, state: str, action: Broken) -> None:
         shell = _shell_of(disk)
         sequence = self._sequence(shell, action)
         if state != self._state or self.took_effect or sequence is None:
@@ -147,9 +153,9 @@ class BrokenDisk:
             case GiveUpRead(read_id):
                 self.slots = [read.slot for read in _tier_of(disk)._reads[read_id].reads]
         for act in self._what:
-            self.simulation.world.after(0.0, partial(act, self, shell, _Broken(sequence)))
+            self.simulation.world.after(0.0, partial(act, self, shell, _Ended(sequence)))
 
-    def _sequence(self, shell: WorkerShell, action: TierAction) -> Sequence | None:
+    def _sequence(self, shell: WorkerShell, action: Broken) -> Sequence | None:
         """The one that is read for, or one that holds blocks while others are written."""
         if isinstance(action, ReadBlocks | GiveUpRead):
             return self._sequences[shell.name, action.read_id]
@@ -157,7 +163,7 @@ class BrokenDisk:
         return next(iter([*scheduler.running, *scheduler.waiting]), None)
 
 
-class _Broken:
+class _Ended:
     """As a `Move`, to `cancel` and `deadline`."""
 
     def __init__(self, sequence: Sequence) -> None:
