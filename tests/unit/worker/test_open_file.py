@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from core.config import CacheConfig
+from core.config import CacheConfig, EngineConfig, TandemConfig
 from core.errors import ConfigError, TransportError
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import BlockPool
@@ -179,6 +179,21 @@ def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
 def test_one_worker_has_one_tier() -> None:
     with pytest.raises(ConfigError, match="disk_gb and host_gb"):
         CacheConfig(disk_gb=1.0, disk_dir="/d", host_gb=1.0)
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(disk_gb=1.0, disk_dir="/d"), CacheConfig(host_gb=1.0)])
+def test_workers_with_vllm_have_none(cache: CacheConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\[cache\] (disk|host)_gb needs Tandem's own engine, \[engine\] name is vllm"
+    ):
+        TandemConfig(engine=EngineConfig(name="vllm"), cache=cache)
+    TandemConfig(engine=EngineConfig(device="cuda"), cache=cache)
+
+
+def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:
+    place = opening._place_of(CacheConfig(host_gb=1.0))
+    assert place is not None
+    assert (place.directory, place.in_memory) == (f"/dev/shm/tandem-{os.geteuid()}", True)
 
 
 def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
