@@ -240,7 +240,8 @@ def _worker_parts(
         weight_bytes = None if runner.sizes is None else runner.sizes.weight_bytes  # of the dtype that auto has chosen
 
         def model() -> str:
-            return f"{content_digest(resolve_model(engine.model, cache_dir))} {engine.dtype} {weight_bytes}"
+            weights = f"{content_digest(resolve_model(engine.model, cache_dir))} {engine.dtype} {weight_bytes}"
+            return f"{weights} gpu" if on_device else weights  # a GPU rounds otherwise than a CPU
 
         tier, disk = open_tier(config.cache, name, pool, memory, post, model) or (None, None)
         # Both halves of a hand-off read this: without digests, READYs and reads need not be small.

@@ -121,7 +121,9 @@ class WorkerService(ServingWorker):
     def _close_parts(self) -> None:
         if not self._parts.executor.close(STOP_TIMEOUT_S):
             logger.warning("the step in flight did not end within %g s", STOP_TIMEOUT_S)
-        if self._parts.disk is not None and not self._parts.disk.close(STOP_TIMEOUT_S):
+        if self._parts.disk is not None and not self._parts.disk.close(
+            STOP_TIMEOUT_S, starts_again=self._failure.done()
+        ):
             logger.warning("the disk did not answer within %g s", STOP_TIMEOUT_S)
         try:
             self._parts.agent.close(STOP_TIMEOUT_S)

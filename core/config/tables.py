@@ -70,11 +70,10 @@ class TandemConfig:
             self.engine.name == "vllm" or not self.vllm.adapters,
             f"[vllm] adapters need [engine] name = vllm, is {self.engine.name}",
         )
-        if self.cache.disk_gb:
-            require(self.engine.name == "tandem", "[cache] disk_gb needs Tandem's own engine, [engine] name is vllm")
+        for name in ("disk_gb", "host_gb"):
             require(
-                not self.engine.device.startswith("cuda"),
-                f"[cache] disk_gb needs KV pools in host memory, [engine] device is {self.engine.device}",
+                self.engine.name == "tandem" or not getattr(self.cache, name),
+                f"[cache] {name} needs Tandem's own engine, [engine] name is {self.engine.name}",
             )
         for name in ("prefill_gpus", "decode_gpus"):
             require(

@@ -1,8 +1,10 @@
 """CudaDeviceMemory: what the transfer agent needs of the pool's device (the interface:
 kv_transfer/device/device_memory.py).
 
-Digests have a stream of their own, so they run beside the steps. No step waits for them and they wait for no step: the
-agent offers blocks that a collected step has computed, and reads into blocks that no sequence uses.
+Digests have a stream of their own, and so have copies to the host and copies from the host: they run beside the steps.
+No step waits for them and they wait for no step: the agent offers blocks that a collected step has computed, and reads
+into blocks that no sequence uses. Likewise the tier below the pool copies registered blocks out, and copies into
+reserved ones. A copy engine moves the bytes of a copy, so no program of a step waits for a processor.
 
 On the host everything happens at once, with the same operators: tests run without a GPU.
 """
@@ -13,6 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from core.errors import DeviceLost, TransportError
@@ -29,7 +32,7 @@ _MAX_SUMS_BYTES = 32 << 20  # scratch of one launch of digests
 
 class CudaDeviceMemory:
     """Raises `TransportError` where a call fails, and `DeviceLost` where all later calls will: the transfer agent then
-    ends, and the worker with it. One thread at a time calls it."""
+    ends, and the worker with it. One thread at a time calls it; `copy_out` and `copy_in` may have one more each."""
 
     def __init__(self, pool: torch.Tensor, probe_bytes: int = _PROBE_BYTES) -> None:
         """`pool`: [num_blocks, ...], contiguous. Measures the device's copy speed and compiles the kernels."""
@@ -37,7 +40,7 @@ class CudaDeviceMemory:
         self.device = pool.device.index or 0
         self.uuid = _uuid_of(pool.device)
         self._pool = pool.view(torch.uint8).view(len(pool), -1)
-        self._digesting = open_queue(pool.device, background=True)
+        self._digesting, self._copying_out, self._copying_in = (open_queue(pool.device, True) for _ in range(3))
         with _as_transport_error("measure copies"):
             self.copy_bytes_per_s = self._measure_copies(probe_bytes)
             self.digests([0], self._pool.shape[1])  # compiles the kernels
@@ -47,7 +50,7 @@ class CudaDeviceMemory:
             torch.zeros(1, device=self._pool.device)  # the first call of a thread makes the device's context current
 
     def digests(self, blocks: Sequence[int], block_bytes: int) -> tuple[int, ...]:
-        memory = self._pool.view(-1)[: self._pool.numel() // block_bytes * block_bytes].view(-1, block_bytes)
+        memory = self._rows(block_bytes)
         num_chunks = scratch_shape(1, block_bytes)[1]
         batch = max(_MAX_SUMS_BYTES // (num_chunks * 64), 1)
         found: list[int] = []
@@ -60,7 +63,27 @@ class CudaDeviceMemory:
                 found += digests.cpu().numpy().view(np.uint64).tolist()
         return tuple(found)
 
+    def host_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        pinned = self._pool.device.type == "cuda"
+        with _as_transport_error("lock a buffer"):
+            buffer: npt.NDArray[np.uint8] = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        return buffer
+
+    def copy_out(self, block: int, target: npt.NDArray[np.uint8]) -> None:
+        with _as_transport_error("copy a block out"), self._copying_out.computing():
+            torch.from_numpy(target).copy_(self._rows(len(target))[block], non_blocking=True)
+            self._copying_out.mark().wait()
+
+    def copy_in(self, block: int, content: npt.NDArray[np.uint8]) -> None:
+        with _as_transport_error("copy a block in"), torch.inference_mode(), self._copying_in.computing():
+            self._rows(len(content))[block].copy_(torch.from_numpy(content), non_blocking=True)
+            self._copying_in.mark().wait()
+
     # ---- inside
+
+    def _rows(self, block_bytes: int) -> torch.Tensor:
+        """# uint8 [num_blocks, block_bytes]"""
+        return self._pool.view(-1)[: self._pool.numel() // block_bytes * block_bytes].view(-1, block_bytes)
 
     def _measure_copies(self, probe_bytes: int) -> float:
         """Bytes per second of the fastest of some copies inside the device, by the driver."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 
 class DeviceMemory(Protocol):
     device: int  # the CUDA device of the pool
@@ -21,4 +24,18 @@ class DeviceMemory(Protocol):
 
     def digests(self, blocks: Sequence[int], block_bytes: int) -> tuple[int, ...]:
         """XXH3_64 of each block of the pool (kv_transfer/protocol/digests.py). Waits for the result."""
+        ...
+
+    # Of the tier below the pool. One thread at a time calls `copy_out`, and one `copy_in`, beside the agent.
+
+    def host_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Host memory that the device copies to and from at its full speed."""
+        ...
+
+    def copy_out(self, block: int, target: npt.NDArray[np.uint8]) -> None:
+        """Copy a block to the host, beside the steps. `target`: uint8 [block_bytes]. Waits for the end of the copy."""
+        ...
+
+    def copy_in(self, block: int, content: npt.NDArray[np.uint8]) -> None:
+        """Likewise into a block of the pool."""
         ...

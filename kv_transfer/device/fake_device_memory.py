@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.protocol.digests import of_blocks
 
@@ -26,3 +27,12 @@ class FakeDeviceMemory:
 
     def digests(self, blocks: Sequence[int], block_bytes: int) -> tuple[int, ...]:
         return of_blocks(memoryview(self.bytes.data), blocks, block_bytes)
+
+    def host_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        return np.zeros(num_bytes, np.uint8)
+
+    def copy_out(self, block: int, target: npt.NDArray[np.uint8]) -> None:
+        target[:] = self.bytes[block * len(target) : (block + 1) * len(target)]
+
+    def copy_in(self, block: int, content: npt.NDArray[np.uint8]) -> None:
+        self.bytes[block * len(content) : (block + 1) * len(content)] = content

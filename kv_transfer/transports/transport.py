@@ -16,6 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
@@ -63,6 +66,24 @@ class PoolMemory:
         assert self.view is not None, "device memory has no view"
         size = self.layout.block_bytes
         return self.view[index * size : (index + 1) * size]
+
+    def host_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """For `copy_out` and `copy_in`."""
+        return np.zeros(num_bytes, np.uint8) if self.memory is None else self.memory.host_buffer(num_bytes)
+
+    def copy_out(self, index: int, target: npt.NDArray[np.uint8]) -> None:
+        """Copy a block of a pool that `has_digests` to the host. Raises `TransportError` where the device fails."""
+        if self.memory is None:
+            np.copyto(target, np.frombuffer(self.block(index), np.uint8))
+        else:
+            self.memory.copy_out(index, target)
+
+    def copy_in(self, index: int, content: npt.NDArray[np.uint8]) -> None:
+        """Likewise from the host into a block."""
+        if self.memory is None:
+            np.copyto(np.frombuffer(self.block(index), np.uint8), content)
+        else:
+            self.memory.copy_in(index, content)
 
     def block_runs(
         self, peer: AgentAddress, sources: Sequence[int], targets: Sequence[int]

@@ -7,6 +7,8 @@ Deaths of either side, in each state of a read, are in tests/simulation.
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from kv_transfer.transports.nixl_transport import NixlTransport
 from router.requests import open_dispatches
 from router.routing import policy
 from tests.support.deployment import Answer, Deployment, busy_blocks, deploy, machine_of, make_request, tiny_config
+from tests.support.device_runner import put_pools_on_devices
 from tests.support.faults import fault_config
 from tests.support.processes import Fleet
 from tests.support.reference import CoLocatedEngine
@@ -206,15 +209,42 @@ async def ask(deployment: Deployment, **options: Any) -> tuple[list[int], int]:
 async def test_a_worker_that_starts_again_finds_its_blocks(
     tmp_path: Path, model: str, sampling: dict[str, Any]
 ) -> None:
-    config = on_disk(tmp_path, tiny_config(model))
-    tokens = expected(config.engine, **sampling)
+    await _finds_its_blocks(on_disk(tmp_path, tiny_config(model)), sampling)
+
+
+@pytest.mark.usefixtures("a_read_always_pays")
+@sampled
+async def test_likewise_where_the_pool_is_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    put_pools_on_devices(monkeypatch)
+    await _finds_its_blocks(on_disk(tmp_path, tiny_config(transport="nixl")), sampling)
+
+
+async def _finds_its_blocks(config: TandemConfig, sampling: dict[str, Any]) -> None:
     async with serving(config) as deployment:
-        assert await ask(deployment, **sampling) == (tokens, 0)
+        tokens, num_cached = await ask(deployment, **sampling)
+        assert num_cached == 0
     async with serving(config) as deployment:
         assert await ask(deployment, **sampling) == (tokens, NUM_CACHED)
         assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS
         assert await ask(deployment, **sampling) == (tokens, NUM_CACHED)
         assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS, "the pool has the prefix again"
+    assert tokens == expected(config.engine, **sampling)
+
+
+@pytest.mark.usefixtures("a_read_always_pays")
+async def test_memory_is_read_as_a_disk_and_given_back_at_the_end_of_its_worker(tmp_path: Path) -> None:
+    config = replace(tiny_config(), cache=CacheConfig(host_gb=0.1, host_dir=str(tmp_path)))
+    tokens = expected(config.engine)
+    async with serving(config) as deployment:
+        assert await ask(deployment) == (tokens, 0)
+        await settle(deployment)
+        assert len(list((tmp_path / DIRECTORY).iterdir())) == 2
+        deployment.drop_caches(deployment.workers)
+        assert await ask(deployment) == (tokens, NUM_CACHED)
+        assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS
+    assert not list((tmp_path / DIRECTORY).iterdir())
 
 
 @pytest.mark.usefixtures("a_read_always_pays")
@@ -243,9 +273,19 @@ async def answer_of(fleet: Fleet) -> Answer:
     return answer
 
 
-async def test_a_killed_worker_finds_its_blocks_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "host memory"])
+async def test_a_killed_worker_finds_its_blocks(tmp_path: Path, in_memory: bool) -> None:
     """kill -9 of its process: the next one answers from what the killed one has left."""
-    async with Fleet.start(on_disk(tmp_path, fault_config()), {"decode": 1}) as fleet:
+    place = Path(tempfile.mkdtemp(dir="/dev/shm")) if in_memory else tmp_path
+    cache = CacheConfig(host_gb=0.1, host_dir=str(place)) if in_memory else on_disk(place, fault_config()).cache
+    try:
+        await _finds_its_blocks_after_a_kill(replace(fault_config(), cache=cache))
+    finally:
+        shutil.rmtree(place)
+
+
+async def _finds_its_blocks_after_a_kill(config: TandemConfig) -> None:
+    async with Fleet.start(config, {"decode": 1}) as fleet:
         first = await answer_of(fleet)
         assert first.finished.usage.cached_tokens == 0
         await until(

@@ -39,6 +39,9 @@ class MemoryDisk:
     def close(self) -> None:
         """Nothing to close."""
 
+    def remove(self) -> None:
+        """Nothing to remove."""
+
 
 def name_of(number: int) -> bytes:
     return bytes([number]) * 32

@@ -1,4 +1,4 @@
-"""A tier below the pool: cached blocks on disk, of one worker (docs/prefix_from_a_peer.md).
+"""A tier below the pool: cached blocks on disk or in host memory, of one worker (docs/prefix_from_a_peer.md).
 
     down   a block is registered -> `write_down` holds it -> copied: released -> written: the block is here
     up     `find` -> `read` into INCOMING blocks -> PullCompleted, as from a peer (worker/prefixes.py)
@@ -47,6 +47,7 @@ NEWS_PER_BLOCK = 4  # changes of the prefix cache that wait for a write, for eac
 MAX_NEWS = 32  # new blocks that one event looks at; beyond: the next tick, at once
 MAX_UNNAMED = 256  # blocks whose names are computed for a write; beyond: the block is lost
 PRIOR_BYTES_PER_S = 500e6  # of a disk that nothing has been read from
+FAST_PRIOR_BYTES_PER_S = 10e9  # likewise of host memory, and of any tier below a pool on a GPU; as of a path to a peer
 READ_S = 0.002  # of a read, beside the time of its bytes
 LATE_S = 0.05  # least time that a limit adds to twice the price; after so long without an answer, a read is given up
 FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # after a failure, doubled for each further one in a row
@@ -84,7 +85,14 @@ class TierCounts:
 
 
 class DiskTier:
-    def __init__(self, pool: BlockPool, block_bytes: int, identity: bytes, table: SlotTable) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_bytes: int,
+        identity: bytes,
+        table: SlotTable,
+        prior_bytes_per_s: float = PRIOR_BYTES_PER_S,
+    ) -> None:
         self.table, self.counts = table, TierCounts()
         self._pool, self._block_bytes, self._identity = pool, block_bytes, identity
         self._news: deque[PrefixBlock] = deque(maxlen=NEWS_PER_BLOCK * pool.num_blocks)
@@ -97,7 +105,7 @@ class DiskTier:
         self._resume_at: float | None = None
         self._reads: dict[TransferId, _Read] = {}  # in flight
         self._next_read = 0
-        self._bytes_per_s = PRIOR_BYTES_PER_S
+        self._bytes_per_s = self._prior_bytes_per_s = prior_bytes_per_s
         self._write_pause, self._read_pause = _Pause(), _Pause()
 
     # ---- down
@@ -265,7 +273,7 @@ class DiskTier:
         self.counts.num_failures += 1
         if pauses:
             self._read_pause.fail(now)
-            self._bytes_per_s = PRIOR_BYTES_PER_S  # after the pause, a read is tried
+            self._bytes_per_s = self._prior_bytes_per_s  # after the pause, a read is tried
 
     # ---- time and view
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 
 from core.config import CacheConfig
 from core.errors import ConfigError
 from core.scheduling.block_pool import BlockPool
 from kv_transfer.transports.transport import PoolMemory
-from worker.tier.disk_tier import MAX_WRITES, DiskTier
+from worker.tier.disk_tier import FAST_PRIOR_BYTES_PER_S, MAX_WRITES, PRIOR_BYTES_PER_S, DiskTier
 from worker.tier.events import TierEvent
 from worker.tier.names import identity_of
-from worker.tier.slot_file import OpenFile, SlotFile, StoredBlock, remove_unused, slot_bytes_for
+from worker.tier.slot_file import (
+    MAX_UNUSED_IN_MEMORY_S,
+    MAX_UNUSED_S,
+    OpenFile,
+    SlotFile,
+    StoredBlock,
+    remove_unused,
+    slot_bytes_for,
+)
 from worker.tier.slot_table import MAX_SLOTS, SlotTable
 from worker.tier.threads import TierThreads
 
@@ -41,18 +51,20 @@ def open_tier(
     `model`: see `identity_of`; it may take as long as reading the weights. None if the config has no tier, or if the
     disk cannot be used. Raises `ConfigError` if the config cannot be right.
     """
-    if not config.disk_gb:
+    place = _place_of(config)
+    if place is None:
         return None
-    if memory.view is None:
-        raise ConfigError("[cache] disk_gb needs KV pools in host memory ([engine] device = cpu)")
+    if not memory.has_digests:
+        raise ConfigError(f"[cache] {place.option} needs KV pools that the worker can copy")
     block_bytes = memory.layout.block_bytes
     slot_bytes = slot_bytes_for(block_bytes)
-    num_slots = int(min(config.disk_gb * 1e9, 1e18)) // slot_bytes
+    num_slots = int(min(place.gigabytes * 1e9, 1e18)) // slot_bytes
+    size = f"[cache] {place.option} = {place.gigabytes:g}"
     if num_slots < MAX_WRITES:
-        raise ConfigError(f"[cache] disk_gb = {config.disk_gb:g} holds {num_slots} KV blocks, fewer than {MAX_WRITES}")
+        raise ConfigError(f"{size} holds {num_slots} KV blocks, fewer than {MAX_WRITES}")
     if num_slots > MAX_SLOTS:
         raise ConfigError(
-            f"[cache] disk_gb = {config.disk_gb:g} holds more than {MAX_SLOTS:,} KV blocks of {block_bytes:,} bytes: "
+            f"{size} holds more than {MAX_SLOTS:,} KV blocks of {block_bytes:,} bytes: "
             f"set it to at most {MAX_SLOTS * slot_bytes / 1e9:g}, or [engine] block_size higher"
         )
     began_at = time.monotonic()
@@ -60,9 +72,16 @@ def open_tier(
         identity = identity_of(memory.layout, model())
 
         def open_file() -> Opened:
-            disk = OpenFile.locked(config.disk_dir, f"{worker}.kv", num_slots * slot_bytes)
+            disk = OpenFile.locked(place.directory, f"{worker}.kv", num_slots * slot_bytes)
             file = SlotFile(disk, num_slots, block_bytes, identity)
-            if removed := remove_unused(config.disk_dir, time.time()):
+            if place.in_memory and disk.capacity_bytes < num_slots * slot_bytes:
+                file.remove()
+                file.close()
+                raise ConfigError(
+                    f"{size} is more than {place.directory} holds ({disk.capacity_bytes / 1e9:.2g}); in a "
+                    "container, --shm-size is the size of /dev/shm"
+                )
+            if removed := remove_unused(place.directory, time.time(), place.max_unused_s):
                 logger.info("%s removed files that no worker has written for long: %s", worker, ", ".join(removed))
             late_at = time.monotonic() + MAX_SCAN_S
             try:
@@ -73,20 +92,43 @@ def open_tier(
 
         file, stored = _within(MAX_OPEN_S, open_file)
     except BlockingIOError:
-        logger.warning("%s serves without its disk tier: another process has its file in %s", worker, config.disk_dir)
+        logger.warning("%s serves without its disk tier: another process has its file in %s", worker, place.directory)
         return None
     except OSError as error:
         logger.warning("%s serves without its disk tier: %s", worker, error)
         return None
-    tier = DiskTier(pool, block_bytes, identity, SlotTable(num_slots, stored))
+    is_fast = place.in_memory or memory.device is not None
+    prior = FAST_PRIOR_BYTES_PER_S if is_fast else PRIOR_BYTES_PER_S
+    tier = DiskTier(pool, block_bytes, identity, SlotTable(num_slots, stored), prior)
     logger.info(
-        "%s: %d of %d KV blocks found on disk in %.2f s",
+        "%s: %d of %d KV blocks found in %s in %.2f s",
         worker,
         len(tier.table),
         num_slots,
+        place.directory,
         time.monotonic() - began_at,
     )
-    return tier, TierThreads(file, memory, post)
+    return tier, TierThreads(file, memory, post, in_memory=place.in_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tier keeps its file."""
+
+    option: str  # that has its size
+    gigabytes: float
+    directory: str
+    in_memory: bool
+    max_unused_s: float
+
+
+def _place_of(config: CacheConfig) -> _Place | None:
+    if config.disk_gb:
+        return _Place("disk_gb", config.disk_gb, config.disk_dir, False, MAX_UNUSED_S)
+    if config.host_gb:
+        directory = config.host_dir or f"/dev/shm/tandem-{os.geteuid()}"
+        return _Place("host_gb", config.host_gb, directory, True, MAX_UNUSED_IN_MEMORY_S)
+    return None
 
 
 def _within(limit_s: float, open_file: Callable[[], Opened]) -> Opened:

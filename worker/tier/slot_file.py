@@ -8,7 +8,8 @@ the file needs no journal, and no order of writes. `scan` reads every header onc
 
 Only the user of the process may read the file, and only one process has it open: a lock that ends with the process
 keeps others out. The file has the name of its worker, so other weights write into the same file. A fleet that shrinks
-leaves files, which `remove_unused` removes.
+leaves files, which `remove_unused` removes. A file in host memory (tmpfs) takes memory as long as it exists, so it also
+ends with the regular end of its worker. It outlives a `kill -9`, but no restart of the machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from core.errors import ConfigError
 PAGE_BYTES = 4096
 DIRECTORY = "tandem-kv"  # in `[cache] disk_dir`
 MAX_UNUSED_S = 7 * 86_400.0  # of a file that no process has open; beyond: the next worker that starts removes it
+MAX_UNUSED_IN_MEMORY_S = 3600.0  # likewise of one in host memory, whose worker has been killed
+MAX_OPENS = 3  # of a file that other processes remove meanwhile; beyond: the worker serves without a tier
 MAGIC = b"TandemKV"
 # magic, identity, name, name of the parent, sequence hash, position in the chain, value, number of the write, digest of
 # the KV
@@ -54,6 +57,10 @@ class Disk(Protocol):
 
     def close(self) -> None: ...
 
+    def remove(self) -> None:
+        """Before `close`: no later process is to find the blocks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
@@ -70,8 +77,8 @@ class StoredBlock:
 class OpenFile:
     """A `Disk` of the operating system."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
 
     @classmethod
     def locked(cls, disk_dir: str, file_name: str, max_bytes: int) -> Self:
@@ -89,17 +96,22 @@ class OpenFile:
         is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
         if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"[cache] disk_dir: {directory} must be a directory of this user alone, with mode 0700")
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(directory / file_name, flags, 0o600)
+        path = directory / file_name
+        descriptor = _open_locked(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.utime(descriptor)  # it is in use
             if os.fstat(descriptor).st_size > max_bytes:
                 os.ftruncate(descriptor, max_bytes)
         except OSError:
             os.close(descriptor)
             raise
-        return cls(descriptor)
+        return cls(descriptor, path)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the file system."""
+        status = os.fstatvfs(self._descriptor)
+        return status.f_blocks * status.f_frsize
 
     def read(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self._descriptor, buffers, offset)
@@ -110,6 +122,29 @@ class OpenFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def _open_locked(path: Path) -> int:
+    """The descriptor of a file that no other process has open. Another process may remove the file between the two
+    calls (`remove_unused`): then it is made again."""
+    for _ in range(MAX_OPENS):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, f"{path} belongs to another user")
+            if status.st_nlink:
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise BlockingIOError(errno.EAGAIN, f"other processes remove {path.name}")
 
 
 class SlotFile:
@@ -173,6 +208,10 @@ class SlotFile:
     def close(self) -> None:
         self._disk.close()
 
+    def remove(self) -> None:
+        """See `Disk`."""
+        self._disk.remove()
+
     def _decode(self, header: bytearray) -> tuple[StoredBlock, int] | None:
         """The block of a header and the digest of its KV; None for any other bytes."""
         fields = memoryview(header)[: _FIELDS.size]
@@ -186,7 +225,7 @@ class SlotFile:
         return StoredBlock(name, parent, sequence_hash, position, value, number), digest
 
 
-def remove_unused(disk_dir: str, now: float) -> list[str]:
+def remove_unused(disk_dir: str, now: float, max_unused_s: float = MAX_UNUSED_S) -> list[str]:
     """Remove the files of workers that are no more: no process has them open, and nobody has written them for long.
 
     `now`: seconds since the epoch. Returns their names. A file that cannot be looked at stays.
@@ -194,7 +233,7 @@ def remove_unused(disk_dir: str, now: float) -> list[str]:
     removed = []
     for path in (Path(disk_dir).expanduser() / DIRECTORY).glob("*.kv"):
         with contextlib.suppress(OSError):
-            if now - path.lstat().st_mtime <= MAX_UNUSED_S:
+            if now - path.lstat().st_mtime <= max_unused_s:
                 continue
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-import numpy as np
-
 from core.handoff import TransferId
 from kv_transfer.transports.transport import PoolMemory
 from worker.tier.disk_tier import MAX_WRITES
@@ -49,11 +47,13 @@ class TierThreads:
         pool: PoolMemory,
         post: Callable[[TierEvent], None],
         clock: Callable[[], float] = time.monotonic,
+        in_memory: bool = False,
     ) -> None:
-        """`post` is called on the threads, and must not block."""
-        self._file, self._pool, self._post, self._clock = file, pool, post, clock
-        self._buffers = np.zeros((MAX_WRITES, pool.layout.block_bytes), np.uint8)
-        self._arrived = np.zeros(pool.layout.block_bytes, np.uint8)  # of the block that is read
+        """`post` is called on the threads, and must not block. `in_memory`: the file ends with a regular end."""
+        self._file, self._pool, self._post, self._clock, self._in_memory = file, pool, post, clock, in_memory
+        block_bytes = pool.layout.block_bytes
+        self._buffers = pool.host_buffer(MAX_WRITES * block_bytes).reshape(MAX_WRITES, block_bytes)
+        self._arrived = pool.host_buffer(block_bytes)  # of the block that is read
         self._open_reads: set[TransferId] = set()  # which may write into their targets
         self._copying = threading.Lock()  # guards these, and the targets
         self._closing = False
@@ -81,8 +81,11 @@ class TierThreads:
             case _:
                 assert_never(action)
 
-    def close(self, timeout_s: float) -> bool:
-        """Drop what is queued, except erasures, and wait for the threads. False if one has not ended in `timeout_s`."""
+    def close(self, timeout_s: float, starts_again: bool = False) -> bool:
+        """Drop what is queued, except erasures, and wait for the threads. False if one has not ended in `timeout_s`.
+
+        `starts_again`: another process of this worker follows, and finds the blocks also in host memory.
+        """
         self._closing = True
         self._to_write.put(None)
         self._to_read.put(None)
@@ -90,6 +93,8 @@ class TierThreads:
             thread.join(timeout_s)
         if any(thread.is_alive() for thread in self._threads):
             return False
+        if self._in_memory and not starts_again:
+            self._file.remove()
         self._file.close()
         return True
 
@@ -112,11 +117,13 @@ class TierThreads:
         self._post(SlotErased(slot, is_erased))
 
     def _write(self, action: WriteBlocks) -> None:
-        for buffer, write in zip(self._buffers, action.writes, strict=False):
-            np.copyto(buffer, np.frombuffer(self._pool.block(write.block), np.uint8))
-        self._post(BlocksCopied())
         num_written = 0
         try:
+            try:
+                for buffer, write in zip(self._buffers, action.writes, strict=False):
+                    self._pool.copy_out(write.block, buffer)
+            finally:
+                self._post(BlocksCopied())
             for buffer, write in zip(self._buffers, action.writes, strict=False):
                 self._file.write(write.slot, write.header, buffer.data)
                 num_written += 1
@@ -158,5 +165,5 @@ class TierThreads:
         with self._copying:
             if read_id not in self._open_reads:
                 return False
-            np.copyto(np.frombuffer(self._pool.block(target), np.uint8), self._arrived)
+            self._pool.copy_in(target, self._arrived)
             return True

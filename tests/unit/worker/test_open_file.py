@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import stat
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from core.config import CacheConfig
-from core.errors import ConfigError
+from core.config import CacheConfig, EngineConfig, TandemConfig
+from core.errors import ConfigError, TransportError
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import BlockPool
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from model_files.model_source import ModelSource, SourceKind, content_digest, fingerprint
 from worker.tier import opening
@@ -129,6 +133,89 @@ def open_at(path: Path, disk_gb: float) -> object:
     return open_tier(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)), "w", BlockPool(2), memory, lambda _: None)
 
 
+def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any:
+    layout = KVLayout("m", "float32", 1, 1, 4, 4)
+    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
+    config = CacheConfig(host_gb=host_gb, host_dir=str(path))
+    return open_tier(config, worker, BlockPool(2), memory, lambda _: None)
+
+
+def test_a_file_in_memory_ends_with_its_worker_and_stays_for_the_next_process_of_one_that_fails(tmp_path: Path) -> None:
+    path = tmp_path / DIRECTORY / "w.kv"
+    _, threads = open_in_memory(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert threads.close(WAIT_S, starts_again=True)
+    assert path.exists()
+    _, threads = open_in_memory(tmp_path)
+    assert threads.close(WAIT_S)
+    assert not path.exists()
+
+
+def test_a_file_on_disk_outlives_its_worker(tmp_path: Path) -> None:
+    opened = cast(Any, open_at(tmp_path, 0.001))
+    assert opened[1].close(WAIT_S)
+    assert (tmp_path / DIRECTORY / "w.kv").exists()
+
+
+def test_an_hour_after_its_last_use_a_file_in_memory_is_removed(tmp_path: Path) -> None:
+    for name, age_s in (("killed", 3700.0), ("recent", 3500.0)):
+        OpenFile.locked(str(tmp_path), f"{name}.kv", SIZE).close()
+        used_at = time.time() - age_s
+        os.utime(tmp_path / DIRECTORY / f"{name}.kv", (used_at, used_at))
+    _, threads = open_in_memory(tmp_path)
+    assert threads.close(WAIT_S)
+    assert [path.name for path in (tmp_path / DIRECTORY).iterdir()] == ["recent.kv"]
+
+
+def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenFile, "capacity_bytes", 64e6)
+    with pytest.raises(ConfigError, match=r"host_gb = 8 is more than .* holds \(0.064\); in a container, --shm-size"):
+        open_in_memory(tmp_path, host_gb=8.0)
+    assert not list((tmp_path / DIRECTORY).iterdir())
+
+
+def test_one_worker_has_one_tier() -> None:
+    with pytest.raises(ConfigError, match="disk_gb and host_gb"):
+        CacheConfig(disk_gb=1.0, disk_dir="/d", host_gb=1.0)
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(disk_gb=1.0, disk_dir="/d"), CacheConfig(host_gb=1.0)])
+def test_workers_with_vllm_have_none(cache: CacheConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\[cache\] (disk|host)_gb needs Tandem's own engine, \[engine\] name is vllm"
+    ):
+        TandemConfig(engine=EngineConfig(name="vllm"), cache=cache)
+    TandemConfig(engine=EngineConfig(device="cuda"), cache=cache)
+
+
+def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:
+    place = opening._place_of(CacheConfig(host_gb=1.0))
+    assert place is not None
+    assert (place.directory, place.in_memory) == (f"/dev/shm/tandem-{os.geteuid()}", True)
+
+
+def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / DIRECTORY / "w.kv"
+    flock, num_removed = fcntl.flock, 0
+
+    def removed_meanwhile(descriptor: int, operation: int) -> None:
+        nonlocal num_removed
+        if not num_removed:
+            num_removed += 1
+            path.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+    assert num_removed == 1
+    assert os.fstat(opened._descriptor).st_ino == path.stat().st_ino
+    opened.close()
+
+
 @pytest.mark.parametrize("disk_gb", [1e4, 1e300])
 def test_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float) -> None:
     with pytest.raises(
@@ -210,9 +297,10 @@ class ControlledFile:
 
 
 class Driven:
-    def __init__(self) -> None:
+    def __init__(self, device: FakeDeviceMemory | None = None) -> None:
         self.file, self.events = ControlledFile(), queue.SimpleQueue[TierEvent]()
-        self.memory = PoolMemory(0, 2, LAYOUT, memoryview(bytearray(2 * LAYOUT.block_bytes)))
+        view = memoryview(bytearray(2 * LAYOUT.block_bytes)) if device is None else None
+        self.memory = PoolMemory(0, 2, LAYOUT, view, None if device is None else 0, memory=device)
         self.threads = TierThreads(cast(SlotFile, self.file), self.memory, self.events.put)
 
     def next(self) -> Any:
@@ -262,3 +350,39 @@ def test_any_error_is_a_failure_that_the_threads_survive(error: Exception) -> No
         assert isinstance(event, BlocksRead)
         assert (event.num_read, event.end) == (0, ReadEnd.FAILED)
     assert driven.threads.close(WAIT_S)
+
+
+def test_blocks_of_a_device_go_to_the_file_and_back(tmp_path: Path) -> None:
+    device = FakeDeviceMemory(2 * LAYOUT.block_bytes)
+    device.bytes[: LAYOUT.block_bytes] = np.arange(LAYOUT.block_bytes) % 251
+    driven = Driven(device)
+    file = SlotFile(OpenFile.locked(str(tmp_path), "w.kv", SIZE), 1, LAYOUT.block_bytes, b"i" * 32)
+    driven.threads._file = file
+    driven.threads.perform(WRITE)
+    assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(1)]
+    driven.threads.perform(READ)
+    assert driven.next().end is ReadEnd.COMPLETE
+    assert np.array_equal(device.bytes[LAYOUT.block_bytes :], device.bytes[: LAYOUT.block_bytes])
+    assert driven.threads.close(WAIT_S)
+
+
+@pytest.mark.parametrize("copy", ["copy_out", "copy_in"])
+def test_a_device_that_fails_a_copy_costs_hits_and_holds_no_block(monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
+    def fail(*_: object) -> None:
+        raise TransportError("copy a block: invalid argument")
+
+    monkeypatch.setattr(FakeDeviceMemory, copy, fail)
+    driven = Driven(FakeDeviceMemory(2 * LAYOUT.block_bytes))
+    driven.file.answers.set()
+    for _ in range(2):
+        driven.threads.perform(WRITE)
+        assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(int(copy == "copy_in"))]
+        driven.threads.perform(READ)
+        assert driven.next().end is (ReadEnd.FAILED if copy == "copy_in" else ReadEnd.COMPLETE)
+    assert driven.threads.close(WAIT_S)
+
+
+def test_a_pool_that_only_the_transport_reaches_has_no_tier(tmp_path: Path) -> None:
+    memory = PoolMemory(0, 2, LAYOUT, None, 0)
+    with pytest.raises(ConfigError, match=r"\[cache\] disk_gb needs KV pools that the worker can copy"):
+        open_tier(CacheConfig(0.001, str(tmp_path)), "w", BlockPool(2), memory, lambda _: None)

@@ -52,6 +52,35 @@ def test_digests_are_those_of_xxhash(monkeypatch: pytest.MonkeyPatch, max_sums_b
     assert memory.digests([], BLOCK_BYTES) == ()
 
 
+def test_a_block_goes_to_the_host_and_into_another_block() -> None:
+    """Also out of a pool that was made in inference mode."""
+    with torch.inference_mode():
+        pool = torch.randn(BLOCKS, *SHAPE)
+    before = pool.numpy().copy()
+    memory = CudaDeviceMemory(pool, probe_bytes=1 << 20)
+    buffer = memory.host_buffer(2 * BLOCK_BYTES)[BLOCK_BYTES:]
+    memory.copy_out(4, buffer)
+    assert buffer.tobytes() == before[4].tobytes()
+    memory.copy_in(1, buffer)
+    before[1] = before[4]
+    assert pool.numpy().tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("out of memory", TransportError), ("unspecified launch failure", DeviceLost)]
+)
+def test_a_copy_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
+    memory = memory_of()[1]
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError(f"CUDA error: {text}")
+
+    monkeypatch.setattr(CudaDeviceMemory, "_rows", fail)
+    for copy in (memory.copy_out, memory.copy_in):
+        with pytest.raises(kind, match=text):
+            copy(0, memory.host_buffer(BLOCK_BYTES))
+
+
 def test_making_it_measures_copies_and_leaves_the_pool_as_it_is() -> None:
     pool = torch.randn(BLOCKS, *SHAPE)
     before = pool.clone()
