@@ -195,7 +195,7 @@ CHANCES = {
 
 def run_seed(seed: int, first: Engine, second: Engine) -> None:
     draws, engines = random.Random(seed), (first, second)
-    FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.0, 0.3, 1.0))
+    FlippingTransport.begin(seed, draws.choice((0.0, 0.0, 0.3, 1.0)))
     shared = [draws.randrange(2, 5000) for _ in range(64)]
     streams = []
     for _ in range(NUM_STREAMS):

@@ -3,21 +3,24 @@
     python -m tests.support.tandem_schedulers FIRST_SEED END_SEED [early]
 
 Each seed hands prompts from one to the other, in chunks, with equal prompts, shared prefixes, preemptions, cancels on
-both sides and reads that flip bits. Either engine may read a prefix that the other one has cached, and the second one
-computes some prompts alone. Every block must be written when it is offered; `early` plants the opposite, blocks
-that are offered when their step is scheduled. The cache row of a token holds a number that all tokens before it decide,
-and a step reads the rows of all tokens: so a wrong row gives a wrong token. The last line is JSON: counts of what
-happened.
+both sides and reads that flip bits. Half of the seeds begin with two equal prompts in one step of the owner. Either
+engine may read a prefix that the other one has cached, and the second one computes some prompts alone. Every block must
+be written when it is offered; `early` plants the opposite, blocks that are offered when their step is scheduled. The
+cache row of a token holds a number that all tokens before it decide, and a step reads the rows of all tokens: so a wrong
+row gives a wrong token. The last line is JSON: counts of what happened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import secrets
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -44,6 +47,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 import vllm_worker.kv.connector
 from cli.diagnosis.vllm_environment import default_model_dir
 from core.config import TransferConfig
+from core.errors import TandemError
 from core.handoff import PrefixSource
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_transport import NixlTransport
@@ -66,8 +70,12 @@ happened: Counter[str] = Counter()
 class FlippingTransport(NixlTransport):
     """Flips a bit of some reads after their end."""
 
-    draws = random.Random(0)
+    draws = random.Random(0)  # of the transfer threads: the order of a seed's events has its own
     rate = 0.0
+
+    @classmethod
+    def begin(cls, seed: int, rate: float) -> None:
+        cls.draws, cls.rate = random.Random(f"flips of {seed}"), rate
 
     def register(self, pool: PoolMemory) -> None:
         super().register(pool)
@@ -298,11 +306,13 @@ class HandOff:
 
 def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
     draws = random.Random(seed)
-    FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.3, 1.0))
+    FlippingTransport.begin(seed, draws.choice((0.0, 0.3, 1.0)))
     shared = [draws.randrange(2, 5000) for _ in range(200)]
     if draws.random() < 0.8:
         _compute_alone(f"{seed}.shared", shared, draws.choice((owner, reader)))
     handoffs: list[HandOff] = []
+    if draws.random() < 0.5:
+        handoffs += _begin_in_one_step(seed, draws, owner, reader)
     for number in range(5):
         prompt = _draw_prompt(shared, handoffs, draws)
         handoffs.append(_begin(f"{seed}.{number}", prompt, draws, owner, reader))
@@ -344,20 +354,37 @@ def _draw_prompt(shared: list[int], before: list[HandOff], draws: random.Random)
     return shared[:num_shared] + [draws.randrange(2, 5000) for _ in range(num_own)]
 
 
-def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, reader: Engine) -> HandOff:
+def _begin_in_one_step(seed: int, draws: random.Random, owner: Engine, reader: Engine) -> list[HandOff]:
+    """Two hand-offs of one prompt: the second one joins the step that writes its prefix, whatever else happens."""
+    prompt = [draws.randrange(2, 5000) for _ in range(LONGEST_CHUNK + draws.randint(1, 60))]
+    handoffs = [HandOff(f"{seed}.twin.{number}", prompt) for number in range(2)]
+    for handoff in handoffs:
+        for submit in _hand_off(handoff.name, prompt, owner, reader):
+            submit()
+    owner.step()
+    return handoffs
+
+
+def _hand_off(
+    name: str, prompt: list[int], owner: Engine, reader: Engine, prefix: PrefixSource | None = None
+) -> list[Callable[[], None]]:
+    """The calls of both engines. `prefix`: of the owner."""
     transfer_id = secrets.randbits(127) | 1
+    offer = EngineTransfer(transfer_id, reader.address, True, math.inf)
+    pull = EngineTransfer(transfer_id, owner.address, False, math.inf)
+    return [
+        lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
+        lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
+    ]
+
+
+def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, reader: Engine) -> HandOff:
     if draws.random() < 0.4:
         prefix, give = _draw_prefix(prompt, draws, owner, reader)
         submits = [lambda: reader.submit(name, prompt, None, NUM_OUTPUTS, prefix=prefix), give]
     else:
         prefix, give = _draw_prefix(prompt, draws, reader, owner)
-        offer = EngineTransfer(transfer_id, reader.address, True, math.inf)
-        pull = EngineTransfer(transfer_id, owner.address, False, math.inf)
-        submits = [
-            lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
-            lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
-            give,
-        ]
+        submits = [*_hand_off(name, prompt, owner, reader, prefix), give]
     for submit in draws.sample(submits, len(submits)):
         submit()
         for _ in range(draws.choice((0, 0, 1, 2))):
@@ -406,14 +433,30 @@ def plant_early_offers() -> None:
 
 
 def run_seeds(first: int, end: int, run_seed: Callable[[int, Engine, Engine], None]) -> None:
-    init_none_hash(sha256)
-    vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
-    owner, reader = Engine("prefill-0"), Engine("decode-0")
-    for seed in range(first, end):
-        run_seed(seed, owner, reader)
-    for engine in (owner, reader):
-        engine.rank.shutdown()
-    print(json.dumps(happened))
+    """Prints the counts, or the traceback of what was found, and ends the process with 0 or 1.
+
+    The transfer threads end first, and the exit skips the destructors of native libraries: either may abort the process
+    otherwise, with a part of its output.
+    """
+    engines: list[Engine] = []
+    code = 1
+    try:
+        init_none_hash(sha256)
+        vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
+        engines += [Engine("prefill-0"), Engine("decode-0")]
+        for seed in range(first, end):
+            run_seed(seed, *engines)
+        code = 0
+    except Exception:  # noqa: BLE001  printed, and told by the code
+        traceback.print_exc()
+    for engine in engines:
+        with contextlib.suppress(TandemError):  # a read that goes on after a failure
+            engine.rank.shutdown()
+    if not code:
+        print(json.dumps(happened))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
