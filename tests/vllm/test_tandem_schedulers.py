@@ -20,7 +20,7 @@ HAPPENED = (
 )  # fmt: skip
 MOVED = (  # and, in some runs, "ends before the move": real threads take part
     "moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "readers that never came",
-    "preempted", "right",
+    "preempted", "right", "tokens of lost owners",
 )  # fmt: skip
 
 

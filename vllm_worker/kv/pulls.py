@@ -49,15 +49,15 @@ class Loads:
 
 
 class EnginePulls:
-    """`lost_moves`: those whose blocks have not come."""
+    """`lost_moves`: those whose blocks have not come. `pulled_tokens`: those that came with blocks, by transfer."""
 
     def __init__(self, transfers: Transfers, block_size: int) -> None:
         self._transfers, self._block_size = transfers, block_size
         self.by_id: dict[str, Pull] = {}  # by request id
         self.lost_moves: list[TransferId] = []
+        self.pulled_tokens: list[tuple[TransferId, tuple[int, ...]]] = []
         self.is_idle = False  # the step that runs computes nothing
         self._puller_of: dict[TransferId, str] = {}  # request ids
-        self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
         self._num_read: dict[str, int] = {}  # tokens of prefixes that pulls have brought, by request id
 
     def begin(self, pull: Pull, owner: AgentAddress, limit_s: float = math.inf) -> None:
@@ -73,12 +73,12 @@ class EnginePulls:
             return num_tokens
         return min(pull.prefix.num_tokens, num_tokens - 1) // self._block_size * self._block_size
 
-    def finish(self, request_id: str) -> tuple[tuple[int, ...], int | None]:
-        """The request has ended. Returns the tokens and the length of the prefix that it has got."""
+    def finish(self, request_id: str) -> int | None:
+        """The request has ended. Returns the tokens of the prefix that it has read; None: no read began."""
         pull = self.by_id.get(request_id)
         if pull is not None:
             self._cancel(request_id, pull)
-        return self._pulled_tokens.pop(request_id, ()), self._num_read.pop(request_id, None)
+        return self._num_read.pop(request_id, None)
 
     def num_to_load(self, request: Any, num_local_tokens: int) -> int:
         """Tokens that come from another engine, behind those that are cached here. No side effects."""
@@ -158,7 +158,8 @@ class EnginePulls:
         """Make tokens of the owner a part of the prompt, so that the next step samples behind them.
 
         A token that ends the output is sampled again, and ends the request. The statistics of the request tell the
-        worker how many tokens are taken.
+        worker how many tokens are taken, and those of this step tell the tokens: the owner may die before it has sent
+        them.
         """
         request = pull.request
         num_tokens, sampling = request.num_prompt_tokens, request.sampling_params
@@ -177,7 +178,7 @@ class EnginePulls:
         request.num_prompt_tokens += num_taken
         request.max_tokens -= num_taken
         request.update_block_hashes()
-        self._pulled_tokens[request.request_id] = token_ids
+        self.pulled_tokens.append((pull.transfer_id, token_ids))
 
     def _cancel(self, request_id: str, pull: Pull) -> None:
         """A load that was placed goes on until its outcome."""
