@@ -3,11 +3,12 @@
     python -m tests.support.tandem_schedulers FIRST_SEED END_SEED [early]
 
 Each seed hands prompts from one to the other, in chunks, with equal prompts, shared prefixes, preemptions, cancels on
-both sides and reads that flip bits. Half of the seeds begin with two equal prompts in one step of the owner. Either
-engine may read a prefix that the other one has cached, and the second one computes some prompts alone. Every block
-must be written when it is offered; `early` plants the opposite, blocks that are offered when their step is scheduled.
-The cache row of a token holds a number that all tokens before it decide, and a step reads the rows of all tokens: so a
-wrong row gives a wrong token. The last line is JSON: counts of what happened.
+both sides and reads that flip bits. Half of the seeds begin with two equal prompts in one step, of the owner or of a
+reader whose prefix the owner has. Either engine may read a prefix that the other one has cached, and the second one
+computes some prompts alone. Every block must be written when it is offered; `early` plants the opposite, blocks that
+are offered when their step is scheduled. The cache row of a token holds a number that all tokens before it decide, and
+a step reads the rows of all tokens: so a wrong row gives a wrong token. The last line is JSON: counts of what
+happened.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ class Engine:
             block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, log_stats=True,
         )  # fmt: skip
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_to_load = self.rank.handoffs.pulls.num_to_load
+        self.rank.handoffs.pulls.num_to_load = self.num_to_load
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
     @property
@@ -194,6 +197,11 @@ class Engine:
                 prompt = self.offered[command.transfer_id]
                 assert self.is_written(prompt, position, block), "a block is offered before it is written"
         self._post(command)
+
+    def num_to_load(self, request: Request, num_local_tokens: int) -> int | None:
+        num_tokens: int | None = self._num_to_load(request, num_local_tokens)
+        happened["waited for a read of their prefix"] += num_tokens is None
+        return num_tokens
 
     def is_written(self, token_ids: Sequence[int], position: int, block: int) -> bool:
         """Whether a block has the rows of these tokens. `position`: of the block."""
@@ -358,13 +366,22 @@ def _draw_prompt(shared: list[int], before: list[HandOff], draws: random.Random)
 
 
 def _begin_in_one_step(seed: int, draws: random.Random, owner: Engine, reader: Engine) -> list[HandOff]:
-    """Two hand-offs of one prompt: the second one joins the step that writes its prefix, whatever else happens."""
+    """One prompt twice, so that the second one joins the step that writes its prefix, or finds that the first one
+    reads it, whatever else happens."""
     prompt = [draws.randrange(2, 5000) for _ in range(LONGEST_CHUNK + draws.randint(1, 60))]
     handoffs = [HandOff(f"{seed}.twin.{number}", prompt) for number in range(2)]
+    is_read = draws.random() < 0.5
+    if is_read:
+        _compute_alone(f"{seed}.cached", prompt, owner)
     for handoff in handoffs:
-        for submit in _submits(handoff, owner, reader):
-            submit()
-    owner.step()
+        if is_read:
+            prefix, give = _prefix_of(prompt, owner, reader, 2.0)
+            give()
+            reader.submit(handoff.name, prompt, None, NUM_OUTPUTS, prefix=prefix)
+        else:
+            for submit in _submits(handoff, owner, reader):
+                submit()
+    (reader if is_read else owner).step()
     return handoffs
 
 
@@ -402,9 +419,16 @@ def _draw_prefix(
     """Perhaps a source of `reader`, and the call that makes it offer its blocks. Some limits are too short."""
     if draws.random() < (0.1 if source.num_cached(prompt) > reader.num_cached(prompt) else 0.8):
         return None, lambda: None
-    transfer_id, limit_s = secrets.randbits(127) | 1, draws.choice((2.0, 2.0, 2.0, 0.002))
-    source.offered[transfer_id] = prompt
     num_tokens = max(1, len(prompt) - draws.choice((0, 0, 40)))
+    return _prefix_of(prompt, source, reader, draws.choice((2.0, 2.0, 2.0, 0.002)), num_tokens)
+
+
+def _prefix_of(
+    prompt: list[int], source: Engine, reader: Engine, limit_s: float, num_tokens: int | None = None
+) -> tuple[PrefixSource, Callable[[], None]]:
+    transfer_id = secrets.randbits(127) | 1
+    num_tokens = num_tokens or len(prompt)
+    source.offered[transfer_id] = prompt
     return (
         PrefixSource(transfer_id, source.address, num_tokens, limit_s),
         lambda: source.rank.handoffs.give_prefix(

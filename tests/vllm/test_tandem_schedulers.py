@@ -17,6 +17,7 @@ NUM_SEEDS = 20
 HAPPENED = (
     "right", "received", "first tokens", "flipped", "failed", "cancelled", "preempted",
     "joined a step that writes its prefix", "prefixes read", "prefixes not read",
+    "waited for a read of their prefix",
 )  # fmt: skip
 MOVED = (  # and, in some runs, "ends before the move": real threads take part
     "moves", "flipped", "reads that failed", "computed again", "lost owners", "lost readers", "readers that never came",

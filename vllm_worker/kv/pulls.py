@@ -2,6 +2,9 @@
 
     begin -> num_to_load -> place -> loads() -> finish      vLLM schedules the request after its load
 
+While a prompt reads its prefix, another one that lacks the same blocks and has a source too waits for that read, until
+its own limit at most: then it finds the blocks in vLLM's prefix cache.
+
 The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
 
   - a load that was placed ends exactly once, in `loads`, also if its request was aborted meanwhile: vLLM keeps the
@@ -80,12 +83,28 @@ class EnginePulls:
             self._cancel(request_id, pull)
         return self._num_read.pop(request_id, None)
 
-    def num_to_load(self, request: Any, num_local_tokens: int) -> int:
-        """Tokens that come from another engine, behind those that are cached here. No side effects."""
+    def num_to_load(self, request: Any, num_local_tokens: int) -> int | None:
+        """Tokens that come from another engine, behind those that are cached here. No side effects.
+
+        None: another request reads some of them; ask again in the next step.
+        """
         pull = self.by_id.get(request.request_id)
         if pull is None or pull.is_placed:
             return 0
+        if pull.prefix is not None and self._is_on_its_way(pull, num_local_tokens // self._block_size):
+            return None
         return max(0, self._num_wanted(pull) - num_local_tokens)
+
+    def _is_on_its_way(self, pull: Pull, num_local_blocks: int) -> bool:
+        """Whether another request reads the first block that this prefix lacks, and what follows as far as both go."""
+        hashes = pull.request.block_hashes
+        for other in self.by_id.values():
+            if other.prefix is None or not other.is_placed or other.request.is_finished():
+                continue
+            last = min(self._num_wanted(pull), self._num_wanted(other)) // self._block_size - 1
+            if num_local_blocks <= last < len(hashes) and hashes[last] == other.request.block_hashes[last]:
+                return True
+        return False
 
     def place(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """vLLM has allocated blocks for all tokens. Without external ones, this is the step after the load."""
