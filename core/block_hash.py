@@ -107,7 +107,8 @@ class HashChain:
 class PromptHashes:
     """The hash chains of one prompt, one for each block size that a reader asks for."""
 
-    def __init__(self, packed: bytes, root: int | None = None) -> None:
+    def __init__(self, packed: bytes, root: int | None = None, has_adapter: bool = False) -> None:
+        self.has_adapter = has_adapter
         self.num_tokens = len(packed) // 4
         self._packed = packed
         self._root = root

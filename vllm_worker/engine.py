@@ -70,7 +70,6 @@ class EngineOutput(NamedTuple):
     error: str = ""
     invalid: bool = False  # the request itself is at fault
     num_pulled_tokens: int = 0  # that came with the pull, so the tokens of this engine begin behind them
-    pulled_tokens: tuple[int, ...] = ()  # those tokens, with the last output
     is_moved: bool = False  # with the last output: the engine of a peer goes on
     num_prefix_tokens: int | None = None  # read from `Prompt.prefix`, with the last output; None: no read began
 
@@ -86,6 +85,7 @@ class EngineStep(NamedTuple):
     num_lent: int = 0  # references of peers to blocks, which they may still read
     holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
     lost_moves: tuple[TransferId, ...] = ()  # whose blocks do not come, on both sides; the owner's request goes on
+    pulled_tokens: tuple[tuple[TransferId, tuple[int, ...]], ...] = ()  # that came with blocks, before any sampled one
 
 
 class BlocksChanged(NamedTuple):

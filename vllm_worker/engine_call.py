@@ -49,11 +49,16 @@ class EngineCall:
         self.num_tokens += len(output.tokens)
         return tuple(TokenEvent(output.request_id, first + k, token, None) for k, token in enumerate(output.tokens))
 
-    def pulled(self, output: EngineOutput) -> tuple[TokenEvent, ...]:
+    @property
+    def pull_id(self) -> TransferId | None:
+        transfer = self.transfer
+        return None if transfer is None or transfer.is_offer else transfer.transfer_id
+
+    def pulled(self, token_ids: tuple[int, ...]) -> tuple[TokenEvent, ...]:
         """Number the tokens that came with the pull. The router has them from the owner, if that has not died."""
         return tuple(
-            TokenEvent(output.request_id, self.first_index + k, SampledToken(token_id), None)
-            for k, token_id in enumerate(output.pulled_tokens)
+            TokenEvent(self.request.request_id, self.first_index + k, SampledToken(token_id), None)
+            for k, token_id in enumerate(token_ids)
         )
 
     def finish_reason_after(self, token: SampledToken, eos_token_ids: frozenset[int]) -> FinishReason | None:

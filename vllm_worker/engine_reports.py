@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from core.handoff import TransferId
 from core.lifecycle import FinishReason
 from core.step import SampledToken
 from vllm_worker.engine import EngineOutput, EngineStep, Prompt
 from vllm_worker.handoff import encode_handoff
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, RequestEnd, decode_end
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, PULLED_TOKENS, RequestEnd, decode_end
 
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -39,7 +40,6 @@ def output_of(prompt: Prompt, output: Any, *, moves_blocks: bool) -> EngineOutpu
         scheduled_at=0.0 if metrics is None else metrics.scheduled_ts,
         error=error,
         num_pulled_tokens=_num_pulled_tokens(prompt, num_cached_tokens),
-        pulled_tokens=end.pulled_tokens,
         is_moved=end.is_moved,
         num_prefix_tokens=end.num_prefix_tokens,
     )
@@ -64,6 +64,10 @@ def _sampled_tokens(
     return tokens
 
 
+def decode_pulled(wire: Iterable[tuple[str, Sequence[int]]]) -> tuple[tuple[TransferId, tuple[int, ...]], ...]:
+    return tuple((int(transfer_id, 16), tuple(token_ids)) for transfer_id, token_ids in wire)
+
+
 def step_of(stats: Any) -> EngineStep:
     """`stats`: vLLM's `SchedulerStats` of one step."""
     details, transfers = stats.iteration_details, stats.kv_connector_stats or {}
@@ -76,4 +80,5 @@ def step_of(stats: Any) -> EngineStep:
         num_lent=transfers.get(NUM_LENT, 0),
         holders=decode_holders(transfers.get(HOLDERS, ())),
         lost_moves=tuple(int(transfer_id, 16) for transfer_id in transfers.get(LOST_MOVES, ())),
+        pulled_tokens=decode_pulled(transfers.get(PULLED_TOKENS, ())),
     )

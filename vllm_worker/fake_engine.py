@@ -117,7 +117,7 @@ class _Sequence:
     num_cached: int
     num_uncomputed: int  # of the prompt
     waits: bool = False  # for the KV of its transfer
-    pulled_tokens: tuple[int, ...] = ()  # came with that KV
+    num_pulled: int = 0  # tokens that came with that KV
     move: EngineTransfer | None = None  # it leaves for the engine of a peer
     num_prefix_tokens: int | None = None  # read from the source of its prompt
 
@@ -140,6 +140,7 @@ class FakeCore:
         self._sequences: dict[str, _Sequence] = {}
         self._lost: dict[str, str] = {}  # request id -> why it cannot be computed
         self._lost_moves: list[TransferId] = []  # since the last step
+        self._pulled_tokens: list[tuple[TransferId, tuple[int, ...]]] = []  # likewise
         self._cached: dict[int, None] = {}  # sequence hashes, oldest first
         self.adapters: tuple[str, ...] = ADAPTERS
         self.loses_loads = False
@@ -241,8 +242,10 @@ class FakeCore:
         for sequence in [sequence for sequence in self._sequences.values() if not sequence.waits]:
             sampled += self._store(sequence)
             sampled.append(self._sample(sequence))
-        lost_moves, self._lost_moves = tuple(self._lost_moves), []
-        steps = [step._replace(num_lent=self._num_lent, lost_moves=lost_moves)] if is_step else []
+        lost_moves, pulled_tokens = tuple(self._lost_moves), tuple(self._pulled_tokens)
+        self._lost_moves, self._pulled_tokens = [], []
+        told = step._replace(num_lent=self._num_lent, lost_moves=lost_moves, pulled_tokens=pulled_tokens)
+        steps = [told] if is_step else []
         return [*reports, *steps, *sampled]
 
     @property
@@ -273,8 +276,9 @@ class FakeCore:
             ends = prompt.request.sampling.stop_tokens(self.info.eos_token_ids)
             sequence.token_ids, sequence.num_uncomputed, sequence.waits = token_ids[:num_known], 0, False
             if token_ids[-1] not in ends and len(token_ids) < prompt.request.max_total_tokens:
-                sequence.token_ids, sequence.pulled_tokens = token_ids, tuple(token_ids[num_known:])
+                sequence.token_ids, sequence.num_pulled = token_ids, len(token_ids) - num_known
                 sequence.num_cached = num_known - 1
+                self._pulled_tokens.append((transfer.transfer_id, tuple(token_ids[num_known:])))
         elif kept is not None or handoff in self._cluster.over or transfer.peer.name not in self._cluster.agents:
             sequence.waits = False
             self._lost_moves += [transfer.transfer_id] if transfer.is_move else []
@@ -322,8 +326,7 @@ class FakeCore:
             finish_reason,
             sequence.num_cached,
             handoff,
-            num_pulled_tokens=len(sequence.pulled_tokens),
-            pulled_tokens=() if finish_reason is None else sequence.pulled_tokens,
+            num_pulled_tokens=sequence.num_pulled,
             is_moved=is_moved,
             num_prefix_tokens=None if finish_reason is None else sequence.num_prefix_tokens,
         )

@@ -121,7 +121,7 @@ class VllmMachine:
                 self._reported_at = now
                 self.load.record(event, now)
                 self.open_calls.counts.record(event.num_decodes + bool(event.prompt_tokens))
-                return [action for transfer_id in event.lost_moves for action in self._lose_move(transfer_id, now)]
+                return [*self._send_pulled(event), *self._lose_moves(event.lost_moves, now)]
             case BlocksChanged():
                 pass  # the shell reports the blocks
             case PeerJoined(peer, is_owner):
@@ -205,11 +205,18 @@ class VllmMachine:
             raise TransferFailed(f"{request_id} has not sent {event.num_tokens} tokens, or was called with more")
         return self.moves.start(event, transfer)
 
-    def _lose_move(self, transfer_id: TransferId, now: float) -> list[VllmAction]:
-        """The owner's request goes on. The engine of the reader would compute what the owner has computed."""
-        self.moves.lose(transfer_id, now)
-        waiting = [request_id for request_id, call in self._calls.items() if call.awaited_move == transfer_id]
+    def _lose_moves(self, lost: tuple[TransferId, ...], now: float) -> list[VllmAction]:
+        """The owners' requests go on. The engines of the readers would compute what the owners have computed."""
+        for transfer_id in lost:
+            self.moves.lose(transfer_id, now)
+        waiting = [request_id for request_id, call in self._calls.items() if lost and call.awaited_move in lost]
         return [action for request_id in waiting for action in self._end(request_id, lost_move())]
+
+    def _send_pulled(self, step: EngineStep) -> list[VllmAction]:
+        """Their owner has sampled these tokens, and may have died before a router got them."""
+        pulled = dict(step.pulled_tokens)
+        calls = [call for call in self._calls.values() if pulled and call.pull_id in pulled]
+        return [EmitTokens(call.pulled(pulled[call.pull_id])) for call in calls if call.pull_id is not None]
 
     # ---- calls
 
@@ -298,8 +305,6 @@ class VllmMachine:
             actions.append(EmitTokens(call.take(output)))
         if output.finish_reason is None:
             return actions
-        if output.pulled_tokens:
-            actions.append(EmitTokens(call.pulled(output)))
         if call.is_prefill or not call.num_tokens:
             return self._end(
                 output.request_id, TandemError("the engine ended a request without a token"), in_engine=False

@@ -1,27 +1,35 @@
-"""A worker with vLLM inside beside the bare engine: `make bench-vllm`.
+"""A worker with vLLM inside beside the bare engine, and what Tandem's connector does: `make bench-vllm`.
 
-32 streams go through a decode worker, over gRPC, and the same streams through its AsyncLLM: one engine, in turns.
+    worker                           32 streams go through a decode worker, over gRPC, and the same streams through its
+                                     AsyncLLM: one engine, in turns
+    handoff, cancel, prefix, drain   between workers (benchmarks/vllm/hand_offs.py)
+
 Prompts are new each time, so nothing comes from a cache.
 
-The goodput of whole fleets is in benchmarks/goodput, which the same target runs.
+The goodput of whole fleets is in benchmarks/goodput, which the same target runs for a trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.asking import Answer, ask_worker, random_prompts
 from benchmarks.processes import ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
+from benchmarks.vllm import hand_offs
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
+from tests.support.vllm_fleet import started_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 64
@@ -63,14 +71,26 @@ def figures(answers: Sequence[Answer]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, repeats=3)
+    parser = parser_of(__doc__, ("worker", *hand_offs.PARTS), repeats=3)
     parser.add_argument("--streams", type=int, default=32, help="of the worker")
     parser.add_argument("--tokens", type=int, default=128, help="of each output")
     arguments = parser.parse_args()
     if not python_of(VllmConfig()).exists():
         sys.exit("vLLM is not installed: run `make vllm`")
     report = Report("vllm")
-    run_parts(report, {"worker": lambda: measure_worker(report, arguments)}, ["worker"])
+    parts: dict[str, Callable[[], None]] = {"worker": functools.partial(measure_worker, report, arguments)}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        @functools.cache
+        def workers() -> hand_offs.Workers:
+            return stack.enter_context(started_workers(logs, *hand_offs.PLACES, changes=hand_offs.CHANGES))
+
+        def run(part: hand_offs.Part) -> None:
+            asyncio.run(part(report, workers(), arguments.repeats))
+
+        parts |= {name: functools.partial(run, part) for name, part in hand_offs.PARTS.items()}
+        run_parts(report, parts, arguments.parts)
 
 
 if __name__ == "__main__":

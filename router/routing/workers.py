@@ -393,7 +393,8 @@ class WorkerTable:
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
-        sources = self._sources(matched, (*decode, *prefill), avoid, version, now)
+        # A source is told tokens and salt, no adapter.
+        sources = [] if prompt.has_adapter else self._sources(matched, (*decode, *prefill), avoid, version, now)
         on_disk = self._on_disk(prompt, decode)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
@@ -523,7 +524,8 @@ def _holder(question: RoutingQuestion, avoid: frozenset[str]) -> Candidate | Non
 
 
 def hashes_of(request: Request) -> PromptHashes:
-    return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt, request.adapter))
+    root = root_hash(request.cache_salt, request.adapter)
+    return PromptHashes(request.packed_token_ids(), root, has_adapter=bool(request.adapter))
 
 
 def _of_version(records: list[WorkerRecord], version: int) -> list[WorkerRecord]:

@@ -3,10 +3,10 @@
     python -m tests.support.moving_schedulers FIRST_SEED END_SEED [miscount]
 
 Each seed decodes streams on two engines and moves them to and fro, at any step, with chunks, shared prefixes,
-preemptions, stop tokens, reads that flip bits, owners that are lost, and readers that end, never come or come twice. A
-`Stream` stands for the router and the machines of the workers. No stream may fail or get a wrong token, at most one
-engine may sample for it, and no block may be lost. `miscount` plants a fault: the tokens of a reader are numbered one
-too low. The last line is JSON: counts of what happened.
+preemptions, stop tokens, reads that flip bits, owners that are lost, also with the tokens of their last step, and
+readers that end, never come or come twice. A `Stream` stands for the router and the machines of the workers. No stream
+may fail or get a wrong token, at most one engine may sample for it, and no block may be lost. `miscount` plants a
+fault: the tokens of a reader are numbered one too low. The last line is JSON: counts of what happened.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,7 @@ class Stream:
         del self.expected[self.expected.index(self.stops[0], first) + 1 :]
         self.target: Call | None = None
         self.unread: int | None = None  # the move of the call, whose reader never comes
+        self.is_cut = False  # the owner dies with its last tokens, when its blocks are out
         self.call = self._begin(draws.choice(engines), None)
 
     @property
@@ -88,7 +90,8 @@ class Stream:
 
     def advance(self) -> None:
         """Take the new tokens, and follow the call that goes on."""
-        self._deliver(self.call)
+        if not (self.is_cut and self.call.has_moved):
+            self._deliver(self.call)
         target = self.target
         if self.unread is not None and (self.call.has_ended or self.unread in self.call.engine.lost_moves):
             happened["readers that never came"] += not self.call.has_ended
@@ -111,13 +114,18 @@ class Stream:
     def _follow(self, target: Call) -> None:
         happened["moves"] += 1
         happened["tokens computed again by moves"] += target.num_pulled - 1
+        pulled = target.engine.pulled_tokens.get(target.transfer_id, ())
+        happened["tokens of lost owners"] += max(0, len(target.tokens) + len(pulled) - len(self.tokens))
+        self._accept(len(target.tokens), pulled)
         self.call, self.target, self.unread = target, None, None
         self._deliver(target)
 
     def _deliver(self, call: Call) -> None:
         """Each index once, in order."""
-        first = len(call.tokens) + call.num_pulled
-        for place, token_id in enumerate(call.sampled, first):
+        self._accept(len(call.tokens) + call.num_pulled, call.sampled)
+
+    def _accept(self, first: int, token_ids: Sequence[int]) -> None:
+        for place, token_id in enumerate(token_ids, first):
             assert place <= len(self.tokens), "a token is missing"
             if place == len(self.tokens):
                 self.tokens.append(token_id)
@@ -127,7 +135,7 @@ class Stream:
         if self.target is None and self.unread is None and self._can_move:
             target = self._other_engine
             pull = EngineTransfer(self._move_out(), self.call.engine.address, False, math.inf, is_move=True)
-            self.target = self._begin(target, pull)
+            self.target, self.is_cut = self._begin(target, pull), self.draws.random() < 0.3
 
     def move_to_nobody(self) -> None:
         if self.target is None and self.unread is None and self._can_move:
@@ -195,7 +203,7 @@ CHANCES = {
 
 def run_seed(seed: int, first: Engine, second: Engine) -> None:
     draws, engines = random.Random(seed), (first, second)
-    FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.0, 0.3, 1.0))
+    FlippingTransport.begin(seed, draws.choice((0.0, 0.0, 0.3, 1.0)))
     shared = [draws.randrange(2, 5000) for _ in range(64)]
     streams = []
     for _ in range(NUM_STREAMS):

@@ -3,21 +3,25 @@
     python -m tests.support.tandem_schedulers FIRST_SEED END_SEED [early]
 
 Each seed hands prompts from one to the other, in chunks, with equal prompts, shared prefixes, preemptions, cancels on
-both sides and reads that flip bits. Either engine may read a prefix that the other one has cached, and the second one
-computes some prompts alone. Every block must be written when it is offered; `early` plants the opposite, blocks
-that are offered when their step is scheduled. The cache row of a token holds a number that all tokens before it decide,
-and a step reads the rows of all tokens: so a wrong row gives a wrong token. The last line is JSON: counts of what
+both sides and reads that flip bits. Half of the seeds begin with two equal prompts in one step, of the owner or of a
+reader whose prefix the owner has. Either engine may read a prefix that the other one has cached, and the second one
+computes some prompts alone. Every block must be written when it is offered; `early` plants the opposite, blocks that
+are offered when their step is scheduled. The cache row of a token holds a number that all tokens before it decide, and
+a step reads the rows of all tokens: so a wrong row gives a wrong token. The last line is JSON: counts of what
 happened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import secrets
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -44,14 +48,16 @@ from vllm.v1.worker.utils import allocate_kv_cache
 import vllm_worker.kv.connector
 from cli.diagnosis.vllm_environment import default_model_dir
 from core.config import TransferConfig
+from core.errors import TandemError
 from core.handoff import PrefixSource
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory
 from vllm_worker.engine import EngineTransfer
+from vllm_worker.engine_reports import decode_pulled
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import REQUEST_FIELDS
-from vllm_worker.kv.parameters import LOST_MOVES, RequestEnd, decode_end, encode_request
+from vllm_worker.kv.parameters import LOST_MOVES, PULLED_TOKENS, RequestEnd, decode_end, encode_request
 from vllm_worker.kv.transfers import BlocksComputed, Command
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 32, 16, 2
@@ -66,8 +72,12 @@ happened: Counter[str] = Counter()
 class FlippingTransport(NixlTransport):
     """Flips a bit of some reads after their end."""
 
-    draws = random.Random(0)
+    draws = random.Random(0)  # of the transfer threads: the order of a seed's events has its own
     rate = 0.0
+
+    @classmethod
+    def begin(cls, seed: int, rate: float) -> None:
+        cls.draws, cls.rate = random.Random(f"flips of {seed}"), rate
 
     def register(self, pool: PoolMemory) -> None:
         super().register(pool)
@@ -123,6 +133,7 @@ class Engine:
     ends: dict[str, RequestEnd] = field(default_factory=dict)
     offered: dict[int, list[int]] = field(default_factory=dict)  # prompts by transfer id
     lost_moves: set[int] = field(default_factory=set)
+    pulled_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by transfer id
 
     def __post_init__(self) -> None:
         transfer = TransferConfig(lease_s=3.0)
@@ -159,6 +170,8 @@ class Engine:
             block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, log_stats=True,
         )  # fmt: skip
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_to_load = self.rank.handoffs.pulls.num_to_load
+        self.rank.handoffs.pulls.num_to_load = self.num_to_load
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
     @property
@@ -184,6 +197,11 @@ class Engine:
                 prompt = self.offered[command.transfer_id]
                 assert self.is_written(prompt, position, block), "a block is offered before it is written"
         self._post(command)
+
+    def num_to_load(self, request: Request, num_local_tokens: int) -> int | None:
+        num_tokens: int | None = self._num_to_load(request, num_local_tokens)
+        happened["waited for a read of their prefix"] += num_tokens is None
+        return num_tokens
 
     def is_written(self, token_ids: Sequence[int], position: int, block: int) -> bool:
         """Whether a block has the rows of these tokens. `position`: of the block."""
@@ -251,6 +269,7 @@ class Engine:
         for core_outputs in scheduler.update_from_output(planned, output).values():
             told = core_outputs.scheduler_stats.kv_connector_stats if core_outputs.scheduler_stats else {}
             self.lost_moves |= {int(transfer_id, 16) for transfer_id in told.get(LOST_MOVES, ())}
+            self.pulled_tokens |= decode_pulled(told.get(PULLED_TOKENS, ()))
             for one in core_outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:
@@ -293,16 +312,19 @@ class Engine:
 class HandOff:
     name: str
     prompt: list[int]
+    transfer_id: int = field(default_factory=lambda: secrets.randbits(127) | 1)
     is_cancelled: bool = False
 
 
 def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
     draws = random.Random(seed)
-    FlippingTransport.draws, FlippingTransport.rate = draws, draws.choice((0.0, 0.3, 1.0))
+    FlippingTransport.begin(seed, draws.choice((0.0, 0.3, 1.0)))
     shared = [draws.randrange(2, 5000) for _ in range(200)]
     if draws.random() < 0.8:
         _compute_alone(f"{seed}.shared", shared, draws.choice((owner, reader)))
     handoffs: list[HandOff] = []
+    if draws.random() < 0.5:
+        handoffs += _begin_in_one_step(seed, draws, owner, reader)
     for number in range(5):
         prompt = _draw_prompt(shared, handoffs, draws)
         handoffs.append(_begin(f"{seed}.{number}", prompt, draws, owner, reader))
@@ -324,8 +346,7 @@ def run_seed(seed: int, owner: Engine, reader: Engine) -> None:
                 expected.append(next_token(expected))
             found = reader.outputs[handoff.name]
             if len(found) < NUM_OUTPUTS:  # the first token came with the blocks
-                assert reader.ends[handoff.name].pulled_tokens == (expected[len(handoff.prompt)],)
-                found = [expected[len(handoff.prompt)], *found]
+                found = [*reader.pulled_tokens[handoff.transfer_id], *found]
                 happened["first tokens"] += 1
             assert found == expected[len(handoff.prompt) :], f"seed {seed}: {found}"
             happened["right"] += 1
@@ -344,25 +365,52 @@ def _draw_prompt(shared: list[int], before: list[HandOff], draws: random.Random)
     return shared[:num_shared] + [draws.randrange(2, 5000) for _ in range(num_own)]
 
 
+def _begin_in_one_step(seed: int, draws: random.Random, owner: Engine, reader: Engine) -> list[HandOff]:
+    """One prompt twice, so that the second one joins the step that writes its prefix, or finds that the first one
+    reads it, whatever else happens."""
+    prompt = [draws.randrange(2, 5000) for _ in range(LONGEST_CHUNK + draws.randint(1, 60))]
+    handoffs = [HandOff(f"{seed}.twin.{number}", prompt) for number in range(2)]
+    is_read = draws.random() < 0.5
+    if is_read:
+        _compute_alone(f"{seed}.cached", prompt, owner)
+    for handoff in handoffs:
+        if is_read:
+            prefix, give = _prefix_of(prompt, owner, reader, 2.0)
+            give()
+            reader.submit(handoff.name, prompt, None, NUM_OUTPUTS, prefix=prefix)
+        else:
+            for submit in _submits(handoff, owner, reader):
+                submit()
+    (reader if is_read else owner).step()
+    return handoffs
+
+
+def _submits(
+    handoff: HandOff, owner: Engine, reader: Engine, prefix: PrefixSource | None = None
+) -> list[Callable[[], None]]:
+    """The calls of both engines. `prefix`: of the owner."""
+    name, prompt = handoff.name, handoff.prompt
+    offer = EngineTransfer(handoff.transfer_id, reader.address, True, math.inf)
+    pull = EngineTransfer(handoff.transfer_id, owner.address, False, math.inf)
+    return [
+        lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
+        lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
+    ]
+
+
 def _begin(name: str, prompt: list[int], draws: random.Random, owner: Engine, reader: Engine) -> HandOff:
-    transfer_id = secrets.randbits(127) | 1
+    handoff = HandOff(name, prompt)
     if draws.random() < 0.4:
         prefix, give = _draw_prefix(prompt, draws, owner, reader)
         submits = [lambda: reader.submit(name, prompt, None, NUM_OUTPUTS, prefix=prefix), give]
     else:
         prefix, give = _draw_prefix(prompt, draws, reader, owner)
-        offer = EngineTransfer(transfer_id, reader.address, True, math.inf)
-        pull = EngineTransfer(transfer_id, owner.address, False, math.inf)
-        submits = [
-            lambda: owner.submit(name, prompt, offer, 1, prefix=prefix),
-            lambda: reader.submit(name, prompt, pull, NUM_OUTPUTS),
-            give,
-        ]
+        submits = [*_submits(handoff, owner, reader, prefix), give]
     for submit in draws.sample(submits, len(submits)):
         submit()
         for _ in range(draws.choice((0, 0, 1, 2))):
             draws.choice((owner, reader)).step()
-    return HandOff(name, prompt)
+    return handoff
 
 
 def _draw_prefix(
@@ -371,9 +419,16 @@ def _draw_prefix(
     """Perhaps a source of `reader`, and the call that makes it offer its blocks. Some limits are too short."""
     if draws.random() < (0.1 if source.num_cached(prompt) > reader.num_cached(prompt) else 0.8):
         return None, lambda: None
-    transfer_id, limit_s = secrets.randbits(127) | 1, draws.choice((2.0, 2.0, 2.0, 0.002))
-    source.offered[transfer_id] = prompt
     num_tokens = max(1, len(prompt) - draws.choice((0, 0, 40)))
+    return _prefix_of(prompt, source, reader, draws.choice((2.0, 2.0, 2.0, 0.002)), num_tokens)
+
+
+def _prefix_of(
+    prompt: list[int], source: Engine, reader: Engine, limit_s: float, num_tokens: int | None = None
+) -> tuple[PrefixSource, Callable[[], None]]:
+    transfer_id = secrets.randbits(127) | 1
+    num_tokens = num_tokens or len(prompt)
+    source.offered[transfer_id] = prompt
     return (
         PrefixSource(transfer_id, source.address, num_tokens, limit_s),
         lambda: source.rank.handoffs.give_prefix(
@@ -406,14 +461,30 @@ def plant_early_offers() -> None:
 
 
 def run_seeds(first: int, end: int, run_seed: Callable[[int, Engine, Engine], None]) -> None:
-    init_none_hash(sha256)
-    vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
-    owner, reader = Engine("prefill-0"), Engine("decode-0")
-    for seed in range(first, end):
-        run_seed(seed, owner, reader)
-    for engine in (owner, reader):
-        engine.rank.shutdown()
-    print(json.dumps(happened))
+    """Prints the counts, or the traceback of what was found, and ends the process with 0 or 1.
+
+    The transfer threads end first, and the exit skips the destructors of native libraries: either may abort the process
+    otherwise, with a part of its output.
+    """
+    engines: list[Engine] = []
+    code = 1
+    try:
+        init_none_hash(sha256)
+        vllm_worker.kv.connector.NixlTransport = FlippingTransport  # type: ignore[attr-defined]
+        engines += [Engine("prefill-0"), Engine("decode-0")]
+        for seed in range(first, end):
+            run_seed(seed, *engines)
+        code = 0
+    except Exception:  # noqa: BLE001  printed, and told by the code
+        traceback.print_exc()
+    for engine in engines:
+        with contextlib.suppress(TandemError):  # a read that goes on after a failure
+            engine.rank.shutdown()
+    if not code:
+        print(json.dumps(happened))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -156,12 +156,9 @@ class VllmReplay(Replay):
 
     # ---- the engine
 
-    def output(
-        self, name: str, *tokens: int | str, ends: str = "", handoff: str = "", pulled: int | str = "", **fields: Any
-    ) -> Actions:
+    def output(self, name: str, *tokens: int | str, ends: str = "", handoff: str = "", **fields: Any) -> Actions:
         sampled = tuple(map(SampledToken, numbers_of(*tokens)))
         reason = FinishReason(ends) if ends else None
-        fields["pulled_tokens"] = tuple(numbers_of(pulled))
         return self.post(EngineOutput(name, sampled, reason, handoff=handoff.encode(), **fields))
 
     def step(
@@ -174,15 +171,17 @@ class VllmReplay(Replay):
         lent: int = 0,
         reads: int = 0,
         lost: int | str = "",
+        pulled: int | str = "",
+        of: int = 0,
     ) -> Actions:
-        """`lent`, `reads`: blocks of an offer and of a pull; `lost`: tickets of moves."""
+        """`lent`, `reads`: blocks of an offer and of a pull; `lost`: tickets of moves; `pulled`: tokens `of` a pull."""
         claims = [
             Claim("offer", OwnerState.OFFERED, range(lent), self.now, "other"),
             Claim("pull", PullerState.READING, range(reads), self.now, "other"),
         ]
         holders = tuple(BlockHolder(claim, len(claim.blocks), 0.0) for claim in claims if claim.blocks)
-        lost_moves = tuple(numbers_of(lost))
-        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders, lost_moves))
+        lost_moves, tokens = tuple(numbers_of(lost)), ((of, tuple(numbers_of(pulled))),) if of else ()
+        return self.post(EngineStep(running, waiting, usage, decodes, prompt_tokens, lent, holders, lost_moves, tokens))
 
     def died(self) -> Actions:
         return self.post(EngineDied("killed"))

@@ -145,9 +145,9 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def on_new_request(self, request: Any) -> None:
         self.handoffs.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self.handoffs.pulls.num_to_load(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.handoffs.pulls.place(request, blocks.get_block_ids()[0], num_external_tokens)

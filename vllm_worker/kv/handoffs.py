@@ -34,6 +34,7 @@ from vllm_worker.kv.parameters import (
     HOLDERS,
     LOST_MOVES,
     NUM_LENT,
+    PULLED_TOKENS,
     RequestEnd,
     decode_prefix,
     decode_transfer,
@@ -145,8 +146,7 @@ class Handoffs:
         if offer is not None:
             self._finish_offer(offer, block_ids)
             is_moved = offer.is_moved
-        pulled_tokens, num_read = self.pulls.finish(request.request_id)
-        return RequestEnd(pulled_tokens, is_moved, num_read)
+        return RequestEnd(is_moved, self.pulls.finish(request.request_id))
 
     # ---- moves
 
@@ -293,7 +293,14 @@ class Handoffs:
         lost = [f"{transfer_id:032x}" for transfer_id in (*self._lost_moves, *self.pulls.lost_moves)]
         self._lost_moves.clear()
         self.pulls.lost_moves.clear()
-        return {NUM_LENT: self._num_lent, HOLDERS: self._holders if holds_blocks else [], LOST_MOVES: lost}
+        pulled = [[f"{transfer_id:032x}", list(token_ids)] for transfer_id, token_ids in self.pulls.pulled_tokens]
+        self.pulls.pulled_tokens.clear()
+        return {
+            NUM_LENT: self._num_lent,
+            HOLDERS: self._holders if holds_blocks else [],
+            LOST_MOVES: lost,
+            PULLED_TOKENS: pulled,
+        }
 
     def check(self) -> None:
         """Every transfer has a request, and every request at most one of each kind."""

@@ -17,7 +17,7 @@ TESTED_VERSIONS = ("0.32.0",)
 SCHEDULER_HOOKS = {
     "bind_gpu_block_pool": "called once, before the first request, with the pool whose blocks can be found and lent",
     "on_new_request": "called before the first step of a request, and before its blocks are allocated",
-    "get_num_new_matched_tokens": "asked while a request has no computed token, perhaps several times",
+    "get_num_new_matched_tokens": "asked while a request has no computed token, perhaps several times; None: ask again",
     "update_state_after_alloc": "with the blocks of all tokens; a second time after the load, without external tokens",
     "build_connector_meta": "called in every step, also in empty ones, before the step computes",
     "update_connector_output": "called in every step that computes, when it has ended and counts as computed",
@@ -39,6 +39,8 @@ REQUEST_FIELDS = (
     "max_tokens",
     # The tokens of a pull become a part of the prompt, as vLLM does with the tokens of a streaming session.
     "prompt_token_ids", "_all_token_ids", "sampling_params", "update_block_hashes", "prefill_stats",
+    # Prompts with the same hash of a block have the same tokens up to its end, and the same salt.
+    "block_hashes",
 )  # fmt: skip
 POOL_METHODS = ("touch", "free_blocks", "evict_blocks", "get_cached_block", "get_num_free_blocks")
 

@@ -17,13 +17,13 @@ PREFIX_KEY = "tandem_prefix"
 END_KEY = "tandem_end"
 # in the statistics of each step
 NUM_LENT, HOLDERS, LOST_MOVES = "tandem_num_lent", "tandem_holders", "tandem_lost_moves"
+PULLED_TOKENS = "tandem_pulled_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """Tokens that came with the blocks of a pull. `is_moved`: the engine of a peer goes on with the request."""
+    """`is_moved`: the engine of a peer goes on with the request."""
 
-    pulled_tokens: tuple[int, ...] = ()
     is_moved: bool = False
     num_prefix_tokens: int | None = None  # read from the source of a prefix; None: no read began
 
@@ -86,9 +86,8 @@ def _peer_of(wire: Mapping[str, Any]) -> AgentAddress:
 
 def encode_end(end: RequestEnd) -> dict[str, Any] | None:
     """None where there is nothing to tell."""
-    return {END_KEY: [list(end.pulled_tokens), end.is_moved, end.num_prefix_tokens]} if end != RequestEnd() else None
+    return {END_KEY: [end.is_moved, end.num_prefix_tokens]} if end != RequestEnd() else None
 
 
 def decode_end(parameters: Mapping[str, Any] | None) -> RequestEnd:
-    token_ids, is_moved, num_prefix_tokens = (parameters or {}).get(END_KEY, ((), False, None))
-    return RequestEnd(tuple(token_ids), is_moved, num_prefix_tokens)
+    return RequestEnd(*(parameters or {}).get(END_KEY, ()))

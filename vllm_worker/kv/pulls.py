@@ -2,6 +2,9 @@
 
     begin -> num_to_load -> place -> loads() -> finish      vLLM schedules the request after its load
 
+While a prompt reads its prefix, another one that lacks the same blocks and has a source too waits for that read, until
+its own limit at most: then it finds the blocks in vLLM's prefix cache.
+
 The rules of vLLM's scheduler (vllm_worker/kv/hooks.py), which ends the engine when one is broken:
 
   - a load that was placed ends exactly once, in `loads`, also if its request was aborted meanwhile: vLLM keeps the
@@ -49,15 +52,15 @@ class Loads:
 
 
 class EnginePulls:
-    """`lost_moves`: those whose blocks have not come."""
+    """`lost_moves`: those whose blocks have not come. `pulled_tokens`: those that came with blocks, by transfer."""
 
     def __init__(self, transfers: Transfers, block_size: int) -> None:
         self._transfers, self._block_size = transfers, block_size
         self.by_id: dict[str, Pull] = {}  # by request id
         self.lost_moves: list[TransferId] = []
+        self.pulled_tokens: list[tuple[TransferId, tuple[int, ...]]] = []
         self.is_idle = False  # the step that runs computes nothing
         self._puller_of: dict[TransferId, str] = {}  # request ids
-        self._pulled_tokens: dict[str, tuple[int, ...]] = {}  # by id of a request that has got tokens with its blocks
         self._num_read: dict[str, int] = {}  # tokens of prefixes that pulls have brought, by request id
 
     def begin(self, pull: Pull, owner: AgentAddress, limit_s: float = math.inf) -> None:
@@ -73,19 +76,35 @@ class EnginePulls:
             return num_tokens
         return min(pull.prefix.num_tokens, num_tokens - 1) // self._block_size * self._block_size
 
-    def finish(self, request_id: str) -> tuple[tuple[int, ...], int | None]:
-        """The request has ended. Returns the tokens and the length of the prefix that it has got."""
+    def finish(self, request_id: str) -> int | None:
+        """The request has ended. Returns the tokens of the prefix that it has read; None: no read began."""
         pull = self.by_id.get(request_id)
         if pull is not None:
             self._cancel(request_id, pull)
-        return self._pulled_tokens.pop(request_id, ()), self._num_read.pop(request_id, None)
+        return self._num_read.pop(request_id, None)
 
-    def num_to_load(self, request: Any, num_local_tokens: int) -> int:
-        """Tokens that come from another engine, behind those that are cached here. No side effects."""
+    def num_to_load(self, request: Any, num_local_tokens: int) -> int | None:
+        """Tokens that come from another engine, behind those that are cached here. No side effects.
+
+        None: another request reads some of them; ask again in the next step.
+        """
         pull = self.by_id.get(request.request_id)
         if pull is None or pull.is_placed:
             return 0
+        if pull.prefix is not None and self._is_on_its_way(pull, num_local_tokens // self._block_size):
+            return None
         return max(0, self._num_wanted(pull) - num_local_tokens)
+
+    def _is_on_its_way(self, pull: Pull, num_local_blocks: int) -> bool:
+        """Whether another request reads the first block that this prefix lacks, and what follows as far as both go."""
+        hashes = pull.request.block_hashes
+        for other in self.by_id.values():
+            if other.prefix is None or not other.is_placed or other.request.is_finished():
+                continue
+            last = min(self._num_wanted(pull), self._num_wanted(other)) // self._block_size - 1
+            if num_local_blocks <= last < len(hashes) and hashes[last] == other.request.block_hashes[last]:
+                return True
+        return False
 
     def place(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """vLLM has allocated blocks for all tokens. Without external ones, this is the step after the load."""
@@ -158,7 +177,8 @@ class EnginePulls:
         """Make tokens of the owner a part of the prompt, so that the next step samples behind them.
 
         A token that ends the output is sampled again, and ends the request. The statistics of the request tell the
-        worker how many tokens are taken.
+        worker how many tokens are taken, and those of this step tell the tokens: the owner may die before it has sent
+        them.
         """
         request = pull.request
         num_tokens, sampling = request.num_prompt_tokens, request.sampling_params
@@ -177,7 +197,7 @@ class EnginePulls:
         request.num_prompt_tokens += num_taken
         request.max_tokens -= num_taken
         request.update_block_hashes()
-        self._pulled_tokens[request.request_id] = token_ids
+        self.pulled_tokens.append((pull.transfer_id, token_ids))
 
     def _cancel(self, request_id: str, pull: Pull) -> None:
         """A load that was placed goes on until its outcome."""

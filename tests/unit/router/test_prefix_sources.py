@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.block_hash import hash_on_disk, sequence_hashes
+from core.block_hash import hash_on_disk, root_hash, sequence_hashes
 from core.config import RouterConfig
 from core.errors import QueueFull, TransferFailed, WorkerUnavailable
 from core.handoff import PrefixSource
@@ -156,10 +156,12 @@ PROMPT = tuple(range(1, 42))
 class Driven:
     """A router with the prefill worker P, the decode worker D and the worker S, which has a prefix."""
 
-    def __init__(self, source_load: WorkerLoad = LOAD, sources: Sequence[str] = ("S",), **config: object) -> None:
+    def __init__(
+        self, source_load: WorkerLoad = LOAD, sources: Sequence[str] = ("S",), adapter: str = "", **config: object
+    ) -> None:
         options = RouterConfig(**({"local_prefill": "never", "peer_prefixes": "auto"} | config))  # type: ignore[arg-type]
         self.machine = RouterMachine(options, iter(range(1, 99)).__next__)
-        self.num_requests = 0
+        self.num_requests, self.adapter = 0, adapter
         for name in ("P", "D", *sources):
             role = ServiceRole.PREFILL if name.startswith("P") else ServiceRole.DECODE
             cached = tuple(self._hashes()) if name in sources else ()
@@ -167,11 +169,12 @@ class Driven:
             self.machine.handle(events.WorkerJoined(name, role, agent(name), cached, load), 0.0)
 
     def _hashes(self) -> list[int]:
-        return list(sequence_hashes(PROMPT, agent("S").layout.block_size))
+        return list(sequence_hashes(PROMPT, agent("S").layout.block_size, root_hash("", self.adapter)))
 
     def ask(self, now: float = 0.0) -> list[events.RouterAction]:
         self.num_requests += 1
-        request = Request(f"r{self.num_requests}", PROMPT, len(PROMPT), SamplingParams(max_tokens=4))
+        sampling, name = SamplingParams(max_tokens=4), f"r{self.num_requests}"
+        request = Request(name, PROMPT, len(PROMPT), sampling, adapter=self.adapter)
         return self.machine.handle(events.RequestArrived(request, now, now + 60.0), now)
 
     def prefilled(self, actions: list[events.RouterAction], now: float, read_tokens: int | None) -> None:
@@ -199,6 +202,14 @@ def test_the_call_names_the_source_and_the_source_is_told(load: WorkerLoad) -> N
     assert (source.agent.name, source.num_tokens, source.transfer_id) == (agent("S").name, 40, offer.transfer_id)
     assert (offer.worker_id, offer.reader.name, offer.token_ids) == ("S", agent("P").name, PROMPT[:40])
     assert source.limit_s == offer.limit_s == pytest.approx(0.05 + 2 * MESSAGE_S, rel=0.01)
+
+
+def test_no_source_is_named_for_a_prompt_with_an_adapter() -> None:
+    """It would give the blocks of the model alone."""
+    router = Driven(adapter="sql")
+    actions = router.ask()
+    assert router.source_of(actions) is None
+    assert not [action for action in actions if isinstance(action, events.OfferPrefix)]
 
 
 @pytest.mark.parametrize("peer_prefixes", ["auto", "never"])

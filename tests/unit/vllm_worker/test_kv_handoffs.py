@@ -111,7 +111,7 @@ def request_of(num_tokens: int, transfer: EngineTransfer | None, max_tokens: int
         num_computed_tokens=0, num_in_flight_tokens=0, num_output_tokens=0, num_tokens=num_tokens,
         prompt_token_ids=token_ids[:], _all_token_ids=token_ids, max_tokens=max_tokens,
         sampling_params=SimpleNamespace(stop_token_ids=()), status=SimpleNamespace(name="RUNNING"),
-        is_finished=lambda: False, update_block_hashes=lambda: None,
+        is_finished=lambda: False, update_block_hashes=lambda: None, block_hashes=block_hashes(token_ids, ""),
         prefill_stats=SimpleNamespace(set=lambda **_: None),
     )  # fmt: skip
 
@@ -536,6 +536,7 @@ class PrefixWorld(World):
         """With so many blocks cached by the reader. Returns whether vLLM begins a load."""
         engine, local = self.reader, num_local * BLOCK_SIZE
         num_tokens = engine.handoffs.pulls.num_to_load(self.request, local)
+        assert num_tokens is not None
         blocks = engine.pool.allocate((local + num_tokens) // BLOCK_SIZE)
         assert blocks is not None
         engine.tables["r"] = blocks
@@ -594,6 +595,31 @@ def test_a_prompt_without_room_in_time_has_begun_no_read() -> None:
     assert world.reader.handoffs.pulls.loads().received == set()
     assert world.reader.handoffs.pulls.num_to_load(world.request, 0) == 0
     assert world.finish().num_prefix_tokens is None
+
+
+def test_a_prompt_waits_while_another_one_reads_its_prefix() -> None:
+    world = PrefixWorld(num_prompt=30, num_cached=4, num_promised=16)
+    pulls = world.reader.handoffs.pulls
+
+    def ask(name: str, cache_salt: str = "") -> Any:
+        request = request_of(20, None)
+        source = PrefixSource(ord(name), ADDRESSES["owner"], 12, LIMIT_S)
+        request.request_id, request.kv_transfer_params = name, encode_request(name, None, source)
+        request.block_hashes = block_hashes(request.prompt_token_ids, cache_salt)
+        world.reader.handoffs.on_new_request(request)
+        return request
+
+    same, salted = ask("s"), ask("t", "salt")
+    assert pulls.num_to_load(same, 0) == 12  # nobody reads yet
+    world.read(num_local=0)
+    assert pulls.num_to_load(same, 0) is None
+    assert pulls.num_to_load(same, 12) == 0
+    assert pulls.num_to_load(salted, 0) == 12
+    world.request.is_finished = lambda: True  # vLLM will not cache what it has read
+    assert pulls.num_to_load(same, 0) == 12
+    world.request.is_finished = lambda: False
+    assert pulls.loads().received == {"r"}
+    assert pulls.num_to_load(same, 4) == 8  # with what vLLM has kept of it
 
 
 def test_cached_blocks_are_lent_while_as_many_others_stay_free() -> None:

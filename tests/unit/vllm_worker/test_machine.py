@@ -75,9 +75,10 @@ an engine with a transfer agent gets both calls at once, and moves the blocks by
 an engine that got the first token with the blocks samples from the second one on
   machine agent=1
   decode a ticket=5           -> submit a from other by 5
+  step 1 0 0.1 0 0 pulled=3 of=5 -> tokens a 0: 3
   output a 4 num_pulled_tokens=1 num_cached_tokens=6 -> tokens a 1: 4
   output a 8                  -> tokens a 2: 8
-  output a 7 ends=stop pulled=3 -> tokens a 3: 7; tokens a 0: 3; done a stop, cached 6
+  output a 7 ends=stop        -> tokens a 3: 7; done a stop, cached 6
 
 an engine with a transfer agent refuses another layout
   machine agent=1
@@ -261,11 +262,12 @@ only a request in decode moves and only to the same layout
   output a 1                  -> tokens a 0: 1
   move a 6 heads=2            -> refused LayoutMismatch: KV layouts differ in num_kv_heads: 1 here, 2 there
 
-the tokens of a reader begin behind those of the owner and come again at its end
+the tokens of a reader begin behind those of the owner, which it sends too
   decode a ticket=5 delivered=2 is_move=1 -> submit a from other by 5
+  step 1 0 0.1 0 0 pulled=7..9 of=6  # of a call that has ended
+  step 1 0 0.1 0 0 pulled=1..3 of=5 -> tokens a 2: 1, a 3: 2, a 4: 3
   output a 4 num_pulled_tokens=3 num_cached_tokens=10 -> tokens a 5: 4
-  output a 7 ends=stop pulled=1..3 -> tokens a 6: 7; tokens a 2: 1, a 3: 2, a 4: 3
-                              -> done a stop, cached 8, recomputed 2
+  output a 7 ends=stop        -> tokens a 6: 7; done a stop, cached 8, recomputed 2
   idle                        -> yes
 
 a reader whose pull has failed samples nothing because the owner may still sample
