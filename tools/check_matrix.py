@@ -1,0 +1,204 @@
+"""Runs `tandem check` against whole stacks on this machine: `make check-matrix`, 10 minutes for each at most.
+
+    float32, bfloat16   Tandem, a prefill and three decode workers; reference: an undivided fleet
+    vllm-inside         the same with vLLM in the workers; reference: `vllm serve`
+    vllm-pair           two `vllm serve` with NIXL behind the proxy of vLLM's example; reference: its decode engine
+
+While streams run, a decode worker is drained and then another one killed. vLLM's pair has one decode engine, which
+starts again each time. The last line of a stack is its row in docs/check.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from benchmarks.processes import tandem
+from cli.commands.check import show
+from cli.diagnosis.vllm_environment import default_model_dir
+from cli.screens.terminal import Terminal
+from conformance.check import CheckPlan, check
+from conformance.findings import Outcome
+from conformance.http_exchange import Endpoint
+from tests.support.vllm_proxy import proxy
+from tests.support.vllm_server import MODEL, VllmServer, free_port, started
+
+LIMIT_S = 120.0  # of an answer, a command, and of the time until the stack serves again
+DRAIN_S = 60  # of vLLM, after SIGTERM
+POLL_S = 0.2
+DECODE_WORKER = "ray::DecodeWorker"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """`stack`: its description in the row."""
+
+    stack: str
+    plan: CheckPlan
+
+
+def endpoint(url: str, path: str = "") -> Endpoint:
+    return Endpoint.parse(url + path)
+
+
+# ---- Tandem
+
+
+def kill_decode_worker(fleet: int) -> None:
+    """Kill the oldest of the fleet of this process id."""
+    workers = [
+        one for one in psutil.Process(fleet).children(recursive=True) if DECODE_WORKER in " ".join(one.cmdline())
+    ]
+    min(workers, key=psutil.Process.create_time).kill()
+
+
+@contextlib.contextmanager
+def fleet_with_faults(*flags: str) -> Iterator[CheckPlan]:
+    port, http = free_port(), free_port()
+    flags = ("--http", str(http), "--prefill", "1", "--decode", "3", "--local-prefill", "never", *flags)
+    with tandem(port, *flags) as process_id:
+        url, python = f"http://127.0.0.1:{http}", shlex.quote(sys.executable)
+        yield CheckPlan(
+            endpoint(url), metrics=(endpoint(url, "/metrics"),), deadline_header="x-tandem-timeout-ms",
+            drain=f"{python} -m cli.main scale --decode 2 --router 127.0.0.1:{port}",
+            kill=f"{python} -m tools.check_matrix --kill-a-decode-worker-of {process_id}",
+        )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def own_engine(dtype: str) -> AsyncIterator[Checked]:
+    flags, http = ("--dtype", dtype, "--threads", "1"), free_port()
+    with (
+        fleet_with_faults(*flags) as plan,
+        tandem(free_port(), "--http", str(http), "--prefill", "0", "--decode", "1", *flags),
+    ):
+        stack = (
+            f"`tandem serve --prefill 1 --decode 3 --local-prefill never --threads 1 --dtype {dtype}`, SmolLM2-135M; "
+            "reference `--prefill 0 --decode 1`"
+        )
+        yield Checked(stack, replace(plan, reference=endpoint(f"http://127.0.0.1:{http}")))
+
+
+@contextlib.asynccontextmanager
+async def vllm_inside(directory: Path) -> AsyncIterator[Checked]:
+    model = str(default_model_dir())
+    reference = VllmServer(directory / "reference.log", max(os.sched_getaffinity(0)))
+    config = directory / "tandem.toml"
+    config.write_text(
+        f'[engine]\nname = "vllm"\nmodel = "{model}"\ndtype = "float32"\nkv_memory_mb = 512\nmax_context = 2048\n'
+        '[vllm]\nargs = ["--enforce-eager", "--block-size", "32"]\nlease_s = 10.0\n'
+    )
+    with started(reference), fleet_with_faults("--config", str(config)) as plan:
+        yield Checked("Tandem with vLLM", replace(plan, reference=endpoint(reference.url)))
+
+
+# ---- vLLM alone
+
+
+@contextlib.asynccontextmanager
+async def kept_alive(server: VllmServer, process_id: Path) -> AsyncIterator[None]:
+    """Starts the server again whenever it has ended, as a supervisor does. `process_id`: a file for commands."""
+
+    async def watch() -> None:
+        while True:
+            assert server.process is not None
+            process_id.write_text(str(server.process.pid))
+            while server.process.poll() is None:
+                await asyncio.sleep(POLL_S)
+            server.kill()  # what is left of its group
+            server.start()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+@contextlib.asynccontextmanager
+async def vllm_pair(directory: Path) -> AsyncIterator[Checked]:
+    cores, options = sorted(os.sched_getaffinity(0)), ("--shutdown-timeout", str(DRAIN_S))
+    prefill, decode = (
+        VllmServer(
+            directory / f"{role}.log",
+            core,
+            {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
+            options,
+        )
+        for role, core in (("kv_producer", cores[0]), ("kv_consumer", cores[-1]))
+    )
+    file = directory / "decode.pid"
+    with started(prefill, decode):
+        async with kept_alive(decode, file), proxy(prefill.url, decode.url) as url:
+            yield Checked(
+                "two `vllm serve` 0.32.0 (CPU build), NixlConnector, a proxy as vLLM's example, SmolLM2-135M in "
+                "float32; reference: the decode engine",
+                CheckPlan(
+                    endpoint(url), endpoint(decode.url),
+                    (endpoint(prefill.url, "/metrics"), endpoint(decode.url, "/metrics")), MODEL,
+                    drain=f"kill -TERM $(cat {file})", kill=f"kill -KILL -$(cat {file})",
+                ),
+            )  # fmt: skip
+
+
+STACKS: dict[str, Callable[[Path], contextlib.AbstractAsyncContextManager[Checked]]] = {
+    "float32": lambda _: own_engine("float32"),
+    "bfloat16": lambda _: own_engine("bfloat16"),
+    "vllm-inside": vllm_inside,
+    "vllm-pair": vllm_pair,
+}
+
+
+async def run(name: str, directory: Path, whole_s: float, console: Terminal) -> None:
+    start = time.monotonic()
+    async with STACKS[name](directory) as checked:
+        console.print(f"{name}: serves after {time.monotonic() - start:.0f} s", highlight=False)
+        start, findings = time.monotonic(), []
+        async for finding in check(replace(checked.plan, whole_s=whole_s, limit_s=LIMIT_S)):
+            findings.append(finding)
+            show(finding, console)
+        seconds = time.monotonic() - start
+    by_outcome = {outcome: [one.question for one in findings if one.outcome is outcome] for outcome in Outcome}
+    cells = [
+        f"{len(by_outcome[outcome])}" + ": " * bool(names) + "; ".join(names)
+        for outcome in Outcome
+        for names in [[] if outcome is Outcome.HOLDS else by_outcome[outcome]]
+    ]
+    load = os.getloadavg()[0]
+    console.print(
+        f"| {checked.stack} | {' | '.join(cells)} | {datetime.date.today()}, {seconds:.0f} s, load {load:.1f} |",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--whole", type=float, default=450.0, help="longest time of one check, in seconds")
+    parser.add_argument("--kill-a-decode-worker-of", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.kill_a_decode_worker_of:
+        kill_decode_worker(arguments.kill_a_decode_worker_of)
+        return
+    console = Terminal()
+    for name in arguments.stacks:
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(run(name, Path(directory), arguments.whole, console))
+
+
+if __name__ == "__main__":
+    main()
