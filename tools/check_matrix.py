@@ -38,6 +38,7 @@ from tests.support.vllm_server import MODEL, VllmServer, free_port, started
 LIMIT_S = 120.0  # of an answer, a command, and of the time until the stack serves again
 DRAIN_S = 60  # of vLLM, after SIGTERM
 POLL_S = 0.2
+NIXL = {"kv_connector_extra_config": {"num_threads": 1}}  # as Tandem's workers with vLLM: each takes a core in a loop
 DECODE_WORKER = "ray::DecodeWorker"
 
 
@@ -108,13 +109,12 @@ async def vllm_inside(directory: Path) -> AsyncIterator[Checked]:
 
 
 @contextlib.asynccontextmanager
-async def kept_alive(server: VllmServer, process_id: Path) -> AsyncIterator[None]:
-    """Starts the server again whenever it has ended, as a supervisor does. `process_id`: a file for commands."""
+async def kept_alive(server: VllmServer) -> AsyncIterator[None]:
+    """Starts the server again whenever it has ended, as a supervisor does."""
 
     async def watch() -> None:
         while True:
             assert server.process is not None
-            process_id.write_text(str(server.process.pid))
             while server.process.poll() is None:
                 await asyncio.sleep(POLL_S)
             server.kill()  # what is left of its group
@@ -136,21 +136,20 @@ async def vllm_pair(directory: Path) -> AsyncIterator[Checked]:
         VllmServer(
             directory / f"{role}.log",
             core,
-            {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
+            {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"} | NIXL,
             options,
         )
         for role, core in (("kv_producer", cores[0]), ("kv_consumer", cores[-1]))
     )
-    file = directory / "decode.pid"
     with started(prefill, decode):
-        async with kept_alive(decode, file), proxy(prefill.url, decode.url) as url:
+        async with kept_alive(decode), proxy(prefill.url, decode.url) as url:
             yield Checked(
                 "two `vllm serve` 0.32.0 (CPU build), NixlConnector, a proxy as vLLM's example, SmolLM2-135M in "
                 "float32; reference: the decode engine",
                 CheckPlan(
                     endpoint(url), endpoint(decode.url),
                     (endpoint(prefill.url, "/metrics"), endpoint(decode.url, "/metrics")), MODEL,
-                    drain=f"kill -TERM $(cat {file})", kill=f"kill -KILL -$(cat {file})",
+                    drain=f"kill -TERM $(cat {decode.pid_file})", kill=f"kill -KILL -$(cat {decode.pid_file})",
                 ),
             )  # fmt: skip
 

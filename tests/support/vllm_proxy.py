@@ -22,6 +22,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from gateway.server import _Uvicorn
+
 REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(REMOTE)
 ROUTES = ("/v1/completions", "/v1/chat/completions")
@@ -56,11 +58,10 @@ async def proxy(prefill: str, decode: str) -> AsyncIterator[str]:
         app = Starlette(
             routes=[Route(path, _Proxy(client, prefill, decode).answer, methods=["POST"]) for path in ROUTES]
         )
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+        server = _Uvicorn(uvicorn.Config(app, port=0, log_level="critical"))
         serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
         try:
+            await server.has_started.wait()
             yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         finally:
             server.force_exit = server.should_exit = True

@@ -1,4 +1,7 @@
-"""`vllm serve` with the default model, a process group of its own on one core. No process of Tandem."""
+"""`vllm serve` with the default model, a process group of its own on one core. No process of Tandem.
+
+Its engine is in the process of the server: vLLM's processes wait for each other in loops, which takes a core of each.
+"""
 
 from __future__ import annotations
 
@@ -45,27 +48,33 @@ class VllmServer:
     process: subprocess.Popen[bytes] | None = None
 
     @property
+    def pid_file(self) -> Path:
+        """Has the id of the newest process and of its group, for commands."""
+        return self.log.with_suffix(".pid")
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         python = python_of(VllmConfig())
         command = [
-            str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(default_model_dir()),
-            "--served-model-name", MODEL, "--port", str(self.port), "--dtype", self.dtype, "--block-size", "32",
+            "taskset", "--cpu-list", str(self.core), str(python), "-m", "vllm.entrypoints.cli.main", "serve",
+            str(default_model_dir()), "--served-model-name", MODEL, "--port", str(self.port), "--dtype", self.dtype, "--block-size", "32",
             "--max-model-len", "2048", "--enforce-eager", "--distributed-executor-backend", "uni", *self.options,
         ]  # fmt: skip
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = os.environ | variables(python) | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as Tandem's workers: one process schedules and computes
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
         } | dict(self.environment)  # fmt: skip
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
+        self.pid_file.write_text(str(self.process.pid))
 
     def wait_until_ready(self) -> None:
         assert self.process is not None

@@ -52,11 +52,7 @@ def server_of(directory: Path, role: str, core: int) -> Server:
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": {"verified_kv": options, "num_threads": 1},
     }
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as Tandem's workers: one process schedules and computes
-        "FLIP_WHILE": str(directory / "flip"),
-    }
-    return Server(directory / f"{role}.log", core, transfer, environment=environment)
+    return Server(directory / f"{role}.log", core, transfer, environment={"FLIP_WHILE": str(directory / "flip")})
 
 
 @pytest.mark.timeout(900)  # two servers start, perhaps on shared cores
