@@ -1,6 +1,6 @@
 """`vllm serve` with the default model, a process group of its own on one core. No process of Tandem.
 
-Its engine is in the process of the server: vLLM's processes wait for each other in loops, which takes a core of each.
+One process schedules and computes: two would wait for each other in loops, and each loop takes a core.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ class VllmServer:
         python = python_of(VllmConfig())
         command = [
             "taskset", "--cpu-list", str(self.core), str(python), "-m", "vllm.entrypoints.cli.main", "serve",
-            str(default_model_dir()), "--served-model-name", MODEL, "--port", str(self.port), "--dtype", self.dtype, "--block-size", "32",
-            "--max-model-len", "2048", "--enforce-eager", "--distributed-executor-backend", "uni", *self.options,
+            str(default_model_dir()), "--served-model-name", MODEL, "--port", str(self.port), "--dtype", self.dtype,
+            "--block-size", "32", "--max-model-len", "2048", "--enforce-eager",
+            "--distributed-executor-backend", "uni", *self.options,
         ]  # fmt: skip
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = os.environ | variables(python) | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as Tandem's workers: one process schedules and computes
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else "uni" has no effect on a CPU
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
         } | dict(self.environment)  # fmt: skip
         with self.log.open("ab") as output:
