@@ -82,5 +82,6 @@ async def _meet(stack: Stack, reference: Stack | None) -> None:
     await stack.meet()
     if reference is not None:
         await reference.meet()
+        stack.context = stack.context or reference.context  # a proxy without /v1/models does not say it
         # Both are asked alike: another set of fields would give other answers.
         stack.options = reference.options = min(stack.options, reference.options, key=len)

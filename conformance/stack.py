@@ -93,7 +93,8 @@ class Stack:
             raise StackError(f"{what}, and no name of a model (--model)")
         context = count_of(first.get("max_model_len"), 0)
         self.context = context if 0 < context <= MAX_CONTEXT else None
-        for self.salt, self.options in itertools.product(dict.fromkeys((self.salt, "")), _OPTIONAL):
+        salts = dict.fromkeys((self.salt, ""))
+        for self.salt, self.options in itertools.product(salts, _OPTIONAL):
             record = await self._send(Ask("The sky is", 4))
             if record.reply.status != 400:  # all other faults are findings
                 break

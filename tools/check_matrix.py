@@ -32,6 +32,7 @@ from cli.screens.terminal import Terminal
 from conformance.check import CheckPlan, check
 from conformance.findings import Outcome
 from conformance.http_exchange import Endpoint
+from conformance.stack import StackError
 from tests.support.vllm_proxy import proxy
 from tests.support.vllm_server import MODEL, VllmServer, free_port, started
 
@@ -99,10 +100,14 @@ async def vllm_inside(directory: Path) -> AsyncIterator[Checked]:
     config = directory / "tandem.toml"
     config.write_text(
         f'[engine]\nname = "vllm"\nmodel = "{model}"\ndtype = "float32"\nkv_memory_mb = 512\nmax_context = 2048\n'
-        '[vllm]\nargs = ["--enforce-eager", "--block-size", "32"]\nlease_s = 10.0\n'
+        '[vllm]\nargs = ["--enforce-eager", "--block-size", "32"]\nconnector = "tandem"\n'
     )
     with started(reference), fleet_with_faults("--config", str(config)) as plan:
-        yield Checked("Tandem with vLLM", replace(plan, reference=endpoint(reference.url)))
+        stack = (
+            'the same with vLLM 0.32.0 inside (CPU build; `connector = "tandem"`), float32; reference `vllm serve`, '
+            "an engine that knows nothing of Tandem"
+        )
+        yield Checked(stack, replace(plan, reference=endpoint(reference.url)))
 
 
 # ---- vLLM alone
@@ -193,10 +198,15 @@ def main() -> None:
     if arguments.kill_a_decode_worker_of:
         kill_decode_worker(arguments.kill_a_decode_worker_of)
         return
-    console = Terminal()
+    console, failed = Terminal(), False
     for name in arguments.stacks:
         with tempfile.TemporaryDirectory() as directory:
-            asyncio.run(run(name, Path(directory), arguments.whole, console))
+            try:
+                asyncio.run(run(name, Path(directory), arguments.whole, console))
+            except (AssertionError, RuntimeError, StackError) as error:  # the others are checked
+                print(f"{name}: {error}")
+                failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

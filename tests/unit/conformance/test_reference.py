@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from conformance import stack
+from conformance import behaviour_probes, stack
 from conformance.check import CheckPlan, check
-from conformance.findings import Outcome
+from conformance.findings import Finding, Outcome
 from conformance.http_exchange import Call, Endpoint, Reply
 from conformance.token_probes import ALONE
 from tests.unit.conformance.test_hostile_stack import HERE, right_message, whole
 
+CONTEXT = 2048
 PROXY = Endpoint("127.0.0.1", 8, tls=False)
 
 
@@ -27,7 +28,7 @@ class Pair:
 
     async def answer(self, endpoint: Endpoint, call: Call, *_options: object) -> Reply:
         if not call.body:
-            return whole(b'{"data": [{"id": "m", "max_model_len": 2048}]}')
+            return whole(json.dumps({"data": [{"id": "m", "max_model_len": CONTEXT}]}).encode())
         fields: dict[str, Any] = json.loads(call.body)
         if "cache_salt" in fields and not self._takes_salts:
             return whole(b'{"error": {"type": "t", "message": "no such field"}}', 400)
@@ -54,3 +55,26 @@ async def test_a_decode_worker_that_takes_salts_shows_the_wrong_kv_that_it_was_g
         if finding.question == ALONE.name:
             assert finding.outcome is outcome, finding
             return
+
+
+async def test_the_context_of_a_proxy_without_models_is_that_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, asked = Pair(takes_salts=True), list[int]()
+
+    async def answer(endpoint: Endpoint, call: Call, *_options: object) -> Reply:
+        if endpoint == PROXY and call.path == "/v1/models":
+            return whole(b"not found", 404)
+        asked.append(json.loads(call.body or b"{}").get("max_tokens", 0))
+        return await pair.answer(endpoint, call)
+
+    monkeypatch.setattr(stack, "exchange", answer)
+    plan = CheckPlan(PROXY, HERE, model="m", deadline_header="x-deadline")
+    monkeypatch.setattr(behaviour_probes, "errors", nothing)
+    monkeypatch.setattr(behaviour_probes, "slow_readers", nothing)
+    async for finding in check(plan):
+        if finding.question == behaviour_probes.DEADLINE.name:
+            break
+    assert max(asked) == CONTEXT // 2, "a longer output would be refused"
+
+
+async def nothing(*_arguments: object) -> Finding:
+    return behaviour_probes.ERRORS.not_shown("left out")
