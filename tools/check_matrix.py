@@ -3,6 +3,7 @@
     float32, bfloat16   Tandem, a prefill and three decode workers; reference: an undivided fleet
     vllm-inside         the same with vLLM in the workers; reference: `vllm serve`
     vllm-pair           two `vllm serve` with NIXL behind the proxy of vLLM's example; reference: its decode engine
+    vllm-flips          the same with a fault: one bit of each prompt's KV is flipped after the read
 
 While streams run, a decode worker is drained and then another one killed. vLLM's pair has one decode engine, which
 starts again each time. The last line of a stack is its row in docs/check.md.
@@ -39,7 +40,11 @@ from tests.support.vllm_server import MODEL, VllmServer, free_port, started
 LIMIT_S = 120.0  # of an answer, a command, and of the time until the stack serves again
 DRAIN_S = 60  # of vLLM, after SIGTERM
 POLL_S = 0.2
-NIXL = {"kv_connector_extra_config": {"num_threads": 1}}  # as Tandem's workers with vLLM: each takes a core in a loop
+NIXL: dict[str, object] = {
+    "kv_connector": "NixlConnector", "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 1},  # each takes a core in a loop
+}  # fmt: skip
+FLIPPING = "tests.support.flipping_connector:FlippingNixlConnector"
 DECODE_WORKER = "ray::DecodeWorker"
 
 
@@ -135,20 +140,23 @@ async def kept_alive(server: VllmServer) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def vllm_pair(directory: Path) -> AsyncIterator[Checked]:
+async def vllm_pair(directory: Path, flips: bool = False) -> AsyncIterator[Checked]:
+    """`flips`: one bit of each prompt's KV is wrong after its hand-off."""
     cores, options = sorted(os.sched_getaffinity(0)), ("--shutdown-timeout", str(DRAIN_S))
+    connector = NIXL
+    if flips:
+        connector = NIXL | {
+            "kv_connector": FLIPPING.rpartition(":")[2],
+            "kv_connector_module_path": FLIPPING.partition(":")[0],
+        }
     prefill, decode = (
-        VllmServer(
-            directory / f"{role}.log",
-            core,
-            {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"} | NIXL,
-            options,
-        )
+        VllmServer(directory / f"{role}.log", core, connector | {"kv_role": role}, options, {"FLIP_WHILE": os.devnull})
         for role, core in (("kv_producer", cores[0]), ("kv_consumer", cores[-1]))
     )
     with started(prefill, decode):
         async with kept_alive(decode), proxy(prefill.url, decode.url) as url:
             yield Checked(
+                "the same, one bit of each prompt's KV flipped after the read" if flips else
                 "two `vllm serve` 0.32.0 (CPU build), NixlConnector, a proxy as vLLM's example, SmolLM2-135M in "
                 "float32; reference: the decode engine",
                 CheckPlan(
@@ -164,6 +172,7 @@ STACKS: dict[str, Callable[[Path], contextlib.AbstractAsyncContextManager[Checke
     "bfloat16": lambda _: own_engine("bfloat16"),
     "vllm-inside": vllm_inside,
     "vllm-pair": vllm_pair,
+    "vllm-flips": lambda directory: vllm_pair(directory, flips=True),
 }
 
 
