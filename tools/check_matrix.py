@@ -129,6 +129,8 @@ async def kept_alive(server: VllmServer) -> AsyncIterator[None]:
                 await asyncio.sleep(POLL_S)
             server.kill()  # what is left of its group
             server.start()
+            with contextlib.suppress(AssertionError):  # it has been killed again
+                await asyncio.to_thread(server.wait_until_ready)
 
     watching = asyncio.create_task(watch())
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
@@ -84,9 +85,19 @@ class VllmServer:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health").is_success:
+                    self._pin()
                     return
             time.sleep(0.5)
         raise AssertionError(f"{self.url} did not start")
+
+    def _pin(self) -> None:
+        """vLLM's NIXL connector has moved the thread that computes to the last core, in every engine of a machine."""
+        assert self.process is not None
+        server = psutil.Process(self.process.pid)
+        for process in (server, *server.children(recursive=True)):
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, {self.core})
 
     def end(self) -> None:
         """Also of what is left of the group."""
