@@ -24,8 +24,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from benchmarks.processes import tandem
 from cli.commands.check import show
 from cli.diagnosis.vllm_environment import default_model_dir
@@ -45,7 +43,13 @@ NIXL: dict[str, object] = {
     "kv_connector_extra_config": {"num_threads": 1},  # each takes a core in a loop
 }  # fmt: skip
 FLIPPING = "tests.support.flipping_connector:FlippingNixlConnector"
-DECODE_WORKER = "ray::DecodeWorker"
+# Of a `tandem serve`, the oldest. A command that imports more would come when the streams have ended.
+KILL_DECODE_WORKER = """
+import psutil, sys
+workers = psutil.Process(int(sys.argv[1])).children(recursive=True)
+decode = [worker for worker in workers if "".join(worker.cmdline()).startswith("ray::DecodeWorker")]
+min(decode, key=psutil.Process.create_time).kill()
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +67,6 @@ def endpoint(url: str, path: str = "") -> Endpoint:
 # ---- Tandem
 
 
-def kill_decode_worker(fleet: int) -> None:
-    """Kill the oldest of the fleet of this process id."""
-    workers = [
-        one for one in psutil.Process(fleet).children(recursive=True) if DECODE_WORKER in " ".join(one.cmdline())
-    ]
-    min(workers, key=psutil.Process.create_time).kill()
-
-
 @contextlib.contextmanager
 def fleet_with_faults(*flags: str) -> Iterator[CheckPlan]:
     port, http = free_port(), free_port()
@@ -80,7 +76,7 @@ def fleet_with_faults(*flags: str) -> Iterator[CheckPlan]:
         yield CheckPlan(
             endpoint(url), metrics=(endpoint(url, "/metrics"),), deadline_header="x-tandem-timeout-ms",
             drain=f"{python} -m cli.main scale --decode 2 --router 127.0.0.1:{port}",
-            kill=f"{python} -m tools.check_matrix --kill-a-decode-worker-of {process_id}",
+            kill=f"{python} -c {shlex.quote(KILL_DECODE_WORKER)} {process_id}",
         )  # fmt: skip
 
 
@@ -204,11 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS))
     parser.add_argument("--whole", type=float, default=450.0, help="longest time of one check, in seconds")
-    parser.add_argument("--kill-a-decode-worker-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.kill_a_decode_worker_of:
-        kill_decode_worker(arguments.kill_a_decode_worker_of)
-        return
     console, failed = Terminal(), False
     for name in arguments.stacks:
         with tempfile.TemporaryDirectory() as directory:
