@@ -87,12 +87,6 @@ async def test_a_pair_shakes_hands_before_its_first_hand_off(workers: Workers) -
         assert reader.num_handshakes() == 1
 
 
-def test_engines_compute_on_all_cores_that_they_are_given(workers: Workers) -> None:
-    """vLLM's NIXL connector moves the thread that computes to the last core of the machine."""
-    for worker in workers.values():
-        assert set(worker.engine().cpu_affinity()) == os.sched_getaffinity(0)
-
-
 async def test_forty_prompts_have_the_tokens_of_one_engine(workers: Workers) -> None:
     async with routed([workers["decode-0"]]) as (client, _):
         alone = await answers(client, PROMPTS)
