@@ -45,10 +45,13 @@ NIXL: dict[str, object] = {
 FLIPPING = "tests.support.flipping_connector:FlippingNixlConnector"
 # Of a `tandem serve`, the oldest. A command that imports more would come when the streams have ended.
 KILL_DECODE_WORKER = """
-import psutil, sys
-workers = psutil.Process(int(sys.argv[1])).children(recursive=True)
-decode = [worker for worker in workers if "".join(worker.cmdline()).startswith("ray::DecodeWorker")]
-min(decode, key=psutil.Process.create_time).kill()
+import contextlib, psutil, sys
+workers = []
+for process in psutil.Process(int(sys.argv[1])).children(recursive=True):
+    with contextlib.suppress(psutil.Error):  # it has ended
+        if "".join(process.cmdline()).startswith("ray::DecodeWorker"):
+            workers.append((process.create_time(), process.pid, process))
+min(workers)[2].kill()
 """
 
 
