@@ -8,7 +8,7 @@ PACKAGES := core protos runtime model_files text engine kv_transfer worker route
 # The tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-advise bench-peers image clients screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels vllm test-vllm demo bench bench-engine bench-dataplane bench-transfer bench-goodput bench-vllm bench-operations bench-planner bench-advise bench-peers image clients check-matrix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -103,6 +103,9 @@ image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 
 clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.clients
+
+check-matrix: vllm  ## Run `tandem check` against Tandem, Tandem with vLLM inside, and vLLM's own pair: STACKS="float32 vllm-pair" (40 minutes)
+	$(BIN)/python -m tools.check_matrix $(if $(STACKS),--stacks $(STACKS)) $(OPTIONS)
 
 soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
 	$(BIN)/python -m tools.soak

@@ -48,7 +48,9 @@ async def check(plan: CheckPlan) -> AsyncIterator[Finding]:
 
     pages = plan.metrics or (Endpoint.parse(f"{plan.stack.url}/metrics", plan.stack.key),)
     stack = Stack(plan.stack, plan.limit_s, pages, plan.model)
-    reference = Stack(plan.reference, plan.limit_s, model=plan.model) if plan.reference else None
+    # A decode worker as the reference has wrong KV in its cache, if that is what was handed over to it.
+    salt = f"tandem check {plan.seed}"
+    reference = Stack(plan.reference, plan.limit_s, model=plan.model, salt=salt) if plan.reference else None
     try:
         async with asyncio.timeout_at(end):
             idle = await stack.in_use()
@@ -80,5 +82,6 @@ async def _meet(stack: Stack, reference: Stack | None) -> None:
     await stack.meet()
     if reference is not None:
         await reference.meet()
+        stack.context = stack.context or reference.context  # a proxy without /v1/models does not say it
         # Both are asked alike: another set of fields would give other answers.
         stack.options = reference.options = min(stack.options, reference.options, key=len)

@@ -17,6 +17,7 @@ BLOCKS = ("tandem_worker_kv_usage_ratio", "vllm:kv_cache_usage_perc", "sglang:to
 # Counters that grow with each hand-off: (name, a label that the line must have).
 HAND_OFFS = (
     ("tandem_worker_transferred_bytes_total", ""),
+    ("tandem_requests_total", 'path="disaggregated"'),  # with vLLM inside, Tandem counts no bytes
     ("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"'),
     ("vllm:nixl_bytes_transferred_sum", ""),
     ("vllm:verified_kv_verified_total", ""),
@@ -75,8 +76,10 @@ def in_use(page: str) -> InUse:
     return InUse(*sums)
 
 
-def hand_offs(page: str) -> float | None:
-    """A number that grows with each hand-off; None: the page has none."""
-    wanted = dict(HAND_OFFS)
-    values = [value for name, labels, value in _samples(page) if name in wanted and wanted[name] in labels]
-    return sum(values) if values else None
+def hand_offs(page: str) -> dict[str, float]:
+    """Numbers that grow with each hand-off, by name, summed over all servers; empty: the page has none."""
+    wanted, found = dict(HAND_OFFS), dict[str, float]()
+    for name, labels, value in _samples(page):
+        if name in wanted and wanted[name] in labels:
+            found[name] = found.get(name, 0.0) + value
+    return found

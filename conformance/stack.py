@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,7 @@ class Stack:
     model: str = ""
     context: int | None = None  # tokens of prompt and output, if the stack says it
     options: dict[str, object] = field(default_factory=dict)
+    salt: str = ""  # asked for as `cache_salt`, if the server takes it: no prefix of a request without it is used
     records: list[Record] = field(default_factory=list)  # of all answers that should be good
 
     async def meet(self) -> None:
@@ -91,8 +93,8 @@ class Stack:
             raise StackError(f"{what}, and no name of a model (--model)")
         context = count_of(first.get("max_model_len"), 0)
         self.context = context if 0 < context <= MAX_CONTEXT else None
-        for options in _OPTIONAL:
-            self.options = options
+        salts = dict.fromkeys((self.salt, ""))
+        for self.salt, self.options in itertools.product(salts, _OPTIONAL):
             record = await self._send(Ask("The sky is", 4))
             if record.reply.status != 400:  # all other faults are findings
                 break
@@ -108,6 +110,8 @@ class Stack:
         else:
             fields["prompt"] = ask.prompt
         fields |= {"max_tokens": ask.max_tokens, "temperature": 0}
+        if self.salt:
+            fields["cache_salt"] = self.salt
         if ask.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         path, max_bytes = CHAT if ask.chat else COMPLETIONS, FORM_BYTES + ask.max_tokens * _TOKEN_BYTES

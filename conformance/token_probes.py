@@ -55,7 +55,7 @@ class TokenProbes:
             self._judge(CROWD, of_crowd, together),
             await self._chats(alone[:NUM_CHATS]),
             judge_canaries([*zip(alone, first, strict=True), *zip(crowd, together, strict=True)]),
-            _hand_off_finding(before, moved),
+            hand_off_finding(before, moved),
         ]
 
     async def _expected(self, asks: list[Ask], first: list[Record]) -> list[Record]:
@@ -113,9 +113,10 @@ def _cached_note(records: list[Record]) -> str:
     return f"; {sum(map(bool, cached))} report cached tokens" if any(cached) else "; none reports cached tokens"
 
 
-def _hand_off_finding(before: float | None, after: float | None) -> Finding:
-    if before is None or after is None:
+def hand_off_finding(before: dict[str, float], after: dict[str, float]) -> Finding:
+    if not before and not after:
         return HAND_OFF.not_shown("no page of metrics counts hand-offs")
-    if after <= before:
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items() if value > before.get(name, 0.0)}
+    if not grown:
         return HAND_OFF.not_shown("the metrics count hand-offs, and saw none: nothing above is about a transfer")
-    return HAND_OFF.holds(f"a counter of hand-offs grew by {after - before:,.0f}")
+    return HAND_OFF.holds("; ".join(f"{name} grew by {value:,.0f}" for name, value in grown.items()))

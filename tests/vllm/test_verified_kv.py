@@ -5,15 +5,9 @@ Producer and reader verify every second request, so the same pair shows what hap
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import re
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
-from core.config import VllmConfig
-from tests.support.vllm_fleet import ROOT, START_TIMEOUT_S, require_vllm
+from tests.support.vllm_fleet import require_vllm
+from tests.support.vllm_server import MODEL, VllmServer, started
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 MAX_TOKENS = 16
@@ -31,23 +24,9 @@ TIMEOUT_S = 120.0
 
 
 @dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health").is_success:
-                    return
-            time.sleep(0.5)
-        raise AssertionError(f"{self.url} did not start")
-
+class Server(VllmServer):
     def ask(self, prompt: list[int], max_tokens: int = MAX_TOKENS, **options: Any) -> dict[str, Any]:
-        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         answer = httpx.post(
             f"{self.url}/v1/completions", json=body | {"return_token_ids": True} | options, timeout=TIMEOUT_S
         )
@@ -63,9 +42,7 @@ class Server:
         return {name: int(count) for name, count in found if int(count) and name != "skipped"}
 
 
-@contextlib.contextmanager
-def started(directory: Path, role: str, core: int) -> Iterator[Server]:
-    port, side_port = _free_port(), _free_port()
+def server_of(directory: Path, role: str, core: int) -> Server:
     options = {"every": 2, "inner": "FlippingNixlConnector", "inner_module_path": "tests.support.flipping_connector"}
     transfer = {
         "kv_connector": "VerifiedConnector",
@@ -75,48 +52,16 @@ def started(directory: Path, role: str, core: int) -> Iterator[Server]:
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": {"verified_kv": options, "num_threads": 1},
     }
-    python = python_of(VllmConfig())
-    command = [
-        str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(default_model_dir()), "--served-model-name", "m",
-        "--port", str(port), "--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager",
-        "--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    environment = os.environ | variables(python) | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as Tandem's workers: one process schedules and computes
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-        "FLIP_WHILE": str(directory / "flip"),
-    }  # fmt: skip
-    log = directory / f"{role}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        yield Server(process, f"http://127.0.0.1:{port}", log)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20.0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+    return Server(directory / f"{role}.log", core, transfer, environment={"FLIP_WHILE": str(directory / "flip")})
 
 
 @pytest.mark.timeout(900)  # two servers start, perhaps on shared cores
 def test_a_flipped_bit_costs_a_recomputation_and_without_digests_wrong_tokens(tmp_path: Path) -> None:
     require_vllm()
     cores = sorted(os.sched_getaffinity(0))
-    with started(tmp_path, "kv_producer", cores[0]) as producer, started(tmp_path, "kv_consumer", cores[-1]) as reader:
-        producer.wait_until_ready()
-        reader.wait_until_ready()
+    producer = server_of(tmp_path, "kv_producer", cores[0])
+    reader = server_of(tmp_path, "kv_consumer", cores[-1])
+    with started(producer, reader):
         draws = random.Random(0)
         # Blocks of 32 tokens; the last one is partly filled.
         prompts = [[draws.randint(1000, 40_000) for _ in range(length)] for length in (70, 200, 333, 70)]

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.answers import MAX_NOTED, MAX_TOKENS_READ, Answer, Token, Usage, read_stream, read_whole
+from conformance.findings import Outcome
 from conformance.metrics_page import InUse, hand_offs, in_use
+from conformance.token_probes import hand_off_finding
 
 TOPS = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -2.5}]
 CHAT = {"content": [{"token": "a", "logprob": -0.5, "top_logprobs": TOPS}]}
@@ -85,8 +87,20 @@ vllm:num_requests_waiting{} NaN
 
 def test_a_page_of_metrics_says_what_is_in_use_and_what_was_handed_over() -> None:
     assert in_use(PAGE) == InUse(3.0, 0.25)
-    assert hand_offs(PAGE) == 5.0
-    assert hand_offs("") is None
+    assert hand_offs(PAGE) == {"vllm:prompt_tokens_by_source_total": 5.0}
+    assert hand_offs("") == {}
     assert not in_use("").known
     assert in_use(PAGE).beyond(InUse(1.0, 0.25)) == InUse(2.0, 0.0)
     assert not in_use(PAGE).beyond(InUse(3.0, None))
+
+
+def test_any_counter_of_hand_offs_shows_one() -> None:
+    """Tandem with vLLM inside has a counter of bytes, which stays 0, and one of requests by path."""
+    page = (
+        'tandem_worker_transferred_bytes_total{worker="w"} 0\ntandem_requests_total{end="x",path="disaggregated"} %d\n'
+    )
+    before = hand_offs(page % 2 + 'tandem_requests_total{end="x",path="local"} 7\n')
+    assert hand_off_finding(before, before).outcome is Outcome.NOT_SHOWN
+    shown = hand_off_finding(before, hand_offs(page % 5))
+    assert (shown.outcome, shown.why) == (Outcome.HOLDS, "tandem_requests_total grew by 3")
+    assert hand_off_finding({}, {}).outcome is Outcome.NOT_SHOWN
