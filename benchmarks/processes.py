@@ -6,21 +6,25 @@
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
-vLLM's environment imports it, too.
+vLLM's environment imports it, too. The tests use it for the processes of their fleets.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+START_TIMEOUT_S = 600.0  # until a program is ready: a vLLM engine may compile its model
 STOP_TIMEOUT_S = 20.0
 SERVER_STOP_TIMEOUT_S = 300.0
 LAST_LINES = 5  # of the output of a program that ended
@@ -41,11 +45,13 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
         core: int | None = None,
+        log: IO[str] | None = None,
     ) -> None:
-        """`environment` is added to that of this process. `core`: None = where the scheduler puts the program."""
+        """`environment` is added to that of this process. `core`: None = where the scheduler puts the program. `log`:
+        takes its standard error, and is closed by `stop` unless it is that of this process; None = a temporary file."""
         self.name = name
         self._is_ready = False
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
+        self._log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
         pinned: list[str | Path] = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._process = subprocess.Popen(
             [*pinned, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -53,40 +59,56 @@ class ChildProcess:
         )  # fmt: skip
 
     @property
-    def process_id(self) -> int:
+    def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def call(self, do: str, **arguments: Any) -> Any:
         """The answer to a command. Raises `ChildEnded` where the program ends instead of answering."""
+        self.begin(do, **arguments)
+        return self.answer()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Send a command; `answer` takes its answer."""
         self.wait_until_ready()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_answer` finds the end of the program and reports why
+        with contextlib.suppress(BrokenPipeError):  # `answer` finds the end of the program and reports why
             self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
             self._process.stdin.flush()
-        return self._answer()
 
     def wait_until_ready(self) -> None:
-        """Raises `ChildEnded`."""
+        """Raises `ChildEnded`, also where the program takes longer than `START_TIMEOUT_S`."""
         if not self._is_ready:
-            self._answer()
+            limit = threading.Timer(START_TIMEOUT_S, self._process.kill)
+            limit.start()
+            try:
+                self.answer()
+            finally:
+                limit.cancel()
             self._is_ready = True
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            self._log.seek(0)
-            last_lines = self._log.read().strip().splitlines()[-LAST_LINES:]
+            last_lines = []
+            if self._log.readable():
+                self._log.seek(0)
+                last_lines = self._log.read().strip().splitlines()[-LAST_LINES:]
             raise ChildEnded(f"{self.name} ended: " + " | ".join(last_lines))
         return json.loads(line)
 
     def cpu_s(self) -> float:
-        return cpu_s(self.process_id)
+        return cpu_s(self.pid)
 
-    def kill(self) -> None:
+    def kill(self) -> int:
+        """Returns its exit code: -9, unless it has ended before."""
         self._process.kill()
-        self._process.wait()
+        return self._process.wait()
 
     def stop(self) -> None:
         """Close the input of the program, which ends it; kill it after `STOP_TIMEOUT_S`."""
@@ -96,7 +118,8 @@ class ChildProcess:
             self._process.stdin.close()
         end(self._process)
         self._process.stdout.close()
-        self._log.close()
+        if self._log is not sys.__stderr__:
+            self._log.close()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -130,6 +153,15 @@ def obey(target: Any, answers: TextIO) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(target, command.pop("do"))(**command)), file=answers)
+
+
+async def obey_on_loop(target: Any, answers: TextIO) -> None:
+    """As `obey`, on the loop of `target`. A command may be a coroutine; the next command waits for its end."""
+    print("{}", file=answers)  # ready
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        found = getattr(target, command.pop("do"))(**command)
+        print(json.dumps(await found if inspect.isawaitable(found) else found), file=answers)
 
 
 # ---- servers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
 from benchmarks.dataplane.http_load import HttpStream
-from benchmarks.service import MeasuredProcess
+from benchmarks.service import ServiceProcess
 from benchmarks.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
@@ -56,7 +56,7 @@ class Counter:
         return [(at, self._decode(message)) for at, message in self.packed]
 
 
-def measure(connections: list[Connection], counter: Counter, seconds: float, process: MeasuredProcess) -> Measured:
+def measure(connections: list[Connection], counter: Counter, seconds: float, process: ServiceProcess) -> Measured:
     """Receive for `seconds`. Raises `LoadFailed` if a call has ended by then."""
     before = process.cpu_s()
     counter.num_messages, counter.packed, counter.keep = 0, [], True

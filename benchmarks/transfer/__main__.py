@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Line, Report, parser_of, run_parts
-from benchmarks.transfer.pair import start_pair
+from benchmarks.transfer.pair import OWNER_CORE, PULLER_CORE, start_pair
 from benchmarks.transfer.side import Spec
 from core.config import EngineConfig, TransferConfig
 from core.kv_layout import KVLayout
@@ -41,14 +41,6 @@ MOST_EXPOSED_PERCENT, EXPOSED_FROM_TOKENS = 5.0, 1024  # of the prefill
 PROMPTS = (256, 1024, 4096)
 MODEL = "smollm2-135m"  # whose prefill hides the transfer
 PARTS = ("bandwidth", "hidden")
-OWNER_CORE, PULLER_CORE = 0, 1
-
-
-def specs(config: TransferConfig, layout: KVLayout, pool_bytes: int, lane: str = "shared memory") -> tuple[Spec, Spec]:
-    """The owner and the puller, each on a core of its own where there are two."""
-    cores = sorted(os.sched_getaffinity(0))
-    owner = Spec(config, layout, pool_bytes // layout.block_bytes, cores[OWNER_CORE], LANES[lane])
-    return owner, replace(owner, core=cores[PULLER_CORE % len(cores)])
 
 
 def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes: int, repeats: int) -> float:
@@ -58,11 +50,12 @@ def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes:
     count = int(pool_bytes // layout.block_bytes * SHARE_IN_USE)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     config = TransferConfig(transport=transport, verify_digests=verify)
-    with start_pair(*specs(config, layout, pool_bytes, lane)) as pair:
+    side = Spec(config, layout, pool_bytes // layout.block_bytes)
+    with start_pair(side, side, LANES[lane]) as pair:
         pair.move(count)  # connects
-        source = (pair.owner_pid, pair.owner_address, count)
+        source = {"pid": pair.owner.pid, "num_blocks": count, "per_call": BLOCKS_PER_READV}
         for _ in range(repeats):
-            seconds[READV].append(pair.puller.call("read", *source, BLOCKS_PER_READV))
+            seconds[READV].append(pair.puller.call("read", **source))
             seconds["ordered"].append(pair.move(count, verify))
             seconds["shuffled"].append(pair.move(count, verify, shuffled=True))
             seconds["one"].append(pair.move(1, verify))
@@ -128,8 +121,8 @@ def hidden(report: Report, repeats: int) -> None:
     layout, longest = LAYOUTS["360 KB"], max(PROMPTS)
     engine = EngineConfig(model=MODEL, num_threads=1, kv_memory_mb=768)
     num_blocks = longest // engine.block_size * 5 // 4 + 16  # others hold some
-    owner, puller = specs(TransferConfig(), layout, num_blocks * layout.block_bytes)
-    with start_pair(replace(owner, engine=engine), puller) as pair:
+    puller = Spec(TransferConfig(), layout, num_blocks)
+    with start_pair(replace(puller, engine=engine), puller, {}) as pair:
         pair.prefill(64)  # connects, and warms the model
         for num_tokens in PROMPTS:
             found = [pair.prefill(num_tokens) for _ in range(repeats)]

@@ -21,9 +21,11 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.processes import START_TIMEOUT_S
+from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
-from tests.support.vllm_fleet import ROOT, START_TIMEOUT_S, require_vllm
+from tests.support.vllm_fleet import require_vllm
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 MAX_TOKENS = 16

@@ -1,7 +1,7 @@
 """A worker with vLLM inside beside the bare engine: `make bench-vllm`.
 
 32 streams go through a decode worker, over gRPC, and the same streams through its AsyncLLM: one engine, in turns.
-Prompts are new each time, so nothing comes from a cache.
+Prompts are new each time, so nothing comes from a cache. `bare` runs in the process of the worker.
 
 The goodput of whole fleets is in benchmarks/goodput, which the same target runs.
 """
@@ -10,42 +10,61 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from benchmarks.asking import Answer, ask_worker, random_prompts
-from benchmarks.processes import ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
+from benchmarks.service import Role, ServiceProcess
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
 PROMPT_TOKENS = 64
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
 
 
+async def bare(service: Any, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> list[list[float]]:
+    """The times of the tokens that AsyncLLM gives, without the worker; as `benchmarks.asking.ask_worker`."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    start = time.perf_counter()
+
+    async def one(number: int, prompt: Sequence[int]) -> list[float]:
+        times: list[float] = []
+        tokens = TokensPrompt(prompt_token_ids=list(prompt))
+        async for output in service._engine._llm.generate(tokens, sampling, f"bare-{repeat}-{number}"):
+            times += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
+        return times
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
 def measure_worker(report: Report, arguments: argparse.Namespace) -> None:
-    python, core = python_of(VllmConfig()), min(os.sched_getaffinity(0))
-    config = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
-    command: list[str | Path] = [python, "-m", "benchmarks.vllm.program", json.dumps(config), str(core)]
-    program = ChildProcess("a vLLM worker", command, variables(python), ROOT)
+    python = python_of(VllmConfig())
+    role = Role("decode", config=CONFIG, cores=(min(os.sched_getaffinity(0)),), step_s=None)
+    worker = ServiceProcess(role, python=python, environment=variables(python))
     sizes = arguments.streams, PROMPT_TOKENS
     found: dict[str, list[tuple[float, float]]] = {"bare": [], "worker": []}
     try:
-        address = program.call("address")
         for repeat in range(arguments.repeats + 1):
-            bare = program.call("bare", prompts=random_prompts(*sizes, 2 * repeat), max_tokens=arguments.tokens)
+            alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": arguments.tokens, "repeat": repeat}
+            times = worker.call("apply", function="benchmarks.vllm:bare", **alone)
             prompts = random_prompts(*sizes, 2 * repeat + 1)
-            through = asyncio.run(ask_worker(address, prompts, arguments.tokens))
+            through = asyncio.run(ask_worker(worker.address, prompts, arguments.tokens))
             if repeat:  # the first one warms up
-                found["bare"].append(figures(list(map(Answer, bare))))
+                found["bare"].append(figures(list(map(Answer, times))))
                 found["worker"].append(figures(through))
     finally:
-        program.stop()
+        worker.stop()
     speeds, gaps = ({name: statistics.median(pair[place] for pair in pairs) for name, pairs in found.items()}
                     for place in (0, 1))  # fmt: skip
     streams = f"{arguments.streams} streams of a worker"
