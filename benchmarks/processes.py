@@ -2,7 +2,7 @@
 
     ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
     background      runs a server to the end of the block
-    tandem          runs `tandem serve` from its ready line to the end of the block
+    serving         runs a server from its ready line to the end of the block; `tandem` runs `tandem serve`
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
@@ -16,18 +16,21 @@ import contextlib
 import inspect
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 START_TIMEOUT_S = 600.0  # until a program is ready: a vLLM engine may compile its model
 STOP_TIMEOUT_S = 20.0
-SERVER_STOP_TIMEOUT_S = 300.0
-LAST_LINES = 5  # of the output of a program that ended
+SERVER_STOP_TIMEOUT_S = 120.0
+LAST_LINES = 8  # of the output of a program that ended
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -180,27 +183,51 @@ def background(command: Sequence[str | Path], environment: Mapping[str, str], co
 
 
 @contextlib.contextmanager
-def tandem(port: int, *flags: str, config: str = "") -> Iterator[int]:
-    """Run `tandem serve` from its ready line to the end of the block; yields its process id.
+def serving(command: Sequence[str | Path], ready: str, environment: Mapping[str, str] = {}) -> Iterator[int]:
+    """Run a server and its children from the line of output that the pattern `ready` finds to the end of the block;
+    yields its process id. Raises `RuntimeError` with the last lines if it does not start within `START_TIMEOUT_S`."""
+    process = subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        process_group=0,
+    )  # fmt: skip
+    last_lines: deque[str] = deque(maxlen=LAST_LINES)
+    started = threading.Event()  # or the server has ended
+    is_ready = False
 
-    `config`: the text of its config file. Raises `RuntimeError` if the fleet does not start.
-    """
+    def follow() -> None:
+        """Read to the end: a full pipe would stop the server."""
+        nonlocal is_ready
+        assert process.stdout is not None
+        for line in process.stdout:
+            last_lines.append(line.strip())
+            if re.search(ready, line):
+                is_ready = True
+                started.set()
+        started.set()
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    try:
+        started.wait(START_TIMEOUT_S)
+        if not is_ready:
+            raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
+        yield process.pid
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SERVER_STOP_TIMEOUT_S)
+        reader.join(STOP_TIMEOUT_S)  # until its children have ended, too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # an engine of vLLM must not keep the memory of the GPU
+        process.wait()
+
+
+@contextlib.contextmanager
+def tandem(port: int, *flags: str, config: str = "") -> Iterator[int]:
+    """Run `tandem serve` as `serving` does. `config`: the text of its config file."""
     command = [sys.executable, "-m", "cli.main", "serve", "--port", str(port), *flags]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(config)
         file.flush()
-        command += ["--config", file.name] if config else []
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            assert process.stdout is not None
-            last_line = ""
-            for line in process.stdout:
-                last_line = line.strip()
-                if last_line.startswith("serving "):
-                    break
-            else:
-                raise RuntimeError(f"tandem serve ended: {last_line}")
-            yield process.pid
-        finally:
-            process.terminate()
-            process.communicate(timeout=SERVER_STOP_TIMEOUT_S)
+        with serving([*command, *(["--config", file.name] if config else [])], "^serving ") as process_id:
+            yield process_id

@@ -8,7 +8,6 @@ The goodput of whole fleets is in benchmarks/goodput, which the same target runs
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -24,7 +23,7 @@ from cli.diagnosis.vllm_environment import default_model_dir, python_of, variabl
 from core.config import VllmConfig
 
 CONFIG = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
-PROMPT_TOKENS = 64
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 128
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
 
 
@@ -48,18 +47,18 @@ async def bare(service: Any, prompts: Sequence[Sequence[int]], max_tokens: int, 
     return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
 
 
-def measure_worker(report: Report, arguments: argparse.Namespace) -> None:
+def measure_worker(report: Report, repeats: int) -> None:
     python = python_of(VllmConfig())
     role = Role("decode", config=CONFIG, cores=(min(os.sched_getaffinity(0)),), step_s=None)
     worker = ServiceProcess(role, python=python, environment=variables(python))
-    sizes = arguments.streams, PROMPT_TOKENS
+    sizes = STREAMS, PROMPT_TOKENS
     found: dict[str, list[tuple[float, float]]] = {"bare": [], "worker": []}
     try:
-        for repeat in range(arguments.repeats + 1):
-            alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": arguments.tokens, "repeat": repeat}
+        for repeat in range(repeats + 1):
+            alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": OUTPUT_TOKENS, "repeat": repeat}
             times = worker.call("apply", function="benchmarks.vllm:bare", **alone)
             prompts = random_prompts(*sizes, 2 * repeat + 1)
-            through = asyncio.run(ask_worker(worker.address, prompts, arguments.tokens))
+            through = asyncio.run(ask_worker(worker.address, prompts, OUTPUT_TOKENS))
             if repeat:  # the first one warms up
                 found["bare"].append(figures(list(map(Answer, times))))
                 found["worker"].append(figures(through))
@@ -67,7 +66,7 @@ def measure_worker(report: Report, arguments: argparse.Namespace) -> None:
         worker.stop()
     speeds, gaps = ({name: statistics.median(pair[place] for pair in pairs) for name, pairs in found.items()}
                     for place in (0, 1))  # fmt: skip
-    streams = f"{arguments.streams} streams of a worker"
+    streams = f"{STREAMS} streams of a worker"
     report.add(Line(f"{streams}: all tokens", speeds["worker"], "tokens/s", "bare AsyncLLM", speeds["bare"],
                     least_ratio=LEAST_SHARE))  # fmt: skip
     report.add(Line(f"{streams}: a token later than bare", (gaps["worker"] - gaps["bare"]) * 1e3, "ms", most=MOST_MS))
@@ -82,14 +81,11 @@ def figures(answers: Sequence[Answer]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, repeats=3)
-    parser.add_argument("--streams", type=int, default=32, help="of the worker")
-    parser.add_argument("--tokens", type=int, default=128, help="of each output")
-    arguments = parser.parse_args()
+    repeats = parser_of(__doc__, repeats=3).parse_args().repeats
     if not python_of(VllmConfig()).exists():
         sys.exit("vLLM is not installed: run `make vllm`")
     report = Report("vllm")
-    run_parts(report, {"worker": lambda: measure_worker(report, arguments)}, ["worker"])
+    run_parts(report, {"worker": lambda: measure_worker(report, repeats)}, ["worker"])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
 
 PORT = 50651
+MODEL = "smollm2-135m"
+FLAGS = ("--model", MODEL, "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb))
 ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 300.0
 SETTLE_S = 1.0
@@ -50,10 +52,6 @@ async def ask_once(client: AsyncClient, seed: int, prompt_tokens: int, output_to
     answer = await ask(client, prompt, output_tokens, TIMEOUT_S, time.perf_counter())
     assert len(answer.times) == output_tokens, answer.error
     return answer
-
-
-def flags_of(arguments: argparse.Namespace) -> list[str]:
-    return ["--model", arguments.model, "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb)]
 
 
 # ---- start
@@ -81,13 +79,13 @@ def measure_start(report: Report, arguments: argparse.Namespace) -> None:
     seconds = []
     for _ in range(arguments.repeats):
         begun = time.perf_counter()
-        with tandem(PORT, *flags_of(arguments)) as pid:
+        with tandem(PORT, *FLAGS) as pid:
             asyncio.run(first_token())
             seconds.append(time.perf_counter() - begun)
             sizes = settled_sizes(pid) if len(seconds) == arguments.repeats else []
     report.add(Line("tandem serve: command to first token", statistics.median(seconds), "s"))
     # The workers are the largest processes. The goal: weights once, the KV pool, and 500 MB.
-    weight_bytes = sum(num_weights(load_config(resolve_model(arguments.model)))) * WEIGHT_BYTES
+    weight_bytes = sum(num_weights(load_config(resolve_model(MODEL)))) * WEIGHT_BYTES
     most = weight_bytes / MB + EngineConfig().host_kv_memory_mb + MOST_OVERHEAD_MB
     report.add(Line("resident memory of the largest worker", sizes[0] / MB, "MB", most=round(most)))
     report.add(Line("resident memory of Ray, supervisor, router and driver", sum(sizes[NUM_WORKERS:]) / MB, "MB"))
@@ -126,8 +124,8 @@ async def load(report: Report, repeats: int) -> None:
 
 
 def measure_load(report: Report, arguments: argparse.Namespace) -> None:
-    report.say(f"{arguments.model}, {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, one worker of each role")
-    with tandem(PORT, *flags_of(arguments)):
+    report.say(f"{MODEL}, {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, one worker of each role")
+    with tandem(PORT, *FLAGS):
         asyncio.run(load(report, arguments.repeats))
 
 
@@ -135,7 +133,7 @@ def measure_load(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def measure_formats(report: Report, arguments: argparse.Namespace) -> None:
-    with tandem(PORT, "--model", arguments.model):
+    with tandem(PORT, "--model", MODEL):
         asyncio.run(formats.measure(report, ADDRESS, arguments.repeats))
 
 
@@ -143,17 +141,15 @@ def measure_guesses(report: Report, arguments: argparse.Namespace) -> None:
     if arguments.questions is None:
         report.say("the gain of guesses needs questions, and is left out: --questions question.jsonl")
         return
-    questions = guesses.read_questions(arguments.questions, arguments.num_questions)
-    with tandem(PORT, "--model", arguments.model):
+    questions = guesses.read_questions(arguments.questions)
+    with tandem(PORT, "--model", MODEL):
         asyncio.run(guesses.measure(report, ADDRESS, questions, arguments.repeats))
 
 
 def main() -> None:
     parser = parser_of(__doc__, PARTS, repeats=3)
     parser.set_defaults(parts=["start", "load"])
-    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--questions", type=Path, help="Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench)")
-    parser.add_argument("--num-questions", type=int, default=8, help="of each category")
     arguments = parser.parse_args()
     report = Report("fleet")
     parts = {

@@ -23,6 +23,7 @@ from tandem_client.stubs import inference_pb2
 TIMEOUT_S = 300.0
 NUM_OUTPUT = 128
 MAX_QUESTION_CHARS = 12_000
+NUM_QUESTIONS = 8  # of each category
 GAINING = ("summarization", "rag")  # these have a goal of their own
 MOST_TPOT, MOST_GAINING_TPOT = 1.05, 0.75
 LEVELS = (1, 8, 32)  # requests at a time
@@ -99,13 +100,13 @@ async def categories(report: Report, client: AsyncClient, questions: dict[str, l
                 report.add(Line(name, on.tpot_ms, "ms", "without", off.tpot_ms, least_ratio=round(1 / most, 3)))
 
 
-def read_questions(path: Path, num_questions: int) -> dict[str, list[str]]:
+def read_questions(path: Path) -> dict[str, list[str]]:
     """By category."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for line in path.read_text().splitlines():
         question = json.loads(line)
         text = question["turns"][0]
-        if len(text) <= MAX_QUESTION_CHARS and len(found[question["category"]]) < num_questions:
+        if len(text) <= MAX_QUESTION_CHARS and len(found[question["category"]]) < NUM_QUESTIONS:
             found[question["category"]].append(text)
     return dict(found)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu_sections.plan import SECTIONS, About
-from benchmarks.report import Line, commit_of, line_json, table
+from benchmarks.report import COLUMNS, Line, commit_of, line_json, table
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = frozenset({"build", "deploy", "docs", "examples", "simulator", "tools"})  # folders
@@ -187,7 +187,7 @@ def page(sections: Mapping[str, About], head: dict[str, Any], results: Sequence[
         ended = "" if result.status == COMPLETE else f": {result.status}. {result.error}".rstrip()
         parts.append(f"#### {title[:1].upper()}{title[1:]}{ended}")
         if result.lines:
-            parts.append(table([line.row() for line in result.lines]).rstrip())
+            parts.append(table(COLUMNS, [line.row() for line in result.lines]).rstrip())
         parts += [f"- {note}" for note in result.notes]
     return "\n\n".join(parts) + "\n"
 
