@@ -14,9 +14,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from benchmarks.asking import Answer, ask_worker, random_prompts
+from benchmarks.asking import random_prompts
+from benchmarks.dataplane.load import ask_worker
 from benchmarks.report import Line, Report, parser_of, run_parts
 from benchmarks.service import Role, ServiceProcess
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
@@ -28,7 +30,7 @@ LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, an
 
 
 async def bare(service: Any, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> list[list[float]]:
-    """The times of the tokens that AsyncLLM gives, without the worker; as `benchmarks.asking.ask_worker`."""
+    """The times of the tokens that AsyncLLM gives, without the worker; as `ask_worker`."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
@@ -58,9 +60,9 @@ def measure_worker(report: Report, repeats: int) -> None:
             alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": OUTPUT_TOKENS, "repeat": repeat}
             times = worker.call("apply", function="benchmarks.vllm:bare", **alone)
             prompts = random_prompts(*sizes, 2 * repeat + 1)
-            through = asyncio.run(ask_worker(worker.address, prompts, OUTPUT_TOKENS))
+            through = ask_worker(worker.address, prompts, OUTPUT_TOKENS)
             if repeat:  # the first one warms up
-                found["bare"].append(figures(list(map(Answer, times))))
+                found["bare"].append(figures(times))
                 found["worker"].append(figures(through))
     finally:
         worker.stop()
@@ -72,12 +74,10 @@ def measure_worker(report: Report, repeats: int) -> None:
     report.add(Line(f"{streams}: a token later than bare", (gaps["worker"] - gaps["bare"]) * 1e3, "ms", most=MOST_MS))
 
 
-def figures(answers: Sequence[Answer]) -> tuple[float, float]:
+def figures(times: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Tokens of all streams a second, and the mean gap of a stream in seconds."""
-    seconds = max(answer.times[-1] for answer in answers)
-    return sum(len(answer.times) for answer in answers) / seconds, statistics.fmean(
-        gap for answer in answers for gap in answer.gaps
-    )
+    gaps = [after - before for of_one in times for before, after in pairwise(of_one)]
+    return sum(map(len, times)) / max(of_one[-1] for of_one in times), statistics.fmean(gaps)
 
 
 def main() -> None:
