@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
@@ -61,22 +62,24 @@ class Answer:
         return self
 
 
-def request_of(prompt: Sequence[int] | str, max_tokens: int, salt: str = "") -> inference_pb2.GenerateRequest:
-    """Greedy, with exactly `max_tokens` tokens of output."""
-    request = inference_pb2.GenerateRequest(cache_salt=salt)
+def request_of(
+    prompt: Sequence[int] | str, max_tokens: int, temperature: float = 0.0, ignore_eos: bool = True, **fields: Any
+) -> inference_pb2.GenerateRequest:
+    """Greedy, with exactly `max_tokens` tokens of output, unless the arguments say otherwise."""
+    request = inference_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
-        request.text = prompt
+        request.chat.messages.add(role="user", content=prompt)
     else:
         request.token_ids.ids.extend(prompt)
-    request.sampling.temperature = 0.0
-    request.stop.max_tokens, request.stop.ignore_eos = max_tokens, True
+    request.sampling.temperature = temperature
+    request.stop.max_tokens, request.stop.ignore_eos = max_tokens, ignore_eos
     return request
 
 
 async def ask(
     client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float, start: float, salt: str = ""
 ) -> Answer:
-    return await Answer().receive(client, request_of(prompt, max_tokens, salt), timeout_s, start)
+    return await Answer().receive(client, request_of(prompt, max_tokens, cache_salt=salt), timeout_s, start)
 
 
 def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
