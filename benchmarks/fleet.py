@@ -72,7 +72,8 @@ async def ask(client: AsyncClient, request: GenerateRequest) -> Answer:
 
 
 def random_request(seed: int, prompt_tokens: int, output_tokens: int) -> GenerateRequest:
-    return request_of(*random_prompts(1, prompt_tokens, seed), output_tokens)
+    (prompt,) = random_prompts(1, prompt_tokens, seed)
+    return request_of(prompt, output_tokens)
 
 
 async def asked(part: Part, report: Report, repeats: int) -> None:

@@ -25,7 +25,6 @@ from benchmarks.dataplane import dynamo, load
 from benchmarks.dataplane.decisions import decisions
 from benchmarks.dataplane.dynamo import ANSWER_TOKENS, event_clients
 from benchmarks.dataplane.http2_load import Connection
-from benchmarks.dataplane.http_ages import http_ages
 from benchmarks.dataplane.http_load import Refused
 from benchmarks.dataplane.load import Counter, Measured
 from benchmarks.report import Line, Report, parser_of, percentile, run_parts
@@ -163,7 +162,7 @@ def ages(report: Report, repeats: int) -> None:
     for _ in range(repeats):
         with one_router(CALM_STEP_S) as router:
             found["gRPC"].append(streams_of(router, FEW_STREAMS).ages_s)
-            found["HTTP"].append(http_ages(PORT, MODEL, router.address, FEW_STREAMS, MEASURE_S))
+            found["HTTP"].append(load.http_ages(PORT, MODEL, router.address, FEW_STREAMS, MEASURE_S))
         found[BARE].append(bare_grpc(CALM_STEP_S, FEW_STREAMS).ages_s)
     for name, share, most in (("p50", 0.50, 1.0), ("p99", 0.99, 5.0)):
         ms = {way: 1e3 * statistics.median(percentile(run, share) for run in runs) for way, runs in found.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -172,6 +173,37 @@ def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: f
             num_ended += len(connection.ended)
             connection.ended.clear()
     return num_ended, time.perf_counter() - start
+
+
+def completions(port: int, model: str, count: int, max_tokens: int, times: list[float] | None) -> list[HttpStream]:
+    """Streams on connections of their own. `times`: where to note the arrivals of their tokens."""
+    body = {"model": model, "prompt": PROMPT, "seed": 1}
+    streams = [HttpStream(port, "/v1/completions", body, times=times) for _ in range(count)]
+    for stream in streams:
+        stream.send(max_tokens)
+    return streams
+
+
+def http_ages(port: int, model: str, router: str, num_streams: int, seconds: float) -> list[float]:
+    """The ages of tokens over HTTP: seconds from sampling to arrival.
+
+    All sequences of a step sample at the same time. A probe, one direct call of the same router, gets the ids of its
+    tokens, which tell when they were sampled (benchmarks/sleeping_runner.py). So the age of a token of another stream
+    is the time from the newest known step to its arrival; the steps are further apart than any token is old.
+    """
+    probe = Counter(tokens_of_response)
+    direct = Connection(router, probe.take)
+    direct.call(GENERATE, generate_request(ENDLESS))
+    receive_for([direct], FIRST_MESSAGES_TIMEOUT_S, lambda: probe.num_messages > 0)
+    probe.keep = True
+    times: list[float] = []
+    streams = completions(port, model, num_streams, ENDLESS, times)
+    receive_for([*streams, direct], seconds / 2)
+    times.clear()
+    receive_for([*streams, direct], seconds)
+    close([*streams, direct])
+    sampled = sorted(at - age_s(token_id, at) for at, ids in probe.tokens() for token_id in ids)
+    return [at - sampled[index - 1] for at in times if 0 < (index := bisect_right(sampled, at)) < len(sampled)]
 
 
 def close(connections: Sequence[Connection | HttpStream]) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
 from benchmarks.gpu_sections.http_client import Received, Server
 from benchmarks.gpu_sections.section import Section
-from benchmarks.gpu_sections.vllm_model import RANDOM_WEIGHTS, write_model
+from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
 from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from cli.diagnosis.vllm_environment import python_of

@@ -6,8 +6,7 @@ import contextlib
 
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import Connection, receive_for
-from benchmarks.dataplane.http_ages import completions
-from benchmarks.dataplane.load import Counter
+from benchmarks.dataplane.load import Counter, completions
 from benchmarks.service import MODEL, Role, config_with, cores, running
 from tests.support.ports import kept_port
 
