@@ -198,11 +198,12 @@ def serving(command: Sequence[str | Path], ready: str, environment: Mapping[str,
         """Read to the end: a full pipe would stop the server."""
         nonlocal is_ready
         assert process.stdout is not None
-        for line in process.stdout:
-            last_lines.append(line.strip())
-            if re.search(ready, line):
-                is_ready = True
-                started.set()
+        with process.stdout as output:
+            for line in output:
+                last_lines.append(line.strip())
+                if re.search(ready, line):
+                    is_ready = True
+                    started.set()
         started.set()
 
     reader = threading.Thread(target=follow, daemon=True)

@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 OUTPUT_DIR = Path("build/bench")
+FOLLOWING = ("ratio", "share_of_floor", "holds")  # from the fields of a line
 DURATIONS = ("s", "ms", "us")
 COLUMNS = ("measure", "value", "peer", "times the peer's speed", "share of the floor", "goal", "")
 
@@ -136,7 +136,8 @@ class Report:
     def _save(self) -> Path:
         OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
         output = OUTPUT_DIR / f"{self.name}.json"
-        content = {"lines": [line_json(line) for line in self.lines], "failed": self.failed}
+        lines = [asdict(line) | {name: getattr(line, name) for name in FOLLOWING} for line in self.lines]
+        content = {"lines": lines, "failed": self.failed}
         output.write_text(json.dumps(self._circumstances | content, indent=1) + "\n", encoding="utf-8")
         failed = [[name, f"failed: {why}", *[""] * (len(COLUMNS) - 2)] for name, why in self.failed.items()]
         text = table(COLUMNS, [*(line.row() for line in self.lines), *failed])
@@ -160,11 +161,6 @@ def run_parts(report: Report, parts: Mapping[str, Callable[[], None]], wanted: S
         with report.section(name):
             parts[name]()
     report.write()
-
-
-def line_json(line: Line) -> dict[str, Any]:
-    """The fields, and what follows from them."""
-    return asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
