@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from tandem_client import AsyncClient, CallFailed
@@ -80,6 +80,12 @@ async def ask(
     client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float, start: float, salt: str = ""
 ) -> Answer:
     return await Answer().receive(client, request_of(prompt, max_tokens, cache_salt=salt), timeout_s, start)
+
+
+def arrivals(rate: float, count: int) -> list[float]:
+    """Random times, `rate` a second: the same ones for every system and repeat."""
+    chance = random.Random(f"arrivals at {rate:g}")
+    return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
 def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:

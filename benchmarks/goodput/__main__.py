@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 from collections import defaultdict
@@ -32,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.asking import Answer
+from benchmarks.asking import Answer, arrivals
 from benchmarks.goodput.systems import Row, System, fleet, vllm
 from benchmarks.report import Line, Report, number, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
@@ -112,13 +111,8 @@ def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
 
 
 def row_at(rate: float, trace: Sequence[TraceRequest]) -> Row:
-    """Poisson arrivals, equal for every system and repeat."""
-    chance, now = random.Random(f"arrivals at {rate:g}"), 0.0
-    requests = []
-    for request in trace:
-        now += chance.expovariate(rate)
-        requests.append(replace(request, arrives_at=now))
-    return Row(requests, now + TAIL_S)
+    times = arrivals(rate, len(trace))
+    return Row([replace(request, arrives_at=at) for request, at in zip(trace, times, strict=True)], times[-1] + TAIL_S)
 
 
 def alone_s(system: System, request: TraceRequest) -> float:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.asking import arrivals
 from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
 from benchmarks.gpu_sections.http_client import Received, Server
 from benchmarks.gpu_sections.section import Section
@@ -220,18 +221,15 @@ class Comparison:
 
     async def _measure_load(self, system: System, server: Server, rate: float) -> None:
         sizes = self._sizes
-        chance, at, arrivals = random.Random(f"arrivals at {rate:g}"), 0.0, []
-        for _ in range(round(rate * sizes.load_s)):
-            at += chance.expovariate(rate)
-            arrivals.append(at)
-        prompts = [sizes.random_prompt(sizes.prompt, f"load {rate:g} {number}") for number in range(len(arrivals))]
+        times = arrivals(rate, round(rate * sizes.load_s))
+        prompts = [sizes.random_prompt(sizes.prompt, f"load {rate:g} {number}") for number in range(len(times))]
         start = time.perf_counter()
 
         async def one(arrives_at: float, prompt: Sequence[int]) -> Received:
             await asyncio.sleep(start + arrives_at - time.perf_counter())
             return await server.ask(prompt, sizes.output)
 
-        answers = await asyncio.gather(*map(one, arrivals, prompts))
+        answers = await asyncio.gather(*map(one, times, prompts))
         seconds = time.perf_counter() - start
         self._report_load(system, rate, answers, seconds)
 
