@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.service import Role, ServiceProcess
+from benchmarks.service import Role, ServiceProcess, Tables, config_with
 from cli.compose import build_router
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig, from_mapping
@@ -29,19 +29,13 @@ from tests.support.waiting import until
 DRAIN_S = 120.0
 BLOCK_SIZE = 32
 LEASE_S = 5.0
-Tables = Mapping[str, Mapping[str, Any]]
 # Without compilation a start takes 35 s on a core of its own, not minutes.
-CONFIG: dict[str, dict[str, Any]] = {
+CONFIG: Tables = {
     "engine": {"name": "vllm", "model": str(default_model_dir()), "dtype": "float32", "kv_memory_mb": 1024},
     "vllm": {"args": ["--enforce-eager", "--block-size", str(BLOCK_SIZE)], "lease_s": LEASE_S},
     "router": {"port": 0, "worker_wait_s": 60.0},
     "gateway": {"port": 0},
 }
-
-
-def configured(changes: Tables) -> dict[str, dict[str, Any]]:
-    """`CONFIG` with other options."""
-    return {name: {**CONFIG.get(name, {}), **changes.get(name, {})} for name in {**CONFIG, **changes}}
 
 
 def require_vllm() -> None:
@@ -92,16 +86,16 @@ def started_workers(
 ) -> Iterator[dict[str, VllmProcess]]:
     """Start workers of (role, ordinal) beside each other, each on one core in turn. Each writes a log of its own.
 
-    `engines_alone`: their engines without workers, which serve on Unix sockets. `changes`: as in `configured`.
+    `engines_alone`: their engines without workers, each on a Unix socket. `changes`: as in `config_with`.
     """
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         processes: dict[str, VllmProcess] = {}
+        config = config_with(CONFIG, **changes)
+        builder = "tests.support.engine_relay:EngineServer" if engines_alone else ""
         for number, (name, ordinal) in enumerate(places):
-            role = Role(
-                name, ordinal=ordinal, config=configured(changes), cores=(cores[number % len(cores)],), step_s=None,
-                builder="tests.support.engine_relay:EngineServer" if engines_alone else "",
-            )  # fmt: skip
+            core = cores[number % len(cores)]
+            role = Role(name, ordinal=ordinal, config=config, cores=(core,), builder=builder, step_s=None)
             process = processes[f"{name}-{ordinal}"] = VllmProcess(role, log_dir / f"{name}-{ordinal}.log")
             stack.callback(process.stop)
         for process in processes.values():
@@ -111,10 +105,10 @@ def started_workers(
 
 @contextlib.asynccontextmanager
 async def routed(
-    workers: Sequence[VllmProcess], engine: Mapping[str, Any] = CONFIG["engine"], **router: Any
+    workers: Sequence[VllmProcess], engine: Tables = CONFIG["engine"], **router: Any
 ) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
     """A client of a new router for these workers."""
-    service = build_router(from_mapping(configured({"engine": engine, "router": router})), place(0))
+    service = build_router(from_mapping(config_with(CONFIG, engine=engine, router=router)), place(0))
     endpoint = await service.start()
     try:
         await service.set_workers([worker.endpoint for worker in workers])
