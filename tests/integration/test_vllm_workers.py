@@ -29,7 +29,7 @@ from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import make_request
 from tests.support.gateway import serving_gateway
-from tests.support.vllm_workers import FakeFleet, deploy_fakes, expected
+from tests.support.vllm_workers import FakeEngineFleet, deploy_fakes, expected
 from tests.support.waiting import until
 from vllm_worker.fake_engine import ADAPTERS, FakeEngine
 
@@ -120,7 +120,7 @@ async def test_a_prompt_without_a_prefill_worker_runs_on_the_decode_worker() -> 
         assert answer.path == "local"
 
 
-async def _answers(fleet: FakeFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
+async def _answers(fleet: FakeEngineFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
     """Half of them sampled."""
     calls = [
         fleet.generate([*PROMPT, place], max_tokens, **({} if place % 2 else {"temperature": 1.0, "seed": place}))
@@ -247,7 +247,7 @@ CHAT: dict[str, Any] = {"model": "fake:tiny", "messages": [{"role": "user", "con
 
 
 @contextlib.asynccontextmanager
-async def openai_client(fleet: FakeFleet) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(fleet: FakeEngineFleet) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving_gateway(Fleets([fleet.router.calls])) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client,
@@ -302,7 +302,7 @@ async def test_a_worker_that_lacks_an_adapter_leaves_the_request_to_another_one(
         ]
 
 
-async def _infer(fleet: FakeFleet, model: str) -> tuple[int, ...]:
+async def _infer(fleet: FakeEngineFleet, model: str) -> tuple[int, ...]:
     request = kserve_pb2.ModelInferRequest(model_name=model)
     tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[1, len(PROMPT)])
     tensor.contents.int_contents.extend(PROMPT)
