@@ -44,6 +44,7 @@ from kv_transfer.protocol.events import (
     OfferEnded,
     PullCompleted,
     PullFailed,
+    PullGivenUp,
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.transport import PoolMemory
@@ -210,7 +211,7 @@ class Side:
     def _perform(self, action: Any) -> None:
         if isinstance(action, PullCompleted | PullFailed | OfferEnded):
             self._ended.set_result(action)
-        elif not isinstance(action, CaughtUp):  # which only a move waits for
+        elif not isinstance(action, CaughtUp | PullGivenUp):  # of a move; before a `PullFailed`
             self._actions.append(action)
 
     def _flush(self) -> None:
