@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.planner.sizings import fleet_config
 from benchmarks.report import Report, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
-from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
 from router.routing.policy import Candidate, Option, RoutingQuestion, SecondsPolicy, prefix_read
@@ -110,26 +110,12 @@ class PrefixRun:
     def config(self) -> ReplayConfig:
         name, _, load, speed_gb, pools = self.setting
         model, is_endless = model_of(name, self.traces), self.policy == INFINITE
-        config = ReplayConfig(
-            num_prefill=NUM_WORKERS,
-            num_decode=NUM_WORKERS,
-            layout=model.layout,
-            load=load,
-            seed=self.seed,
-            prefill_cost=model.cost,
-            decode_cost=model.cost,
-            link=LinkCost(ENDLESS_BYTES_PER_S if is_endless else speed_gb * 1e9, LATENCY_S),
-            slo_ttft_s=model.slo_ttft_s,
-            slo_tpot_s=model.slo_tpot_s,
-            router=RouterConfig(
-                max_in_flight_per_worker=1024,
-                slo_ttft_ms=model.slo_ttft_s * 1e3,
-                peer_prefixes="never" if self.policy == NEVER else "auto",
-            ),
-            scheduler=SchedulerConfig(
-                max_batched_tokens=8192, max_running=256, max_waiting=4096, slo_itl_ms=model.slo_tpot_s * 1e3
-            ),
-        )
+        link = LinkCost(ENDLESS_BYTES_PER_S if is_endless else speed_gb * 1e9, LATENCY_S)
+        config = fleet_config(
+            NUM_WORKERS, NUM_WORKERS, model.cost, model.slo_ttft_s, model.slo_tpot_s,
+            layout=model.layout, load=load, seed=self.seed, link=link,
+        )  # fmt: skip
+        config = replace(config, router=replace(config.router, peer_prefixes=NEVER if self.policy == NEVER else "auto"))
         config = replace(
             config,
             prefill_pool_tokens=int(config.prefill_pool_tokens * pools),
