@@ -4,22 +4,24 @@
     distserve   R1: the best placement of OPT-13B, and its rate
     dynamo      R3 b: one H100 beside 1P1D with ten requests at once, from Dynamo's guide
     vllm        R3 a: two replicas beside 1P1D at 3.6 requests/s
-    live        both shapes of two workers of this machine, predicted and then measured: only where it is named
+    live        two fleets of this machine, predicted and then measured: 10 minutes, so only where it is named
 
-`python -m benchmarks.advise` prints one table in Markdown for each, misses included.
+Each is one table, misses included.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from benchmarks.advise_live import live
+from benchmarks.report import Report, parser_of, run_parts
 from core.cost.step_cost import StepCost
 from simulator.advice.goodput import Load, Search, Slo
-from simulator.advice.pools import Fleet, Job, Served
+from simulator.advice.pools import Fleet, Job
 from simulator.advice.shapes import CostModel, Scenario, Shape
 from simulator.calibration.costs import Costs, built_in_widths
 from simulator.replay.replay import Replay
@@ -41,9 +43,8 @@ def relative(ours: float, theirs: float) -> str:
 # ---- the production machines
 
 
-def machines() -> Iterator[str]:
-    yield "| shape | requests/s | TTFT p50, machines | coarse | TPOT p50, machines | coarse |"
-    yield "|---|---|---|---|---|---|"
+def machines(report: Report) -> None:
+    rows = []
     workload = synthetic(Synthetic(num_requests=500, prompt_tokens=2000, output_tokens=200))
     for num_prefill, num_decode in ((2, 2), (0, 4)):
         for rate in (8.0, 16.0, 24.0, 32.0):
@@ -55,19 +56,15 @@ def machines() -> Iterator[str]:
             coarse = H100_8B.fleet(shape, AS_IT_IS).run(jobs, [one.arrives_at for one in replay.trace])
             exact = replay.run()
             ttft_s, tpot_s = percentile(exact.ttft_s, 50), percentile(exact.tpot_s, 50)
-            yield (
-                f"| {num_prefill}P{num_decode}D | {rate:g} "
-                f"| {ttft_s * 1e3:.0f} ms | {relative(ttft_of(coarse, 50), ttft_s)} "
-                f"| {tpot_s * 1e3:.1f} ms | {relative(tpot_of(coarse, 50), tpot_s)} |"
-            )
-
-
-def ttft_of(served: Sequence[Served], percent: float) -> float:
-    return percentile(rising(one.ttft_s for one in served), percent)
-
-
-def tpot_of(served: Sequence[Served], percent: float) -> float:
-    return percentile(rising(one.tpot_s for one in served), percent)
+            coarse_ttft_s = percentile(rising(one.ttft_s for one in coarse), 50)
+            coarse_tpot_s = percentile(rising(one.tpot_s for one in coarse), 50)
+            rows.append(
+                (
+                    f"{num_prefill}P{num_decode}D", f"{rate:g}", f"{ttft_s * 1e3:.0f} ms",
+                    relative(coarse_ttft_s, ttft_s), f"{tpot_s * 1e3:.1f} ms", relative(coarse_tpot_s, tpot_s),
+                )
+            )  # fmt: skip
+    report.add_table(("shape", "requests/s", "TTFT p50, machines", "coarse", "TPOT p50, machines", "coarse"), rows)
 
 
 # ---- DistServe
@@ -103,9 +100,8 @@ def sharegpt_like(num_requests: int, sigma: float) -> Load:
     return Load("like ShareGPT", jobs, (), None)
 
 
-def distserve() -> Iterator[str]:
-    yield "| sigma of the lengths | best placement | requests/s and GPU | prefill 2, decode 1 | beside 1.5625 |"
-    yield "|---|---|---|---|---|"
+def distserve(report: Report) -> None:
+    rows = []
     for sigma in (0.6, 0.8, 1.0):
         search = Search(sharegpt_like(3000, sigma), distserve_model(), Slo(0.2, 0.1))
         rates = {
@@ -119,10 +115,11 @@ def distserve() -> Iterator[str]:
         }
         best = max(rates, key=lambda placement: rates[placement])
         there = rates[PUBLISHED_PLACEMENT]
-        yield (
-            f"| {sigma:g} | prefill {best[0]}, decode {best[1]} | {rates[best]:.2f} | {there:.2f} "
-            f"| {relative(there, PUBLISHED_RATE)} |"
-        )
+        placement = f"prefill {best[0]}, decode {best[1]}"
+        rows.append((f"{sigma:g}", placement, f"{rates[best]:.2f}", f"{there:.2f}", relative(there, PUBLISHED_RATE)))
+    report.add_table(
+        ("sigma of the lengths", "best placement", "requests/s and GPU", "prefill 2, decode 1", "beside 1.5625"), rows
+    )
 
 
 # ---- Dynamo's guide, and vLLM's pull request
@@ -156,9 +153,8 @@ def closed_loop(fleet: Fleet, job: Job, concurrency: int, num_requests: int) -> 
     return num_requests * job.num_output_tokens / lasts_s, statistics.fmean(one.tpot_s or 0.0 for one in fleet.served)
 
 
-def dynamo() -> Iterator[str]:
-    yield "| prompt | published: throughput, ITL | beside one undivided GPU | beside two | tokens/s of one, of 1P1D |"
-    yield "|---|---|---|---|---|"
+def dynamo(report: Report) -> None:
+    rows = []
     slow_link = EFA_GB * 1e9 / H100_8B.widths[1].link.bytes_per_s
     for point in GUIDE:
         job = Job(point.num_prompt_tokens, 0, 50)
@@ -169,12 +165,14 @@ def dynamo() -> Iterator[str]:
         cells = [f"{relative(split[0], rival[0])}, {relative(split[1], rival[1])}" for rival in (one, two)]
         published = f"{point.throughput:+.0%}, {point.gap:+.0%}"
         rates = f"{one[0]:.0f}, {split[0]:.0f}"
-        yield f"| {point.num_prompt_tokens:,} | {published} | {cells[0]} | {cells[1]} | {rates} |"
+        rows.append((f"{point.num_prompt_tokens:,}", published, *cells, rates))
+    report.add_table(
+        ("prompt", "published: throughput, ITL", "beside one undivided GPU", "beside two", "tokens/s of one, of 1P1D"),
+        rows,
+    )
 
 
-def vllm() -> Iterator[str]:
-    yield "| | published | predicted |"
-    yield "|---|---|---|"
+def vllm(report: Report) -> None:
     tokens, tails = [], []
     for shape in (TWO, SPLIT):
         fleet = H100_8B.fleet(shape, AS_IT_IS)
@@ -182,8 +180,13 @@ def vllm() -> Iterator[str]:
         tokens.append(200 * 200 / max(one.ended_at for one in served))
         gaps = sorted(gap for worker in (*fleet.first, *fleet.decode) for gap in worker.gaps)
         tails.append(tail(gaps))
-    yield f"| output tokens/s by 1P1D | +40% | {relative(tokens[1], tokens[0])} |"
-    yield f"| p99 ITL, times lower | 8 | {tails[0] / tails[1]:.1f} |"
+    report.add_table(
+        ("", "published", "predicted"),
+        [
+            ("output tokens/s by 1P1D", "+40%", relative(tokens[1], tokens[0])),
+            ("p99 ITL, times lower", 8, f"{tails[0] / tails[1]:.1f}"),
+        ],
+    )
 
 
 def tail(gaps: Sequence[tuple[float, int]]) -> float:
@@ -196,23 +199,14 @@ def tail(gaps: Sequence[tuple[float, int]]) -> float:
     return gaps[-1][0]
 
 
-PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm)}
-LIVE = "live"
-
-
-def _live() -> Iterator[str]:
-    from benchmarks.advise_live import live
-
-    return live()
+PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm, live)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, LIVE], default=list(PARTS))
-    for name in parser.parse_args().parts:
-        print(f"\n{name}\n", flush=True)
-        for line in _live() if name == LIVE else PARTS[name]():
-            print(line, flush=True)
+    report, parser = Report("advise"), parser_of(__doc__, tuple(PARTS))
+    parser.set_defaults(parts=[name for name in PARTS if name != live.__name__])
+    wanted = parser.parse_args().parts
+    run_parts(report, {name: partial(part, report) for name, part in PARTS.items()}, wanted)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.advise import AS_IT_IS, relative, tpot_of, ttft_of
 from benchmarks.goodput.__main__ import SHAPES, Limits, alone_s, row_at, started, summarise
 from benchmarks.goodput.systems import ADDRESS, KV_MEMORY_MB
+from benchmarks.report import Report
 from benchmarks.traces import CONVERSATION, TRACES
 from simulator.advice.goodput import BLOCK_SIZE
 from simulator.advice.pools import Job, Served
-from simulator.advice.shapes import CostModel, Shape
+from simulator.advice.shapes import CostModel, Scenario, Shape
 from simulator.calibration.costs import read_costs
-from simulator.replay.replay_result import goodput90
+from simulator.replay.replay_result import goodput90, percentile, rising
 from simulator.replay.trace import TraceRequest, cached_tokens
 from simulator.replay.workloads import mooncake
 
@@ -31,14 +31,11 @@ TPOT_LIMIT_S, TTFT_FACTOR = 0.1, 1.5
 LONGEST_PROMPT, LARGEST_BATCH = 1024, 16
 
 
-def live() -> Iterator[str]:
+def live(report: Report) -> None:
     trace = mooncake(TRACES / CONVERSATION, NUM_REQUESTS, INPUT_DIVISOR, OUTPUT_DIVISOR).requests
     model, limits = _calibrated(trace)
-    yield f"TTFT within {limits.ttft_s * 1e3:.0f} ms, TPOT within {limits.tpot_s * 1e3:.0f} ms"
-    yield ""
-    yield "| shape | requests/s | inside, predicted | measured | TTFT p50, predicted | measured | TPOT p50 | measured |"
-    yield "|---|---|---|---|---|---|---|---|"
-    sweeps = []
+    report.say(f"TTFT within {limits.ttft_s * 1e3:.0f} ms, TPOT within {limits.tpot_s * 1e3:.0f} ms")
+    rows, sweeps = [], []
     for name, (num_prefill, num_decode) in SHAPES.items():
         budget = model.widths[1].max_step_tokens
         shape = Shape(num_prefill, 1, budget, num_decode) if num_prefill else Shape(num_decode, 1, budget)
@@ -52,17 +49,21 @@ def live() -> Iterator[str]:
                 inside = sum(one.within(limits.ttft_s, limits.tpot_s) for one in served) / len(served)
                 predicted.append((rate, inside))
                 measured.append((rate, result.attainment))
-                yield (
-                    f"| {name} | {rate:g} | {inside:.2f} | {result.attainment:.2f} "
-                    f"| {ttft_of(served, 50) * 1e3:.0f} ms | {result.ttft_p50 * 1e3:.0f} ms "
-                    f"| {tpot_of(served, 50) * 1e3:.1f} ms | {result.tpot_p50 * 1e3:.1f} ms |"
-                )
-        sweeps.append((name, goodput90(predicted), goodput90(measured)))
-    yield ""
-    yield "| shape | goodput, predicted | measured | off by |"
-    yield "|---|---|---|---|"
-    for name, ours, theirs in sweeps:
-        yield f"| {name} | {ours:.2f}/s | {theirs:.2f}/s | {relative(ours, theirs) if theirs else 'no rate holds'} |"
+                rows.append((
+                    name, f"{rate:g}", f"{inside:.2f}", f"{result.attainment:.2f}",
+                    f"{percentile(rising(one.ttft_s for one in served), 50) * 1e3:.0f} ms",
+                    f"{result.ttft_p50 * 1e3:.0f} ms",
+                    f"{percentile(rising(one.tpot_s for one in served), 50) * 1e3:.1f} ms",
+                    f"{result.tpot_p50 * 1e3:.1f} ms",
+                ))  # fmt: skip
+        ours, theirs = goodput90(predicted), goodput90(measured)
+        off = f"{ours / theirs - 1:+.0%}" if theirs else "no rate holds"
+        sweeps.append((name, f"{ours:.2f}/s", f"{theirs:.2f}/s", off))
+    report.add_table(
+        ("shape", "requests/s", "inside, predicted", "measured", "TTFT p50, predicted", "measured",
+         "TPOT p50, predicted", "measured"), rows,
+    )  # fmt: skip
+    report.add_table(("shape", "goodput, predicted", "measured", "off by"), sweeps)
 
 
 def _calibrated(trace: Sequence[TraceRequest]) -> tuple[CostModel, Limits]:
@@ -86,4 +87,4 @@ def _calibrated(trace: Sequence[TraceRequest]) -> tuple[CostModel, Limits]:
 def _predicted(model: CostModel, shape: Shape, requests: Sequence[TraceRequest]) -> list[Served]:
     hits = cached_tokens(requests, BLOCK_SIZE)
     jobs = [Job(one.num_tokens, cached, one.num_output_tokens) for one, cached in zip(requests, hits, strict=True)]
-    return model.fleet(shape, AS_IT_IS).run(jobs, [one.arrives_at for one in requests])
+    return model.fleet(shape, Scenario("as modelled")).run(jobs, [one.arrives_at for one in requests])

@@ -1,5 +1,5 @@
-"""The load of every benchmark that has few streams: requests over the public gRPC API, or to one decode worker as a
-router, and the times of their tokens. Loads of many streams are in benchmarks/dataplane/load.py, which only counts.
+"""The load of every benchmark that has few streams: requests over the public gRPC API, and the times of their tokens.
+Loads of many streams, and of one worker, are in benchmarks/dataplane/load.py, which only counts.
 
 TTFT = the first time; TPOT = (last - first) / (n - 1).
 """
@@ -9,22 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
-import grpc.aio
-
-from core.request import Request, SamplingParams
-from core.scheduling.worker_load import CallId
-from protos import codec
-from runtime.rpc.grpc_server import open_channel
 from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem_client.stubs import inference_pb2
 
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
-MAX_MESSAGE_BYTES = 4 << 20
-WORKER_TIMEOUT_S = 300.0
 BEGUN_TOKENS = 8  # an answer with more of them has begun
 
 
@@ -69,70 +62,32 @@ class Answer:
         return self
 
 
-def request_of(prompt: Sequence[int] | str, max_tokens: int, salt: str = "") -> inference_pb2.GenerateRequest:
-    """Greedy, with exactly `max_tokens` tokens of output."""
-    request = inference_pb2.GenerateRequest(cache_salt=salt)
+def request_of(
+    prompt: Sequence[int] | str, max_tokens: int, temperature: float = 0.0, ignore_eos: bool = True, **fields: Any
+) -> inference_pb2.GenerateRequest:
+    """Greedy, with exactly `max_tokens` tokens of output, unless the arguments say otherwise."""
+    request = inference_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
-        request.text = prompt
+        request.chat.messages.add(role="user", content=prompt)
     else:
         request.token_ids.ids.extend(prompt)
-    request.sampling.temperature = 0.0
-    request.stop.max_tokens, request.stop.ignore_eos = max_tokens, True
+    request.sampling.temperature = temperature
+    request.stop.max_tokens, request.stop.ignore_eos = max_tokens, ignore_eos
     return request
 
 
 async def ask(
     client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float, start: float, salt: str = ""
 ) -> Answer:
-    return await Answer().receive(client, request_of(prompt, max_tokens, salt), timeout_s, start)
+    return await Answer().receive(client, request_of(prompt, max_tokens, cache_salt=salt), timeout_s, start)
+
+
+def arrivals(rate: float, count: int) -> list[float]:
+    """Random times, `rate` a second: the same ones for every system and repeat."""
+    chance = random.Random(f"arrivals at {rate:g}")
+    return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
 def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(num_tokens)] for _ in range(count)]
-
-
-async def ask_worker(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-    """All calls at once, as a router makes them, and without guesses. The times count from the first call."""
-    channel = open_channel(address, MAX_MESSAGE_BYTES)
-    stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
-    tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=1))
-    answers = [Answer() for _ in prompts]
-    is_open, complete = asyncio.Event(), asyncio.get_running_loop().create_future()
-
-    async def or_fail(work: Awaitable[None]) -> None:
-        try:
-            await work
-        except grpc.aio.AioRpcError as error:
-            if not complete.done():
-                complete.set_exception(error)
-
-    async def read_tokens() -> None:
-        async for message in tokens:
-            is_open.set()
-            now = time.perf_counter() - start
-            for call in message.calls:
-                answers[call - 1].times.append(now)
-            if not complete.done() and all(len(answer.times) == max_tokens for answer in answers):
-                complete.set_result(None)
-
-    async def one(number: int, prompt: Sequence[int]) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, speculation=False)
-        request = Request(f"r{number}", tuple(prompt), len(prompt), sampling)
-        sequence = codec.encode_sequence(request, CallId("benchmark", number))
-        await stub.Decode(worker_pb2.DecodeRequest(sequence=sequence, stream_id=1), timeout=WORKER_TIMEOUT_S)
-
-    start = time.perf_counter()
-    tasks = [asyncio.create_task(or_fail(read_tokens()))]
-    try:
-        await asyncio.wait_for(is_open.wait(), WORKER_TIMEOUT_S)
-        start = time.perf_counter()
-        tasks += [asyncio.create_task(or_fail(one(number, prompt))) for number, prompt in enumerate(prompts, 1)]
-        await asyncio.wait_for(complete, WORKER_TIMEOUT_S)
-        await asyncio.wait(tasks[1:], timeout=WORKER_TIMEOUT_S)  # until a call ends, its id is taken
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await channel.close(None)
-    return answers

@@ -27,7 +27,7 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
-from benchmarks.hf_config import hf_config
+from benchmarks.hf_model import hf_config
 from cli.diagnosis.vllm_environment import TRANSFER_PACKAGES, VLLM_VERSION, WIRE_PACKAGES, default_model_dir, vllm_dir
 from engine.weights import load_weights
 from model_files.catalogue import default_cache_dir

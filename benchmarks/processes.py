@@ -2,28 +2,35 @@
 
     ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
     background      runs a server to the end of the block
-    tandem          runs `tandem serve` from its ready line to the end of the block
+    serving         runs a server from its ready line to the end of the block; `tandem` runs `tandem serve`
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
-vLLM's environment imports it, too.
+vLLM's environment imports it, too. The tests use it for the processes of their fleets.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+START_TIMEOUT_S = 600.0  # until a program is ready: a vLLM engine may compile its model
 STOP_TIMEOUT_S = 20.0
-SERVER_STOP_TIMEOUT_S = 300.0
-LAST_LINES = 5  # of the output of a program that ended
+SERVER_STOP_TIMEOUT_S = 120.0
+LAST_LINES = 8  # of the output of a program that ended
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,11 +48,13 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
         core: int | None = None,
+        log: IO[str] | None = None,
     ) -> None:
-        """`environment` is added to that of this process. `core`: None = where the scheduler puts the program."""
+        """`environment` is added to that of this process. `core`: None = where the scheduler puts the program. `log`:
+        takes its standard error, and is closed by `stop` unless it is that of this process; None = a temporary file."""
         self.name = name
         self._is_ready = False
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
+        self._log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
         pinned: list[str | Path] = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._process = subprocess.Popen(
             [*pinned, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -53,40 +62,56 @@ class ChildProcess:
         )  # fmt: skip
 
     @property
-    def process_id(self) -> int:
+    def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def call(self, do: str, **arguments: Any) -> Any:
         """The answer to a command. Raises `ChildEnded` where the program ends instead of answering."""
+        self.begin(do, **arguments)
+        return self.answer()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Send a command; `answer` takes its answer."""
         self.wait_until_ready()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_answer` finds the end of the program and reports why
+        with contextlib.suppress(BrokenPipeError):  # `answer` finds the end of the program and reports why
             self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
             self._process.stdin.flush()
-        return self._answer()
 
     def wait_until_ready(self) -> None:
-        """Raises `ChildEnded`."""
+        """Raises `ChildEnded`, also where the program takes longer than `START_TIMEOUT_S`."""
         if not self._is_ready:
-            self._answer()
+            limit = threading.Timer(START_TIMEOUT_S, self._process.kill)
+            limit.start()
+            try:
+                self.answer()
+            finally:
+                limit.cancel()
             self._is_ready = True
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            self._log.seek(0)
-            last_lines = self._log.read().strip().splitlines()[-LAST_LINES:]
+            last_lines = []
+            if self._log.readable():
+                self._log.seek(0)
+                last_lines = self._log.read().strip().splitlines()[-LAST_LINES:]
             raise ChildEnded(f"{self.name} ended: " + " | ".join(last_lines))
         return json.loads(line)
 
     def cpu_s(self) -> float:
-        return cpu_s(self.process_id)
+        return cpu_s(self.pid)
 
-    def kill(self) -> None:
+    def kill(self) -> int:
+        """Returns its exit code: -9, unless it has ended before."""
         self._process.kill()
-        self._process.wait()
+        return self._process.wait()
 
     def stop(self) -> None:
         """Close the input of the program, which ends it; kill it after `STOP_TIMEOUT_S`."""
@@ -96,7 +121,8 @@ class ChildProcess:
             self._process.stdin.close()
         end(self._process)
         self._process.stdout.close()
-        self._log.close()
+        if self._log is not sys.__stderr__:
+            self._log.close()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -132,6 +158,15 @@ def obey(target: Any, answers: TextIO) -> None:
         print(json.dumps(getattr(target, command.pop("do"))(**command)), file=answers)
 
 
+async def obey_on_loop(target: Any, answers: TextIO) -> None:
+    """As `obey`, on the loop of `target`. A command may be a coroutine; the next command waits for its end."""
+    print("{}", file=answers)  # ready
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        found = getattr(target, command.pop("do"))(**command)
+        print(json.dumps(await found if inspect.isawaitable(found) else found), file=answers)
+
+
 # ---- servers
 
 
@@ -148,27 +183,52 @@ def background(command: Sequence[str | Path], environment: Mapping[str, str], co
 
 
 @contextlib.contextmanager
-def tandem(port: int, *flags: str, config: str = "") -> Iterator[int]:
-    """Run `tandem serve` from its ready line to the end of the block; yields its process id.
+def serving(command: Sequence[str | Path], ready: str, environment: Mapping[str, str] = {}) -> Iterator[int]:
+    """Run a server and its children from the line of output that the pattern `ready` finds to the end of the block;
+    yields its process id. Raises `RuntimeError` with the last lines if it does not start within `START_TIMEOUT_S`."""
+    process = subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        process_group=0,
+    )  # fmt: skip
+    last_lines: deque[str] = deque(maxlen=LAST_LINES)
+    started = threading.Event()  # or the server has ended
+    is_ready = False
 
-    `config`: the text of its config file. Raises `RuntimeError` if the fleet does not start.
-    """
+    def follow() -> None:
+        """Read to the end: a full pipe would stop the server."""
+        nonlocal is_ready
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                last_lines.append(line.strip())
+                if re.search(ready, line):
+                    is_ready = True
+                    started.set()
+        started.set()
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    try:
+        started.wait(START_TIMEOUT_S)
+        if not is_ready:
+            raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
+        yield process.pid
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SERVER_STOP_TIMEOUT_S)
+        reader.join(STOP_TIMEOUT_S)  # until its children have ended, too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # an engine of vLLM must not keep the memory of the GPU
+        process.wait()
+
+
+@contextlib.contextmanager
+def tandem(port: int, *flags: str, config: str = "") -> Iterator[int]:
+    """Run `tandem serve` as `serving` does. `config`: the text of its config file."""
     command = [sys.executable, "-m", "cli.main", "serve", "--port", str(port), *flags]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(config)
         file.flush()
-        command += ["--config", file.name] if config else []
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            assert process.stdout is not None
-            last_line = ""
-            for line in process.stdout:
-                last_line = line.strip()
-                if last_line.startswith("serving "):
-                    break
-            else:
-                raise RuntimeError(f"tandem serve ended: {last_line}")
-            yield process.pid
-        finally:
-            process.terminate()
-            process.communicate(timeout=SERVER_STOP_TIMEOUT_S)
+        with serving([*command, *(["--config", file.name] if config else [])], "^serving ") as process_id:
+            yield process_id

@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 OUTPUT_DIR = Path("build/bench")
+FOLLOWING = ("ratio", "share_of_floor", "holds")  # from the fields of a line
 DURATIONS = ("s", "ms", "us")
 COLUMNS = ("measure", "value", "peer", "times the peer's speed", "share of the floor", "goal", "")
 
@@ -97,6 +97,7 @@ class Report:
         self.name = name
         self.lines: list[Line] = []
         self.failed: dict[str, str] = {}  # section -> why it has no more lines
+        self._tables: list[str] = []  # in Markdown, beside that of the lines
         self._circumstances = circumstances()
 
     def say(self, text: str) -> None:
@@ -105,6 +106,12 @@ class Report:
     def add(self, line: Line) -> None:
         self.lines.append(line)
         self.say(line.text())
+        self._save()
+
+    def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Figures that are read across, as those of several systems at one rate."""
+        self._tables.append(table(columns, [list(map(str, row)) for row in rows]))
+        self.say(f"\n{self._tables[-1]}")
         self._save()
 
     @contextlib.contextmanager
@@ -129,11 +136,12 @@ class Report:
     def _save(self) -> Path:
         OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
         output = OUTPUT_DIR / f"{self.name}.json"
-        content = {"lines": [line_json(line) for line in self.lines], "failed": self.failed}
+        lines = [asdict(line) | {name: getattr(line, name) for name in FOLLOWING} for line in self.lines]
+        content = {"lines": lines, "failed": self.failed}
         output.write_text(json.dumps(self._circumstances | content, indent=1) + "\n", encoding="utf-8")
         failed = [[name, f"failed: {why}", *[""] * (len(COLUMNS) - 2)] for name, why in self.failed.items()]
-        text = table([*(line.row() for line in self.lines), *failed])
-        output.with_suffix(".md").write_text(text, encoding="utf-8")
+        text = table(COLUMNS, [*(line.row() for line in self.lines), *failed])
+        output.with_suffix(".md").write_text("\n".join([text, *self._tables]).lstrip(), encoding="utf-8")
         return output
 
 
@@ -155,15 +163,10 @@ def run_parts(report: Report, parts: Mapping[str, Callable[[], None]], wanted: S
     report.write()
 
 
-def line_json(line: Line) -> dict[str, Any]:
-    """The fields, and what follows from them."""
-    return asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, without the columns that are empty in every row."""
-    used = [index for index in range(len(COLUMNS)) if any(row[index] for row in rows)]
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, without the columns that are empty in every row; empty without rows."""
+    used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *rows] if rows else []
     return "".join(f"| {' | '.join(line[index] for index in used)} |\n" for line in lines)
 
 

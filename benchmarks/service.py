@@ -1,9 +1,10 @@
-"""Measured services, each a process of its own: a decode or prefill worker, a router, or a bare gRPC server.
+"""Services, each a process of its own: a decode or prefill worker, a router, or a bare gRPC server.
 
-    benchmark: MeasuredProcess  --commands-->  `python -m benchmarks.service ROLE`: Service
+    benchmark or test: ServiceProcess  --commands-->  `python -m benchmarks.service ROLE`: HostedService
 
-All but the model is real: a step sleeps for `Role.step_s`, as on a GPU that leaves the cores to others. Workers and
-routers start as in a fleet, in a `ServiceHost` on uvloop.
+Workers and routers start as in a fleet, in a `ServiceHost` on uvloop. Benchmarks replace the model alone: a step sleeps
+for `Role.step_s`, as on a GPU that leaves the cores to others. The process ends with its standard input, or with its
+service. vLLM's environment runs this program, too.
 """
 
 from __future__ import annotations
@@ -16,95 +17,101 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, TextIO
 
 import grpc.aio
 import uvloop
 
-from benchmarks.processes import ChildProcess, obey, take_stdout
+from benchmarks.processes import ChildProcess, obey_on_loop, take_stdout
 from benchmarks.sleeping_runner import SleepingRunner, token_id_at
-from cli.compose import build_decode_worker, build_prefill_worker, build_router
-from core.config import (
-    CacheConfig,
-    EngineConfig,
-    GatewayConfig,
-    RouterConfig,
-    SchedulerConfig,
-    TandemConfig,
-    TransferConfig,
-)
+from core.config import TandemConfig, from_mapping
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from engine import factory
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
+from runtime.named_function import load_function
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK_SIZE = 16
 MAX_STREAMS = 1024
-CONFIG = TandemConfig(
-    engine=EngineConfig(block_size=BLOCK_SIZE),
-    scheduler=SchedulerConfig(max_batched_tokens=8192, max_running=MAX_STREAMS, max_waiting=MAX_STREAMS),
-    router=RouterConfig(port=0, max_queued=2 * MAX_STREAMS, max_in_flight_per_worker=MAX_STREAMS),
-)
-BUILDERS = {"decode": build_decode_worker, "prefill": build_prefill_worker, "router": build_router}
+MODEL = TandemConfig().engine.model
+Tables = dict[str, Any]  # of a config file
+CONFIG: Tables = {
+    "engine": {"block_size": BLOCK_SIZE},
+    "scheduler": {"max_batched_tokens": 8192, "max_running": MAX_STREAMS, "max_waiting": MAX_STREAMS},
+    "router": {"port": 0, "max_queued": 2 * MAX_STREAMS, "max_in_flight_per_worker": MAX_STREAMS},
+    "transfer": {"transport": "memory"},
+}
+MOVING = CONFIG | {"transfer": {}}  # KV moves over nixl with digests; the pools have the layout of the default model
+
+
+def config_with(base: Tables = CONFIG, **changes: Tables) -> Tables:
+    return base | {table: base.get(table, {}) | options for table, options in changes.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
     name: str  # "decode", "prefill", "router" or "bare"
-    core: int | None = None  # None: every core
+    core: int | None = None  # of the whole process; None: every core
     ordinal: int = 0
-    # Of a worker: the time of one step; None = the default model computes. Of a bare server: 0 = as fast as it can.
+    config: Tables = field(default_factory=lambda: CONFIG)
+    host: str = ""  # the address of its machine as peers reach it
+    cores: tuple[int, ...] = ()  # of its compute threads; empty = every core
+    builder: str = ""  # module:function that builds the service from config and placement; empty = that of `tandem`
+    # Of a worker: the time of one step; None = the model computes. Of a bare server: 0 = as fast as it can.
     step_s: float | None = 0.0
-    token_s: float = 0.0  # of a worker: what each prompt token adds to the time of a step
-    num_blocks: int = 65_536  # of a worker's pool
-    moves_kv: bool = False  # the pool has the layout of the default model, and its blocks move over nixl with digests
-    http_port: int = 0  # of a router; 0 = no HTTP
-    local_prefill: str = "auto"  # of a router
-    peer_prefixes: str = "never"  # of a router
-    disk_dir: str = ""  # of a worker: where its KV lies below the pool; empty = nowhere
+    token_s: float = 0.0  # of a worker that sleeps: what each prompt token adds to the time of a step
+    num_blocks: int = 65_536  # of the pool of a worker that sleeps
 
 
-# ---- the benchmark's side
+# ---- the side of the benchmark, or of the test
 
 
-class MeasuredProcess(ChildProcess):
-    def __init__(self, role: Role) -> None:
+class ServiceProcess(ChildProcess):
+    def __init__(
+        self,
+        role: Role,
+        prefix: Sequence[str | Path] = (),
+        python: Path = Path(sys.executable),
+        environment: Mapping[str, str] | None = None,
+        log: IO[str] | None = None,
+    ) -> None:
+        """`prefix`: of the command, such as `ip netns exec ...`."""
         self.role = role
         self.draining = False
-        command = [sys.executable, "-m", "benchmarks.service", json.dumps(asdict(role))]
-        super().__init__(f"{role.name}-{role.ordinal}", command, core=role.core)
+        command = [*prefix, python, "-m", "benchmarks.service", json.dumps(asdict(role))]
+        super().__init__(f"{role.name}-{role.ordinal}", command, environment, ROOT, role.core, log)
 
     @functools.cached_property
-    def endpoint(self) -> dict[str, str]:
-        """The id, the address and the role of its service."""
-        found: dict[str, str] = self.call("endpoint")
-        return found
+    def endpoint(self) -> Endpoint:
+        found = self.call("endpoint")
+        return Endpoint(**found | {"role": ServiceRole(found["role"])})
 
     @property
     def address(self) -> str:
-        return self.endpoint["address"]
+        return self.endpoint.address
 
-    def follow(self, workers: Sequence[MeasuredProcess]) -> None:
+    def follow(self, workers: Sequence[ServiceProcess | Endpoint]) -> None:
         """For a router: these are the workers of the fleet."""
-        self.call("follow", workers=[worker.endpoint | {"draining": worker.draining} for worker in workers])
-
-    def step_times(self) -> dict[str, float]:
-        """For a worker: seconds in steps and between steps, since the start."""
-        found: dict[str, float] = self.call("step_times")
-        return found
+        endpoints = [
+            worker if isinstance(worker, Endpoint) else replace(worker.endpoint, draining=worker.draining)
+            for worker in workers
+        ]
+        self.call("follow", workers=[asdict(endpoint) | {"role": endpoint.role.value} for endpoint in endpoints])
 
 
 @contextlib.contextmanager
-def running(*roles: Role) -> Iterator[list[MeasuredProcess]]:
+def running(*roles: Role) -> Iterator[list[ServiceProcess]]:
     with contextlib.ExitStack() as stack:
         processes = []
         for role in roles:
-            processes.append(MeasuredProcess(role))
+            processes.append(ServiceProcess(role))
             stack.callback(processes[-1].stop)
         for process in processes:
             process.wait_until_ready()
@@ -131,17 +138,30 @@ def pinned_to(core: int) -> Iterator[None]:
 # ---- the process of a service
 
 
-class BareInference(inference_pb2_grpc.InferenceServicer):
+class BareServer(inference_pb2_grpc.InferenceServicer):
     """The messages of a router without a router: what grpc.aio alone can send.
 
     With `step_s`, each call sends a message at the end of each step, and its token ids tell when that was.
     """
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, _: Placement) -> None:
         self._step_s = step_s
         self._step: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if step_s:
             self._stepping = asyncio.create_task(self._run_steps())
+
+    async def start(self) -> Endpoint:
+        self._server = grpc.aio.server()
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return Endpoint("bare", f"127.0.0.1:{port}", ServiceRole.ROUTER)
+
+    async def failed(self) -> BaseException:
+        return await asyncio.get_running_loop().create_future()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
 
     async def _run_steps(self) -> None:
         while True:
@@ -156,77 +176,76 @@ class BareInference(inference_pb2_grpc.InferenceServicer):
             await context.write(inference_pb2.GenerateResponse(tokens=chunk))
 
 
-async def start_bare(role: Role) -> Endpoint:
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(BareInference(role.step_s or 0.0), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    SERVERS.append(server)
-    return Endpoint("bare", f"127.0.0.1:{port}", ServiceRole.ROUTER)
-
-
-SERVERS: list[Any] = []  # a server that nothing refers to stops
-
-
-def build_sleeping_runner(role: Role, step_s: float) -> SleepingRunner:
-    info = describe(resolve_model(CONFIG.engine.model), CONFIG.engine.max_context)
-    num_layers, num_kv_heads, head_dim = (30, 3, 64) if role.moves_kv else (1, 1, 2)
-    layout = KVLayout(info.fingerprint, "bfloat16", num_layers, num_kv_heads, BLOCK_SIZE, head_dim)
+def build_sleeping_runner(role: Role, config: TandemConfig, step_s: float) -> SleepingRunner:
+    info = describe(resolve_model(config.engine.model), config.engine.max_context)
+    num_layers, num_kv_heads, head_dim = (1, 1, 2) if config.transfer.transport == "memory" else (30, 3, 64)
+    layout = KVLayout(info.fingerprint, "bfloat16", num_layers, num_kv_heads, config.engine.block_size, head_dim)
     return SleepingRunner(info, role.num_blocks, layout, step_s, role.token_s)
 
 
-async def start_service(host: ServiceHost, role: Role) -> Endpoint:
+def factory_of(role: Role) -> Any:
+    """Takes the placement, and returns the service."""
+    config = from_mapping(role.config)
+    if role.name == "bare":
+        return functools.partial(BareServer, role.step_s or 0.0)
     if (step_s := role.step_s) is not None:
-        factory.build_runner = lambda *_, **__: build_sleeping_runner(role, step_s)
-    transfer = TransferConfig() if role.moves_kv else TransferConfig(transport="memory")
-    cache = CacheConfig(disk_gb=2.0 if role.disk_dir else 0.0, disk_dir=role.disk_dir)
-    router = replace(CONFIG.router, local_prefill=role.local_prefill, peer_prefixes=role.peer_prefixes)
-    gateway = GatewayConfig(port=role.http_port)
-    config = replace(CONFIG, transfer=transfer, gateway=gateway, cache=cache, router=router)
-    placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, control=None)
-    endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], config)), placement)
-    if isinstance(endpoint, StartFault):
-        raise RuntimeError(endpoint.reason)
-    return replace(endpoint, role=ServiceRole(role.name))
+        factory.build_runner = lambda *_, **__: build_sleeping_runner(role, config, step_s)
+    composition = "cli.vllm" if config.engine.name == "vllm" and role.name != "router" else "cli.compose"
+    kind = "router" if role.name == "router" else f"{role.name}_worker"
+    return functools.partial(load_function("builder", role.builder or f"{composition}:build_{kind}"), config)
 
 
-class Service:
-    """Each public method is a command, called on a thread."""
+class HostedService:
+    """Each public method is a command."""
 
     def __init__(self, host: ServiceHost, endpoint: Endpoint) -> None:
-        self._host, self._endpoint, self._loop = host, endpoint, asyncio.get_running_loop()
+        self._host, self._endpoint = host, endpoint
 
-    def endpoint(self) -> dict[str, str]:
-        return {"id": self._endpoint.service_id, "address": self._endpoint.address, "role": self._endpoint.role.value}
+    @property
+    def _service(self) -> Any:
+        return self._host._service
 
-    def follow(self, workers: list[dict[str, Any]]) -> None:
-        followed = [Endpoint(w["id"], w["address"], ServiceRole(w["role"]), draining=w["draining"]) for w in workers]
-        self._wait(self._host.set_fleet(followed, routers=[]))
+    def endpoint(self) -> dict[str, Any]:
+        return asdict(self._endpoint) | {"role": self._endpoint.role.value}
 
-    def drain(self, timeout_s: float) -> None:
+    async def follow(self, workers: list[dict[str, Any]]) -> None:
+        await self._host.set_fleet([Endpoint(**one | {"role": ServiceRole(one["role"])}) for one in workers], [])
+
+    async def drain(self, timeout_s: float) -> None:
         """As the supervisor drains a worker."""
-        worker: Any = self._host._service
-        self._wait(worker.drain(timeout_s))
+        await self._service.drain(timeout_s)
 
     def step_times(self) -> dict[str, float]:
-        worker: Any = self._host._service
-        executor = worker._parts.executor
+        """Of a worker: seconds in steps and between steps, since the start."""
+        executor = self._service._parts.executor
         return {"step_s": executor.step_seconds, "idle_s": executor.idle_seconds}
 
     def counters(self) -> dict[str, float]:
-        worker: Any = self._host._service
-        load = worker._parts.machine.load()
+        load = self._service._parts.machine.load()
         return {"read_bytes": load.transferred_bytes, "disk_writes": load.num_disk_writes}
 
-    def _wait(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def apply(self, function: str, **arguments: Any) -> Any:
+        """Call module:function with the service, in its process."""
+        found = load_function("function", function)(self._service, **arguments)
+        return await found if asyncio.iscoroutine(found) else found
 
 
 async def serve(role: Role, answers: TextIO) -> None:
     host = ServiceHost()
-    endpoint = await (start_bare(role) if role.name == "bare" else start_service(host, role))
-    await asyncio.to_thread(obey, Service(host, endpoint), answers)
+    placement = Placement(
+        role.ordinal, role.host, address="", num_threads=1, control=None, cores=role.cores,
+        slot=f"{role.name}-{role.ordinal}",
+    )  # fmt: skip
+    endpoint = await host.start(pickle.dumps(factory_of(role)), placement)
+    if isinstance(endpoint, StartFault):
+        raise RuntimeError(endpoint.reason)
+    commands = asyncio.create_task(obey_on_loop(HostedService(host, endpoint), answers))
+    await asyncio.wait((commands, asyncio.create_task(host.wait())), return_when=asyncio.FIRST_COMPLETED)
     await host.stop()
+    if commands.done():
+        commands.result()  # raises what a command has raised
+    else:
+        os._exit(1)  # the service has failed, and a thread reads the standard input
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ from benchmarks.dataplane import dynamo, load
 from benchmarks.dataplane.decisions import decisions
 from benchmarks.dataplane.dynamo import ANSWER_TOKENS, event_clients
 from benchmarks.dataplane.http2_load import Connection
-from benchmarks.dataplane.http_ages import http_ages
 from benchmarks.dataplane.http_load import Refused
 from benchmarks.dataplane.load import Counter, Measured
 from benchmarks.report import Line, Report, parser_of, percentile, run_parts
-from benchmarks.service import CONFIG, MeasuredProcess, Role, cores, pinned_to, running
+from benchmarks.service import MODEL, Role, ServiceProcess, config_with, cores, pinned_to, running
 
 STREAMS, FEW_STREAMS = 256, 32
 WARM_UP_S, MEASURE_S = 1.5, 4.0
@@ -40,15 +39,14 @@ CALM_STEP_S = 0.02  # of few streams, for the age of a token
 ONE_TOKEN_S = 5.0
 ONE_TOKEN_CALLS = 64  # at once
 PORT = 18_421
-MODEL = CONFIG.engine.model
 BARE, DYNAMO = "bare grpc.aio", f"Dynamo {dynamo.VERSION}"
 
 
 @contextmanager
-def one_router(step_s: float) -> Iterator[MeasuredProcess]:
+def one_router(step_s: float) -> Iterator[ServiceProcess]:
     """A router with gRPC and HTTP, with one decode worker on the other core, where this process runs, too."""
     measured, other = cores()
-    roles = Role("decode", other, step_s=step_s), Role("router", measured, http_port=PORT)
+    roles = Role("decode", other, step_s=step_s), Role("router", measured, config=config_with(gateway={"port": PORT}))
     with running(*roles) as [worker, router], pinned_to(other):
         router.follow([worker])
         yield router
@@ -61,14 +59,14 @@ def out_of_a_worker(step_s: float | None, num_streams: int = STREAMS) -> tuple[M
     with running(Role("decode", core, step_s=step_s)) as [worker], pinned_to(other):
         counter = Counter(load.tokens_of_step)
         connections = load.start_decode_calls(worker.address, num_streams, load.ENDLESS, counter)
-        before = worker.step_times()
+        before = worker.call("step_times")
         found = load.measure(connections, counter, MEASURE_S, worker)
-        after = worker.step_times()
+        after = worker.call("step_times")
         load.close(connections)
     return found, (after["idle_s"] - before["idle_s"]) / (after["step_s"] - before["step_s"])
 
 
-def streams_of(server: MeasuredProcess, num_streams: int, max_tokens: int = load.ENDLESS) -> Measured:
+def streams_of(server: ServiceProcess, num_streams: int, max_tokens: int = load.ENDLESS) -> Measured:
     counter = Counter(load.tokens_of_response)
     request = load.generate_request(max_tokens)
     connections = load.start_streams(server.address, num_streams, request, counter, WARM_UP_S)
@@ -164,7 +162,7 @@ def ages(report: Report, repeats: int) -> None:
     for _ in range(repeats):
         with one_router(CALM_STEP_S) as router:
             found["gRPC"].append(streams_of(router, FEW_STREAMS).ages_s)
-            found["HTTP"].append(http_ages(PORT, MODEL, router.address, FEW_STREAMS, MEASURE_S))
+            found["HTTP"].append(load.http_ages(PORT, MODEL, router.address, FEW_STREAMS, MEASURE_S))
         found[BARE].append(bare_grpc(CALM_STEP_S, FEW_STREAMS).ages_s)
     for name, share, most in (("p50", 0.50, 1.0), ("p99", 0.99, 5.0)):
         ms = {way: 1e3 * statistics.median(percentile(run, share) for run in runs) for way, runs in found.items()}

@@ -11,7 +11,7 @@ import statistics
 import time
 from dataclasses import replace
 
-from benchmarks.report import Line, Report
+from benchmarks.report import Line, Report, percentile
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
 from core.handoff import AgentAddress
@@ -41,9 +41,9 @@ Seconds = dict[str, list[float]]  # of decisions, by kind of prompt
 def decisions(report: Report, repeats: int) -> None:
     prompt = f"a prompt of {PROMPT_TOKENS:,} tokens, {NUM_WORKERS} + {NUM_WORKERS} workers"
     costs = [decision_cost() for _ in range(repeats)]
-    every = [sorted(second for of_kind in cost.values() for second in of_kind) for cost in costs]
+    every = [[second for of_kind in cost.values() for second in of_kind] for cost in costs]
     for percent, most in DECISION_MOST_MS.items():
-        value = statistics.median(seconds[len(seconds) * percent // 100] for seconds in every)
+        value = statistics.median(percentile(seconds, percent / 100) for seconds in every)
         report.add(Line(f"a decision for {prompt}, p{percent}", value * 1e3, "ms", most=most))
     for kind in costs[0]:
         kind_s = statistics.median(statistics.median(cost[kind]) for cost in costs)

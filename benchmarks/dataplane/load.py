@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
+from benchmarks.dataplane.http2_load import Connection, LoadFailed, OnMessage, receive_for
 from benchmarks.dataplane.http_load import HttpStream
-from benchmarks.service import MeasuredProcess
+from benchmarks.service import ServiceProcess
 from benchmarks.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
@@ -21,7 +22,7 @@ STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.Deco
 NUM_CONNECTIONS = 8
 ROUTER_ID = "benchmark"
 PROMPT = [FIRST_ID + index for index in range(8)]  # short: the decode worker computes such a prompt itself
-FIRST_MESSAGES_TIMEOUT_S = 20.0
+FIRST_MESSAGES_TIMEOUT_S, WORKER_TIMEOUT_S = 20.0, 300.0
 ENDLESS = 4000  # tokens of a call that must outlive a measurement
 MIN_WARM_UP_S = 1.0
 
@@ -56,7 +57,7 @@ class Counter:
         return [(at, self._decode(message)) for at, message in self.packed]
 
 
-def measure(connections: list[Connection], counter: Counter, seconds: float, process: MeasuredProcess) -> Measured:
+def measure(connections: list[Connection], counter: Counter, seconds: float, process: ServiceProcess) -> Measured:
     """Receive for `seconds`. Raises `LoadFailed` if a call has ended by then."""
     before = process.cpu_s()
     counter.num_messages, counter.packed, counter.keep = 0, [], True
@@ -105,22 +106,60 @@ def tokens_of_step(message: bytes) -> list[int]:
     return list(worker_pb2.StepTokens.FromString(message).token_ids)
 
 
-def start_decode_calls(address: str, num_calls: int, max_tokens: int, counter: Counter) -> list[Connection]:
-    """Be the router of a decode worker: one token stream, and calls whose tokens it carries."""
-    stream_id = secrets.randbits(63) | 1
-    stream = Connection(address, counter.take)
+def open_token_stream(address: str, on_message: OnMessage) -> tuple[Connection, int]:
+    """Be a router of a decode worker. Returns the stream that has the tokens of its calls, and the id of the stream."""
+    stream, stream_id = Connection(address, on_message), secrets.randbits(63) | 1
     opening = worker_pb2.StreamTokensRequest(router_id=ROUTER_ID, stream_id=stream_id)
     stream.call(STREAM_TOKENS, opening.SerializeToString())
     receive_for([stream], MIN_WARM_UP_S)
+    return stream, stream_id
+
+
+def open_decode_calls(
+    address: str, stream_id: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> Connection:
+    """All at once; their numbers count from 1."""
     calls = Connection(address, lambda *_: None)
-    sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
-    for number in range(1, num_calls + 1):
-        sequence = Request(f"{ROUTER_ID}#{number}", tuple(PROMPT), len(PROMPT), sampling)
+    for number, prompt in enumerate(prompts, 1):
+        sequence = Request(f"{ROUTER_ID}#{number}", tuple(prompt), len(prompt), sampling)
         wire = codec.encode_sequence(sequence, CallId(ROUTER_ID, number))
         calls.call(DECODE, worker_pb2.DecodeRequest(sequence=wire, stream_id=stream_id).SerializeToString())
+    return calls
+
+
+def start_decode_calls(address: str, num_calls: int, max_tokens: int, counter: Counter) -> list[Connection]:
+    """A token stream, and calls whose tokens it carries."""
+    stream, stream_id = open_token_stream(address, counter.take)
+    sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
+    calls = open_decode_calls(address, stream_id, [PROMPT] * num_calls, sampling)
     receive_for([stream, calls], FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages > 0)
     receive_for([stream, calls], MIN_WARM_UP_S)
     return [stream, calls]
+
+
+def ask_worker(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
+    """The times of the tokens of each prompt, in seconds from the first call. The worker guesses no tokens.
+
+    Raises `LoadFailed` if some do not come.
+    """
+    times: list[list[float]] = [[] for _ in prompts]
+
+    def take(_: int, message: bytes) -> None:
+        now = time.perf_counter() - start
+        for call in worker_pb2.StepTokens.FromString(message).calls:
+            times[call - 1].append(now)
+
+    start = time.perf_counter()
+    stream, stream_id = open_token_stream(address, take)
+    start = time.perf_counter()
+    sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True, speculation=False)
+    calls = open_decode_calls(address, stream_id, prompts, sampling)
+    receive_for([stream, calls], WORKER_TIMEOUT_S, lambda: all(len(found) == max_tokens for found in times))
+    receive_for([calls], WORKER_TIMEOUT_S, lambda: len(calls.ended) == len(prompts))  # until then, its id is taken
+    close([stream, calls])
+    if any(len(found) != max_tokens for found in times):
+        raise LoadFailed(f"{sum(map(len, times))} of {len(prompts)} x {max_tokens} tokens came")
+    return times
 
 
 def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: float) -> tuple[int, float]:
@@ -134,6 +173,37 @@ def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: f
             num_ended += len(connection.ended)
             connection.ended.clear()
     return num_ended, time.perf_counter() - start
+
+
+def completions(port: int, model: str, count: int, max_tokens: int, times: list[float] | None) -> list[HttpStream]:
+    """Streams on connections of their own. `times`: where to note the arrivals of their tokens."""
+    body = {"model": model, "prompt": PROMPT, "seed": 1}
+    streams = [HttpStream(port, "/v1/completions", body, times=times) for _ in range(count)]
+    for stream in streams:
+        stream.send(max_tokens)
+    return streams
+
+
+def http_ages(port: int, model: str, router: str, num_streams: int, seconds: float) -> list[float]:
+    """The ages of tokens over HTTP: seconds from sampling to arrival.
+
+    All sequences of a step sample at the same time. A probe, one direct call of the same router, gets the ids of its
+    tokens, which tell when they were sampled (benchmarks/sleeping_runner.py). So the age of a token of another stream
+    is the time from the newest known step to its arrival; the steps are further apart than any token is old.
+    """
+    probe = Counter(tokens_of_response)
+    direct = Connection(router, probe.take)
+    direct.call(GENERATE, generate_request(ENDLESS))
+    receive_for([direct], FIRST_MESSAGES_TIMEOUT_S, lambda: probe.num_messages > 0)
+    probe.keep = True
+    times: list[float] = []
+    streams = completions(port, model, num_streams, ENDLESS, times)
+    receive_for([*streams, direct], seconds / 2)
+    times.clear()
+    receive_for([*streams, direct], seconds)
+    close([*streams, direct])
+    sampled = sorted(at - age_s(token_id, at) for at, ids in probe.tokens() for token_id in ids)
+    return [at - sampled[index - 1] for at in times if 0 < (index := bisect_right(sampled, at)) < len(sampled)]
 
 
 def close(connections: Sequence[Connection | HttpStream]) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 from collections import defaultdict
@@ -32,9 +31,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.asking import Answer
+from benchmarks.asking import Answer, arrivals
 from benchmarks.goodput.systems import Row, System, fleet, vllm
-from benchmarks.report import Line, Report, parser_of
+from benchmarks.report import Line, Report, number, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
 from simulator.replay.replay_result import goodput90, percentile, rising, worst_tenth_mean
 from simulator.replay.trace import TraceRequest
@@ -53,6 +52,8 @@ COMPARED = (  # a system, the one beside it, a field of RowResult, its unit, the
     (INSIDE + "1P1D", "vllm", "tbt10_p90", "ms", 2.0),
     (INSIDE + "1P1D", "vllm", "goodput", "requests/s", 1.0),
 )
+MEASURES = {"attainment": 1.0, "goodput": 1.0, "ttft_p50": 1.0, "ttft_p90": 1.0, "tpot_p50": 1e3, "tbt10_p90": 1e3}
+COLUMNS = ("attainment", "goodput/s", "TTFT p50, s", "p90, s", "TPOT p50, ms", "TBT10 p90, ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,8 @@ def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
 
 
 def row_at(rate: float, trace: Sequence[TraceRequest]) -> Row:
-    """Poisson arrivals, equal for every system and repeat."""
-    chance, now = random.Random(f"arrivals at {rate:g}"), 0.0
-    requests = []
-    for request in trace:
-        now += chance.expovariate(rate)
-        requests.append(replace(request, arrives_at=now))
-    return Row(requests, now + TAIL_S)
+    times = arrivals(rate, len(trace))
+    return Row([replace(request, arrives_at=at) for request, at in zip(trace, times, strict=True)], times[-1] + TAIL_S)
 
 
 def alone_s(system: System, request: TraceRequest) -> float:
@@ -135,22 +131,22 @@ def started(name: str, limits: Limits) -> AbstractContextManager[System]:
 
 
 def report_rows(report: Report, results: Results, systems: Sequence[str]) -> None:
-    """Lines of the systems that stand beside each other, at each rate, and the sweep of each system."""
+    """A table of the medians, lines of the compared systems at each rate, and the sweep of each system."""
     rates = sorted({rate for _, rate in results})
 
     def median(name: str, rate: float, measure: str) -> float:
         return statistics.median(getattr(result, measure) for result in results[name, rate])
 
-    report.say("\nrate  system       attainment  goodput/s  TTFT p50, p90 s  TPOT p50 ms  TBT10 p90 ms  failed  apart")
+    rows = []
     for rate in rates:
         for name in systems:
-            found = [result.attainment for result in results[name, rate]]
-            report.say(
-                f"{rate:4g}  {name:12s} {median(name, rate, 'attainment'):10.2f} {median(name, rate, 'goodput'):10.2f}"
-                f"  {median(name, rate, 'ttft_p50'):7.2f} {median(name, rate, 'ttft_p90'):7.2f}"
-                f" {median(name, rate, 'tpot_p50') * 1e3:12.0f} {median(name, rate, 'tbt10_p90') * 1e3:13.0f}"
-                f" {sum(result.num_failed for result in results[name, rate]):7d} {max(found) - min(found):9.2f}"
-            )
+            of_repeats = results[name, rate]
+            found = [result.attainment for result in of_repeats]
+            cells = [median(name, rate, measure) * scale for measure, scale in MEASURES.items()]
+            failed = sum(result.num_failed for result in of_repeats)
+            rows.append((f"{rate:g}", name, *map(number, cells), failed, number(max(found) - min(found))))
+    report.add_table(("rate", "system", *COLUMNS, "failed", "apart"), rows)
+    for rate in rates:
         for ours, theirs, measure, unit, least in COMPARED:
             if ours in systems and theirs in systems:
                 values = [median(name, rate, measure) * (1e3 if unit == "ms" else 1.0) for name in (ours, theirs)]
@@ -193,7 +189,6 @@ def main() -> None:
     parser.add_argument("--input-divisor", type=int, default=32, help="of the lengths of prompts")
     parser.add_argument("--output-divisor", type=int, default=4, help="of the lengths of outputs")
     parser.add_argument("--tpot-limit", type=float, default=0.1, help="seconds")
-    parser.add_argument("--ttft-limit", type=float, help="seconds; default: 1.5 x the 90th-percentile prompt alone")
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
         sys.exit(f"no trace at {arguments.trace}: benchmarks/traces.py says where it is from")
@@ -201,11 +196,10 @@ def main() -> None:
     trace = mooncake(arguments.trace, arguments.requests, *divisors).requests
     long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
     report = Report("goodput")
-    limits = Limits(arguments.ttft_limit or 1.0, arguments.tpot_limit)
-    if arguments.ttft_limit is None:
-        with started("0P2D", limits) as system:
-            alone_s(system, trace[0])  # connects the workers
-            limits = replace(limits, ttft_s=TTFT_FACTOR * alone_s(system, long_prompt))
+    limits = Limits(1.0, arguments.tpot_limit)
+    with started("0P2D", limits) as system:
+        alone_s(system, trace[0])  # connects the workers
+        limits = replace(limits, ttft_s=TTFT_FACTOR * alone_s(system, long_prompt))
     report.say(
         f"{len(trace)} requests a row, mean prompt {statistics.fmean(r.num_tokens for r in trace):.0f} tokens, mean "
         f"output {statistics.fmean(r.num_output_tokens for r in trace):.0f}; limits: TTFT {limits.ttft_s:.2f} s (1.5 x "

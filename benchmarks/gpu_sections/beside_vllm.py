@@ -18,12 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import random
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,18 +29,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.asking import arrivals
 from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
 from benchmarks.gpu_sections.http_client import Received, Server
 from benchmarks.gpu_sections.section import Section
-from benchmarks.gpu_sections.vllm_model import RANDOM_WEIGHTS, write_model
-from benchmarks.processes import STOP_TIMEOUT_S, tandem
+from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
+from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 
 GRPC_PORT, HTTP_PORT = 50_671, 50_672
-VLLM_START_S = 240.0
 VLLM_READY = "Application startup complete"
 MAX_CONTEXT = 16_384
 STEP_LIMIT_MS, STEP_TOKENS = 40.0, 1536  # about as long
@@ -147,50 +145,9 @@ def vllm_server(step_tokens: int = 0) -> Iterator[Server]:
         options = ["--served-model-name", "model", "--port", str(HTTP_PORT), "--disable-uvicorn-access-log"]
         options += [*RANDOM_WEIGHTS, "--max-model-len", str(MAX_CONTEXT)]
         options += ["--max-num-batched-tokens", str(step_tokens)] if step_tokens else []
-        with serving_vllm(model, options):
+        command = [str(python_of(VllmConfig())), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
+        with serving(command, VLLM_READY, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}):
             yield Server(HTTP_PORT, "model")
-
-
-@contextlib.contextmanager
-def serving_vllm(model: Path, options: Sequence[str]) -> Iterator[None]:
-    """`vllm serve` from its ready line to the end of the block. Raises `RuntimeError` if it does not start."""
-    command = [str(python_of(VllmConfig())), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    )
-    lines: list[str] = []
-    is_ready = threading.Event()  # or the server has ended
-
-    def follow() -> None:
-        """Read to the end: a full pipe would stop the server."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line.strip())
-            if VLLM_READY in line:
-                is_ready.set()
-        is_ready.set()
-
-    reader = threading.Thread(target=follow, daemon=True)
-    reader.start()
-    try:
-        if not is_ready.wait(VLLM_START_S) or not any(VLLM_READY in line for line in lines):
-            raise RuntimeError(f"vllm serve did not start: {' | '.join(lines[-8:])}")
-        yield
-    finally:
-        end_group(process)
-        reader.join(STOP_TIMEOUT_S)
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """vLLM's engine is a process of its own, which must not keep the memory of the GPU."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
-    process.wait()
 
 
 def wait_for_memory(section: Section) -> None:
@@ -264,18 +221,15 @@ class Comparison:
 
     async def _measure_load(self, system: System, server: Server, rate: float) -> None:
         sizes = self._sizes
-        chance, at, arrivals = random.Random(f"arrivals at {rate:g}"), 0.0, []
-        for _ in range(round(rate * sizes.load_s)):
-            at += chance.expovariate(rate)
-            arrivals.append(at)
-        prompts = [sizes.random_prompt(sizes.prompt, f"load {rate:g} {number}") for number in range(len(arrivals))]
+        times = arrivals(rate, round(rate * sizes.load_s))
+        prompts = [sizes.random_prompt(sizes.prompt, f"load {rate:g} {number}") for number in range(len(times))]
         start = time.perf_counter()
 
         async def one(arrives_at: float, prompt: Sequence[int]) -> Received:
             await asyncio.sleep(start + arrives_at - time.perf_counter())
             return await server.ask(prompt, sizes.output)
 
-        answers = await asyncio.gather(*map(one, arrivals, prompts))
+        answers = await asyncio.gather(*map(one, times, prompts))
         seconds = time.perf_counter() - start
         self._report_load(system, rate, answers, seconds)
 

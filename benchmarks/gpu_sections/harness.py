@@ -19,12 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu_sections.plan import SECTIONS, About
-from benchmarks.report import Line, commit_of, line_json, table
+from benchmarks.report import COLUMNS, Line, commit_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = frozenset({"build", "deploy", "docs", "examples", "simulator", "tools"})  # folders
@@ -71,14 +71,9 @@ class SectionResult:
             case _:
                 raise ValueError(f"a section sent {message}")
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"lines": [line_json(line) for line in self.lines]}
-
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> SectionResult:
-        names = {one.name for one in fields(Line)}  # as_json adds what follows from them
-        lines = [Line(**{name: line[name] for name in names}) for line in values["lines"]]
-        return cls(**values | {"lines": lines})
+        return cls(**values | {"lines": [Line(**line) for line in values["lines"]]})
 
 
 def run_sections(run: Run, names: Collection[str], again: bool = False) -> int:
@@ -168,7 +163,7 @@ def run_child(run: Run, result: SectionResult, allowed_s: float, log: IO[str]) -
 
 def write(run: Run, head: dict[str, Any], results: Sequence[SectionResult]) -> None:
     """Replace gpu.json and gpu.md at once: a run that is cut short leaves whole files."""
-    content = head | {"machine": machine_of(results), "sections": [result.as_json() for result in results]}
+    content = head | {"machine": machine_of(results), "sections": [asdict(result) for result in results]}
     for name, text in (
         ("gpu.json", json.dumps(content, indent=1) + "\n"),
         ("gpu.md", page(run.sections, head, results)),
@@ -187,7 +182,7 @@ def page(sections: Mapping[str, About], head: dict[str, Any], results: Sequence[
         ended = "" if result.status == COMPLETE else f": {result.status}. {result.error}".rstrip()
         parts.append(f"#### {title[:1].upper()}{title[1:]}{ended}")
         if result.lines:
-            parts.append(table([line.row() for line in result.lines]).rstrip())
+            parts.append(table(COLUMNS, [line.row() for line in result.lines]).rstrip())
         parts += [f"- {note}" for note in result.notes]
     return "\n\n".join(parts) + "\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -10,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-HOST = "127.0.0.1"
-MAX_LINE_BYTES = 1 << 24
-_DATA = b"data: {"
+from conformance.http_exchange import Call, End, Endpoint, Reply, exchange
 
 
 @dataclass(slots=True)
@@ -21,7 +18,6 @@ class Received:
 
     times: list[float] = field(default_factory=list)
     num_tokens: int = 0  # as the server counts them
-    seconds: float = 0.0  # from the send to the end
     error: str = ""
 
     @property
@@ -43,14 +39,26 @@ class Server:
         self, prompt: Sequence[int], max_tokens: int, timeout_s: float = 120.0, stream: bool = True
     ) -> Received:
         """Greedy, with exactly `max_tokens` tokens. Never raises: whatever goes wrong is the `error`."""
-        received = Received()
-        start = time.perf_counter()
+        received, start, num_seen = Received(), time.perf_counter(), 0
+
+        def take(reply: Reply, is_whole: bool = False) -> bool:
+            """The lines that have come: events, or a whole answer. Raises `ValueError`."""
+            nonlocal num_seen
+            end = len(reply.body) if is_whole else reply.body.rfind(b"\n") + 1
+            lines, num_seen = bytes(reply.body[num_seen:end]), max(num_seen, end)
+            for line in lines.splitlines() if reply.status == 200 else ():
+                if (event := line.removeprefix(b"data: ")).startswith(b"{"):
+                    take_event(json.loads(event), received, time.perf_counter() - start)
+            return False
+
+        call = Call("/v1/completions", self._body(prompt, max_tokens, stream))
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._exchange(self._body(prompt, max_tokens, stream), received, start)
-        except (OSError, ValueError, TimeoutError) as error:
-            received.error = f"{type(error).__name__}: {error}"
-        received.seconds = time.perf_counter() - start
+            reply = await exchange(Endpoint("127.0.0.1", self.port, tls=False), call, timeout_s, take)
+            take(reply, is_whole=True)
+            if reply.status != 200 or reply.end is not End.COMPLETE:
+                received.error = f"{reply.status}, {reply.end.value}: {reply.body[:2000].decode(errors='replace')}"
+        except ValueError as error:
+            received.error = str(error)
         if not received.error and (received.num_tokens != max_tokens or not received.times):
             received.error = f"{received.num_tokens} of {max_tokens} tokens in {len(received.times)} pieces of text"
         return received
@@ -61,23 +69,6 @@ class Server:
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps(body).encode()
-
-    async def _exchange(self, body: bytes, received: Received, start: float) -> None:
-        reader, writer = await asyncio.open_connection(HOST, self.port, limit=MAX_LINE_BYTES)
-        try:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-            await writer.drain()
-            status = await reader.readline()
-            if b" 200 " not in status:
-                raise ValueError((status + await reader.read(2000)).decode(errors="replace"))
-            async for line in reader:
-                if line.startswith(_DATA):
-                    take_event(json.loads(line.removeprefix(b"data: ")), received, time.perf_counter() - start)
-                elif line.startswith(b"{"):  # the whole answer
-                    take_event(json.loads(line), received, time.perf_counter() - start)
-        finally:
-            writer.close()
 
 
 def take_event(event: dict[str, Any], received: Received, at: float) -> None:

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.asking import Answer, request_of
 from benchmarks.gpu_sections.driver import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
-from benchmarks.gpu_sections.vllm_model import RANDOM_WEIGHTS, write_model
+from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials

@@ -2,8 +2,8 @@
 
     roll, change        an operator changes the fleet (benchmarks/operations/changes.py; 2 minutes)
     gap, drain, router  requests move, workers and routers die (benchmarks/operations/moves.py; 10 minutes)
-    disk                a killed worker finds its KV on disk (benchmarks/operations/disk.py; 2 minutes)
-    prefix, source      a worker reads a history from a peer (benchmarks/operations/prefixes.py; 4 minutes)
+    disk                a killed worker finds its KV on disk (benchmarks/operations/prefixes.py; 2 minutes)
+    prefix, source      a worker reads a history from a peer (there; 4 minutes)
 
 Within a part the load, the fleet and the cores are the same, and only the named event differs.
 """
@@ -14,10 +14,10 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.operations import changes, disk, moves, prefixes
+from benchmarks.operations import changes, moves, prefixes
 from benchmarks.report import Report, parser_of, run_parts
 
-PARTS = moves.PARTS | {"disk": disk.run, "prefix": prefixes.prefix, "source": prefixes.source}
+PARTS = moves.PARTS | {"disk": prefixes.disk, "prefix": prefixes.prefix, "source": prefixes.source}
 
 
 def main() -> None:

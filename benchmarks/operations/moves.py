@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.asking import Answer, random_prompts, request_of
 from benchmarks.report import Line, Report, percentile
-from benchmarks.service import BLOCK_SIZE, MeasuredProcess, Role
+from benchmarks.service import BLOCK_SIZE, MOVING, Role, ServiceProcess
 from tandem_client import AsyncClient
 
 TIMEOUT_S = 120.0
@@ -39,25 +39,25 @@ class Fleet:
 
     def __init__(self, stack: contextlib.ExitStack, num_routers: int, *decode: Role) -> None:
         self._stack = stack
-        self.routers = [self._start(Role("router", ordinal=ordinal, moves_kv=True)) for ordinal in range(num_routers)]
-        self.prefill = self._start(Role("prefill", step_s=PREFILL_STEP_S, num_blocks=NUM_BLOCKS, moves_kv=True))
+        self.routers = [self._start(Role("router", ordinal=ordinal)) for ordinal in range(num_routers)]
+        self.prefill = self._start(Role("prefill", config=MOVING, step_s=PREFILL_STEP_S, num_blocks=NUM_BLOCKS))
         self.decode = [self._start(role) for role in decode]
         for process in (*self.routers, self.prefill, *self.decode):
             process.wait_until_ready()
         self.publish()
 
-    def _start(self, role: Role) -> MeasuredProcess:
-        process = MeasuredProcess(role)
+    def _start(self, role: Role) -> ServiceProcess:
+        process = ServiceProcess(role)
         self._stack.callback(process.stop)
         return process
 
-    def spare(self, role: Role) -> MeasuredProcess:
+    def spare(self, role: Role) -> ServiceProcess:
         """Runs, but the routers do not know it."""
         process = self._start(role)
         process.wait_until_ready()
         return process
 
-    async def join(self, process: MeasuredProcess) -> None:
+    async def join(self, process: ServiceProcess) -> None:
         self.decode.append(process)
         await asyncio.to_thread(self.publish)
 
@@ -65,12 +65,12 @@ class Fleet:
         for router in self.routers:
             router.follow([self.prefill, *self.decode])
 
-    def leave(self, worker: MeasuredProcess) -> None:
+    def leave(self, worker: ServiceProcess) -> None:
         """Its process has served its last request."""
         self.decode.remove(worker)
         self.publish()
 
-    async def drain(self, worker: MeasuredProcess) -> float:
+    async def drain(self, worker: ServiceProcess) -> float:
         """As the supervisor drains a worker. Returns seconds."""
         start = time.perf_counter()
         worker.draining = True
@@ -84,7 +84,7 @@ class Fleet:
 
 
 def decode_role(ordinal: int) -> Role:
-    return Role("decode", ordinal=ordinal, step_s=STEP_S, num_blocks=NUM_BLOCKS, moves_kv=True)
+    return Role("decode", ordinal=ordinal, config=MOVING, step_s=STEP_S, num_blocks=NUM_BLOCKS)
 
 
 @contextlib.contextmanager

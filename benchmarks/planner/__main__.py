@@ -21,15 +21,24 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.planner.elastic import ElasticReplay, ElasticResult, Sizing
-from benchmarks.planner.sizings import COST, MARGIN, MAX_WORKERS, SLO_TPOT_S, SLO_TTFT_S, Fixed, Oracle, cheapest
+from benchmarks.planner.sizings import (
+    COST,
+    MARGIN,
+    MAX_WORKERS,
+    SLO_TPOT_S,
+    SLO_TTFT_S,
+    Fixed,
+    Oracle,
+    cheapest,
+    fleet_config,
+)
 from benchmarks.report import Line, Report, parser_of, run_parts
 from benchmarks.traces import TRACES, conversation
-from core.config import PlannerConfig, RouterConfig, SchedulerConfig
+from core.config import PlannerConfig
 from fleet.planner.planner import Planner
 from simulator.processes import CountEnded, run_all
 from simulator.replay import workloads
 from simulator.replay.replay import START_S
-from simulator.replay.replay_config import ReplayConfig
 
 STARTS_S = (5.0, 60.0, 120.0, 300.0)
 OURS, FIXED, ORACLE = "planner", "fixed", "oracle"
@@ -67,27 +76,14 @@ class SizedRun:
             sizing = Oracle(curve.rate_at, self.start_s, START_S)
         trace = conversation(self.traces, None)
         workload = workloads.by_curve(trace, curve.rate_at, curve.highest, curve.duration_s, seed=0)
-        return ElasticReplay(workload, replay_config(*sizes), sizing, self.start_s).run_elastic(on_progress)
+        return ElasticReplay(
+            workload, fleet_config(*sizes, COST, SLO_TTFT_S, SLO_TPOT_S), sizing, self.start_s
+        ).run_elastic(on_progress)
 
     def _planner(self) -> Sizing:
         return Planner(
             PlannerConfig(enabled=True, max_prefill=MAX_WORKERS, max_decode=MAX_WORKERS, start_s=self.start_s)
         )
-
-
-def replay_config(num_prefill: int, num_decode: int) -> ReplayConfig:
-    return ReplayConfig(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        prefill_cost=COST,
-        decode_cost=COST,
-        slo_ttft_s=SLO_TTFT_S,
-        slo_tpot_s=SLO_TPOT_S,
-        router=RouterConfig(max_in_flight_per_worker=1024, slo_ttft_ms=SLO_TTFT_S * 1e3),
-        scheduler=SchedulerConfig(
-            max_batched_tokens=8192, max_running=256, max_waiting=4096, slo_itl_ms=SLO_TPOT_S * 1e3
-        ),
-    )
 
 
 def compare(report: Report, traces: Path, starts_s: list[float], curve: str) -> None:

@@ -11,7 +11,7 @@ behind them the lowest and the highest. `python -m benchmarks.planner.prefixes -
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from benchmarks.report import OUTPUT_DIR
+from benchmarks.planner.sizings import fleet_config
+from benchmarks.report import Report, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
-from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
 from router.routing.policy import Candidate, Option, RoutingQuestion, SecondsPolicy, prefix_read
@@ -41,6 +41,7 @@ AGENTS, CONVERSATIONS = "agents", "conversation"
 LOADS = {AGENTS: (1.0, 4.0, 16.0), CONVERSATIONS: (0.4, 0.8, 1.2)}
 NUM_WORKERS = 8  # of each role
 LATENCY_S = 20e-6  # of a path
+FIGURES = {"hits": 3, "TTFT p50, ms": 0, "p90, ms": 0, "goodput, /s": 2, "inside": 3}  # -> digits
 ENDLESS_TOKENS, ENDLESS_BYTES_PER_S = 20_000_000, 1e15
 
 
@@ -95,59 +96,30 @@ def _free(options: Sequence[Option]) -> list[Option]:
     return [(replace(view, block_bytes=0, link_until=0.0), cached) for view, cached in options]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixResult:
-    hit_share: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    goodput: float  # requests/s within the limits
-    attainment: float
-    num_failed: int
+Setting = tuple[str, str, float, float, float]  # model, trace, load, GB/s of a path, size of the pools
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    model: str
-    trace: str
-    load: float
-    speed_gb: float
-    pools: float
+    setting: Setting
     policy: str
     seed: int
     traces: Path
     limit: int
 
-    @property
-    def beside(self) -> tuple[str, str, float, float, float]:
-        """Runs that differ in policy or seed only have it in common."""
-        return self.model, self.trace, self.load, self.speed_gb, self.pools
-
     def config(self) -> ReplayConfig:
-        model, is_endless = model_of(self.model, self.traces), self.policy == INFINITE
-        config = ReplayConfig(
-            num_prefill=NUM_WORKERS,
-            num_decode=NUM_WORKERS,
-            layout=model.layout,
-            load=self.load,
-            seed=self.seed,
-            prefill_cost=model.cost,
-            decode_cost=model.cost,
-            link=LinkCost(ENDLESS_BYTES_PER_S if is_endless else self.speed_gb * 1e9, LATENCY_S),
-            slo_ttft_s=model.slo_ttft_s,
-            slo_tpot_s=model.slo_tpot_s,
-            router=RouterConfig(
-                max_in_flight_per_worker=1024,
-                slo_ttft_ms=model.slo_ttft_s * 1e3,
-                peer_prefixes="never" if self.policy == NEVER else "auto",
-            ),
-            scheduler=SchedulerConfig(
-                max_batched_tokens=8192, max_running=256, max_waiting=4096, slo_itl_ms=model.slo_tpot_s * 1e3
-            ),
-        )
+        name, _, load, speed_gb, pools = self.setting
+        model, is_endless = model_of(name, self.traces), self.policy == INFINITE
+        link = LinkCost(ENDLESS_BYTES_PER_S if is_endless else speed_gb * 1e9, LATENCY_S)
+        config = fleet_config(
+            NUM_WORKERS, NUM_WORKERS, model.cost, model.slo_ttft_s, model.slo_tpot_s,
+            layout=model.layout, load=load, seed=self.seed, link=link,
+        )  # fmt: skip
+        config = replace(config, router=replace(config.router, peer_prefixes=NEVER if self.policy == NEVER else "auto"))
         config = replace(
             config,
-            prefill_pool_tokens=int(config.prefill_pool_tokens * self.pools),
-            decode_pool_tokens=int(config.decode_pool_tokens * self.pools),
+            prefill_pool_tokens=int(config.prefill_pool_tokens * pools),
+            decode_pool_tokens=int(config.decode_pool_tokens * pools),
         )
         if self.policy == ALWAYS:
             return replace(config, new_policy=lambda: AlwaysPull(config.router))
@@ -155,35 +127,12 @@ class PrefixRun:
             return replace(config, prefill_pool_tokens=ENDLESS_TOKENS, decode_pool_tokens=ENDLESS_TOKENS)
         return config
 
-    def run(self, on_progress: CountEnded) -> PrefixResult:
-        workload = workload_of(self.trace, self.traces, self.limit, self.seed)
-        result = Replay(workload, self.config()).run(on_progress)
-        times = result.ttft_s
-        return PrefixResult(
-            result.hit_share, percentile(times, 50), percentile(times, 90), result.goodput, result.attainment,
-            result.num_failed,
-        )  # fmt: skip
-
-
-def table(runs: Sequence[PrefixRun], results: Sequence[PrefixResult]) -> str:
-    """In Markdown, one row for each policy of each setting."""
-    by_row: dict[tuple[object, ...], list[PrefixResult]] = {}
-    for run, result in zip(runs, results, strict=True):
-        by_row.setdefault((*run.beside, run.policy), []).append(result)
-    lines = [
-        "| model | trace | load | GB/s | pools | policy | hits | TTFT p50, ms | p90, ms | goodput, /s | inside |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row, found in by_row.items():
-        cells = [
-            _spread([one.hit_share for one in found], 3),
-            _spread([one.ttft_p50_s * 1e3 for one in found], 0),
-            _spread([one.ttft_p90_s * 1e3 for one in found], 0),
-            _spread([one.goodput for one in found], 2),
-            _spread([one.attainment for one in found], 3),
-        ]
-        lines.append("| " + " | ".join([*map(str, row), *cells]) + " |")
-    return "\n".join(lines)
+    def run(self, on_progress: CountEnded) -> tuple[float, ...]:
+        """One for each of `FIGURES`."""
+        workload = workload_of(self.setting[1], self.traces, self.limit, self.seed)
+        found = Replay(workload, self.config()).run(on_progress)
+        ttft_ms = [1e3 * percentile(found.ttft_s, percent) for percent in (50, 90)]
+        return found.hit_share, *ttft_ms, found.goodput, found.attainment
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
@@ -192,7 +141,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES, help="the directory of the traces")
     parser.add_argument("--models", nargs="+", choices=("8b", "70b"), default=["8b", "70b"])
     parser.add_argument("--workloads", nargs="+", choices=LOADS, default=list(LOADS))
@@ -206,20 +155,22 @@ def main() -> None:
     options = parser.parse_args()
     if not options.traces.is_dir():
         sys.exit(f"no traces in {options.traces}: benchmarks/traces.py names them")
-    runs = [
-        PrefixRun(model, trace, load, speed, pools, policy, seed, options.traces, options.requests)
+    settings: list[Setting] = [
+        (model, trace, load, speed, pools)
         for model in options.models
         for trace in options.workloads
         for load in options.loads or LOADS[trace]
         for speed in options.speeds
         for pools in options.pools
-        for policy in options.policies
-        for seed in range(options.seeds)
     ]
-    text = table(runs, run_all(runs, options.processes, lambda _: None))
-    OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
-    (OUTPUT_DIR / "prefixes.md").write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(text + "\n")
+    seeds, rows = range(options.seeds), []
+    every = list(itertools.product(settings, options.policies))
+    runs = [PrefixRun(*row, seed, options.traces, options.requests) for row in every for seed in seeds]
+    results = run_all(runs, options.processes, lambda _: None)
+    for number, (setting, policy) in enumerate(every):
+        of_seeds = zip(*results[number * len(seeds) : (number + 1) * len(seeds)], strict=True)
+        rows.append((*setting, policy, *map(_spread, of_seeds, FIGURES.values())))
+    Report("prefixes").add_table(("model", "trace", "load", "GB/s", "pools", "policy", *FIGURES), rows)
 
 
 if __name__ == "__main__":

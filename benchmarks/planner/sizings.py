@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import cache
+from typing import Any
 
+from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost
 from core.fleet_control import FleetStatus
 from core.lifecycle import ServiceRole
@@ -14,6 +16,7 @@ from core.traffic import RouterTraffic
 from fleet.law.events import FleetMessage, ScaleTo, SwitchRole
 from fleet.planner.outlook import Outlook, Sizes
 from fleet.planner.prediction import Demand, FleetModel, WorkerModel
+from simulator.replay.replay_config import ReplayConfig
 from simulator.shells.cost_model import H100_8B
 
 P, D = ServiceRole.PREFILL, ServiceRole.DECODE
@@ -37,6 +40,19 @@ def cheapest(rate: float) -> Sizes:
     largest = MAX_WORKERS, MAX_WORKERS
     outlook = Outlook.of(FleetModel(worker, worker), demand, SLO_TTFT_S, LIMIT_SHARE * SLO_TPOT_S, largest)
     return min(outlook.frontier(range(MAX_WORKERS + 1), range(1, MAX_WORKERS + 1)), key=sum)
+
+
+def fleet_config(
+    num_prefill: int, num_decode: int, cost: StepCost, slo_ttft_s: float, slo_tpot_s: float, **options: Any
+) -> ReplayConfig:
+    """Large GPUs, whose steps cost `cost` in both roles."""
+    return ReplayConfig(
+        num_prefill=num_prefill, num_decode=num_decode, prefill_cost=cost, decode_cost=cost,
+        slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s,
+        router=RouterConfig(max_in_flight_per_worker=1024, slo_ttft_ms=slo_ttft_s * 1e3),
+        scheduler=SchedulerConfig(8192, max_running=256, max_waiting=4096, slo_itl_ms=slo_tpot_s * 1e3),
+        **options,
+    )  # fmt: skip
 
 
 class Fixed:

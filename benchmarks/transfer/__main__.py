@@ -10,7 +10,6 @@ digests made before the hand-off.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import os
@@ -24,16 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Line, Report, parser_of, run_parts
-from benchmarks.transfer.pair import start_pair
+from benchmarks.transfer.pair import OWNER_CORE, PULLER_CORE, start_pair
 from benchmarks.transfer.side import Spec
 from core.config import EngineConfig, TransferConfig
 from core.kv_layout import KVLayout
 
+POOL_BYTES = 512 << 20
 SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating
 LAYOUTS = {
     "360 KB": KVLayout("m", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64),
     "2 MiB": KVLayout("m", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128),
 }
+TRANSPORTS = ("nixl", "ucxx")
 LANES = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp,self"}}
 LEAST_RATIO = {"verify off": 0.95, "verify on": 0.6}  # to process_vm_readv
 READV, BLOCKS_PER_READV = "process_vm_readv", 16
@@ -41,28 +42,21 @@ MOST_EXPOSED_PERCENT, EXPOSED_FROM_TOKENS = 5.0, 1024  # of the prefill
 PROMPTS = (256, 1024, 4096)
 MODEL = "smollm2-135m"  # whose prefill hides the transfer
 PARTS = ("bandwidth", "hidden")
-OWNER_CORE, PULLER_CORE = 0, 1
 
 
-def specs(config: TransferConfig, layout: KVLayout, pool_bytes: int, lane: str = "shared memory") -> tuple[Spec, Spec]:
-    """The owner and the puller, each on a core of its own where there are two."""
-    cores = sorted(os.sched_getaffinity(0))
-    owner = Spec(config, layout, pool_bytes // layout.block_bytes, cores[OWNER_CORE], LANES[lane])
-    return owner, replace(owner, core=cores[PULLER_CORE % len(cores)])
-
-
-def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes: int, repeats: int) -> float:
+def bandwidth(report: Report, path: tuple[str, str, str], size: str, repeats: int) -> float:
     """Lines for one path, (transport, lane, digests), and one block size. Returns bytes/s with pools' own order."""
     transport, lane, digests = path
     layout, verify, shared = LAYOUTS[size], digests == "verify on", lane == "shared memory"
-    count = int(pool_bytes // layout.block_bytes * SHARE_IN_USE)
+    count = int(POOL_BYTES // layout.block_bytes * SHARE_IN_USE)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     config = TransferConfig(transport=transport, verify_digests=verify)
-    with start_pair(*specs(config, layout, pool_bytes, lane)) as pair:
+    side = Spec(config, layout, POOL_BYTES // layout.block_bytes)
+    with start_pair(side, side, LANES[lane]) as pair:
         pair.move(count)  # connects
-        source = (pair.owner_pid, pair.owner_address, count)
+        source = {"pid": pair.owner.pid, "num_blocks": count, "per_call": BLOCKS_PER_READV}
         for _ in range(repeats):
-            seconds[READV].append(pair.puller.call("read", *source, BLOCKS_PER_READV))
+            seconds[READV].append(pair.puller.call("read", **source))
             seconds["ordered"].append(pair.move(count, verify))
             seconds["shuffled"].append(pair.move(count, verify, shuffled=True))
             seconds["one"].append(pair.move(1, verify))
@@ -78,13 +72,13 @@ def bandwidth(report: Report, path: tuple[str, str, str], size: str, pool_bytes:
     return per_s["ordered"]
 
 
-def bandwidths(report: Report, arguments: argparse.Namespace, few: int) -> None:
+def bandwidths(report: Report, repeats: int, few: int) -> None:
     unverified: dict[str, float] = {}
-    for transport, lane, size, digests in itertools.product(arguments.transports, LANES, LAYOUTS, LEAST_RATIO):
-        repeats = arguments.repeats if lane == "shared memory" else few
+    for transport, lane, size, digests in itertools.product(TRANSPORTS, LANES, LAYOUTS, LEAST_RATIO):
+        count = repeats if lane == "shared memory" else few
         found = 0.0
         with report.section(f"{transport}, {lane}, {digests}: {size} blocks"):
-            found = bandwidth(report, (transport, lane, digests), size, arguments.pool_mb << 20, repeats)
+            found = bandwidth(report, (transport, lane, digests), size, count)
         if found and lane == "shared memory" and digests == "verify off":
             unverified[f"{transport}, {lane}, {digests}: {size} blocks"] = found / 1e9
     theirs = perftest_gb_per_s()
@@ -128,8 +122,8 @@ def hidden(report: Report, repeats: int) -> None:
     layout, longest = LAYOUTS["360 KB"], max(PROMPTS)
     engine = EngineConfig(model=MODEL, num_threads=1, kv_memory_mb=768)
     num_blocks = longest // engine.block_size * 5 // 4 + 16  # others hold some
-    owner, puller = specs(TransferConfig(), layout, num_blocks * layout.block_bytes)
-    with start_pair(replace(owner, engine=engine), puller) as pair:
+    puller = Spec(TransferConfig(), layout, num_blocks)
+    with start_pair(replace(puller, engine=engine), puller, {}) as pair:
         pair.prefill(64)  # connects, and warms the model
         for num_tokens in PROMPTS:
             found = [pair.prefill(num_tokens) for _ in range(repeats)]
@@ -141,17 +135,14 @@ def hidden(report: Report, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, PARTS, repeats=31)
-    parser.add_argument("--transports", nargs="+", default=["nixl", "ucxx"], choices=["nixl", "ucxx"])
-    parser.add_argument("--pool-mb", type=int, default=512, help="a hand-off moves 0.9 of a pool")
-    arguments = parser.parse_args()
-    few = max(1, arguments.repeats // 6)
+    arguments = parser_of(__doc__, PARTS, repeats=31).parse_args()
+    repeats, few = arguments.repeats, max(1, arguments.repeats // 6)
     report = Report("transfer")
-    report.say(f"medians of {arguments.repeats} interleaved repeats over shared memory and of {few} elsewhere, "
-               f"pools of {arguments.pool_mb} MB")  # fmt: skip
+    report.say(f"medians of {repeats} interleaved repeats over shared memory and of {few} elsewhere, "
+               f"pools of {POOL_BYTES >> 20} MB")  # fmt: skip
 
     parts: dict[str, Callable[[], None]] = {
-        "bandwidth": lambda: bandwidths(report, arguments, few),
+        "bandwidth": lambda: bandwidths(report, repeats, few),
         "hidden": lambda: hidden(report, min(few, 3)),
     }
     run_parts(report, parts, arguments.parts)

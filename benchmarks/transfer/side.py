@@ -1,5 +1,7 @@
 """One side of a measured hand-off: a pool, a TransferMachine, a TransferAgent, and the commands of the benchmark.
 
+    python -m benchmarks.transfer.side SPEC    as `packed`
+
 A pool is private memory in huge pages, like the engine's (engine/kv_pool.py), and larger than any cache. One block in
 ten is held by others, so the free blocks lie in short runs; a hand-off may also shuffle its blocks, and then hardly two
 of them are neighbours on both sides.
@@ -9,17 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import math
 import os
+import pickle
 import random
 import secrets
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.processes import obey_on_loop, take_stdout
 from cli.compose import open_transport
 from core.config import EngineConfig, TransferConfig
 from core.handoff import AgentAddress
@@ -29,6 +35,7 @@ from core.request import SamplingParams
 from core.scheduling.block_pool import BlockPool
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.runner import run_step
+from fleet.host.service_host import SWITCH_INTERVAL_S
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.protocol.events import (
     AgentEvent,
@@ -37,7 +44,7 @@ from kv_transfer.protocol.events import (
     OfferEnded,
     PullCompleted,
     PullFailed,
-    PullStats,
+    PullGivenUp,
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.transport import PoolMemory
@@ -57,13 +64,21 @@ class Spec:
     config: TransferConfig
     layout: KVLayout
     num_blocks: int
-    core: int
-    environment: dict[str, str] = field(default_factory=dict)
     engine: EngineConfig | None = None
 
 
+def packed(found: Any) -> str:
+    return pickle.dumps(found).hex()
+
+
+def unpacked(text: str) -> Any:
+    return pickle.loads(bytes.fromhex(text))
+
+
 class Side:
-    """Each public method is a command."""
+    """Each public method is a command. `meet` comes before the others."""
+
+    _peer: AgentAddress
 
     def __init__(self, spec: Spec) -> None:
         self._runner: Any = None
@@ -84,21 +99,22 @@ class Side:
         self._driver: Driver[Any, Any] = Driver(self._machine, self._perform, self._fail, self._flush)
         self._actions: list[Any] = []
         self._offered: list[int] = []
-        self._random = random.Random(f"core {spec.core}")  # the two sides draw different numbers
+        self._random = random.Random(f"core {min(os.sched_getaffinity(0))}")  # the two sides draw different numbers
         blocks = self._pool.allocate(memory.num_blocks) or []
         held = set(self._random.sample(blocks, len(blocks) // BLOCKS_PER_HELD))
         self._pool.release([block for block in blocks if block not in held])
 
-    async def about(self) -> tuple[int, AgentAddress]:
-        return os.getpid(), self._address
+    def address(self) -> str:
+        return packed(self._address)
 
-    async def offer(
-        self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
-    ) -> None:
+    def meet(self, address: str) -> None:
+        self._peer = unpacked(address)
+
+    async def offer(self, transfer_id: int, num_blocks: int, digests_made: bool, shuffled: bool) -> None:
         """Offer blocks that are ready, and wait for their digests if `digests_made`."""
         blocks = self._offered = self._ordered(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
-        self._act(self._machine.offer(transfer_id, peer, math.inf, now))
+        self._act(self._machine.offer(transfer_id, self._peer, math.inf, now))
         self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, (1,), now))
         if digests_made:
             await self._digests_made()
@@ -107,7 +123,7 @@ class Side:
         await self._end()
         self._pool.release(self._offered)
 
-    async def prefill(self, transfer_id: int, peer: AgentAddress, num_tokens: int) -> tuple[float, float]:
+    async def prefill(self, transfer_id: int, num_tokens: int) -> tuple[float, float]:
         """Compute a prompt and offer it chunk by chunk.
 
         Returns the seconds of computing, and when it ended on the machine's clock.
@@ -116,7 +132,7 @@ class Side:
         blocks = self._pool.allocate(num_blocks)
         assert blocks is not None, "the pool is too small"
         tokens = np.random.default_rng(2).integers(1000, 40_000, num_tokens).tolist()
-        self._act(self._machine.offer(transfer_id, peer, math.inf, self._driver.now()))
+        self._act(self._machine.offer(transfer_id, self._peer, math.inf, self._driver.now()))
         seconds = 0.0
         for start in range(0, num_tokens, CHUNK_TOKENS):
             count = min(CHUNK_TOKENS, num_tokens - start)
@@ -135,24 +151,22 @@ class Side:
         self._pool.release(blocks)
         return seconds, ended_at
 
-    async def pull(
-        self, transfer_id: int, owner: AgentAddress, num_blocks: int, shuffled: bool
-    ) -> tuple[PullStats, float]:
-        """Pull a sequence. Returns also when the pull ended, on the machine's clock."""
+    async def pull(self, transfer_id: int, num_blocks: int, shuffled: bool) -> tuple[float, float]:
+        """Pull a sequence. Returns its seconds, and when it ended on the machine's clock."""
         targets = self._ordered(self._pool.reserve(num_blocks), shuffled)
         now = self._driver.now()
-        self._act(self._machine.reserve_pull(transfer_id, owner, now))
+        self._act(self._machine.reserve_pull(transfer_id, self._peer, now))
         self._act(self._machine.puller.start(transfer_id, range(len(targets)), now))
         self._act(self._machine.puller.add_targets(transfer_id, dict(enumerate(targets)), now))
         result = await self._end()
         self._pool.cancel_reservation(targets)
         if not isinstance(result, PullCompleted):
             raise RuntimeError(f"the pull failed: {result}")
-        return result.stats, time.perf_counter()
+        return result.stats.total_s, time.perf_counter()
 
-    async def read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int) -> float:
-        """Seconds to read shuffled blocks of the owner by process_vm_readv, `per_call` of them with each call."""
-        libc = ctypes.CDLL(None, use_errno=True)
+    def read(self, pid: int, num_blocks: int, per_call: int) -> float:
+        """Seconds to read shuffled blocks of the peer by process_vm_readv, `per_call` of them with each call."""
+        libc, owner = ctypes.CDLL(None, use_errno=True), self._peer
         size = self._layout.block_bytes
         sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks]
         targets = np.random.default_rng(7).permutation(len(self._array))[:num_blocks]
@@ -168,8 +182,8 @@ class Side:
                 raise OSError(ctypes.get_errno(), f"process_vm_readv read {done} bytes")
         return time.perf_counter() - started_at
 
-    async def close(self) -> None:
-        await asyncio.to_thread(self._agent.close)
+    def close(self) -> None:
+        self._agent.close()
 
     # ---- inside
 
@@ -197,7 +211,7 @@ class Side:
     def _perform(self, action: Any) -> None:
         if isinstance(action, PullCompleted | PullFailed | OfferEnded):
             self._ended.set_result(action)
-        elif not isinstance(action, CaughtUp):  # which only a move waits for
+        elif not isinstance(action, CaughtUp | PullGivenUp):  # of a move; before a `PullFailed`
             self._actions.append(action)
 
     def _flush(self) -> None:
@@ -239,3 +253,16 @@ def iovec(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
     return (Vector * len(blocks))(*[Vector(base + int(block) * size, size) for block in blocks])
+
+
+async def main() -> None:
+    answers = take_stdout()
+    side = Side(unpacked(sys.argv[1]))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # the interpreter's settings are those of a worker
+    gc.freeze()
+    await obey_on_loop(side, answers)
+    side.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,7 +1,7 @@
 """A worker with vLLM inside beside the bare engine, and what Tandem's connector does: `make bench-vllm`.
 
     worker                           32 streams go through a decode worker, over gRPC, and the same streams through its
-                                     AsyncLLM: one engine, in turns
+                                     AsyncLLM: one engine, in turns; `bare` runs in the process of the worker
     handoff, cancel, prefix, drain   between workers (benchmarks/vllm/hand_offs.py)
 
 Prompts are new each time, so nothing comes from a cache.
@@ -11,74 +11,90 @@ The goodput of whole fleets is in benchmarks/goodput, which the same target runs
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.asking import Answer, ask_worker, random_prompts
-from benchmarks.processes import ChildProcess
+from benchmarks.asking import random_prompts
+from benchmarks.dataplane.load import ask_worker
 from benchmarks.report import Line, Report, parser_of, run_parts
+from benchmarks.service import Role, ServiceProcess
 from benchmarks.vllm import hand_offs
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from tests.support.vllm_fleet import started_workers
 
-ROOT = Path(__file__).resolve().parents[2]
-PROMPT_TOKENS = 64
+CONFIG = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 128
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
 
 
-def measure_worker(report: Report, arguments: argparse.Namespace) -> None:
-    python, core = python_of(VllmConfig()), min(os.sched_getaffinity(0))
-    config = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
-    command: list[str | Path] = [python, "-m", "benchmarks.vllm.program", json.dumps(config), str(core)]
-    program = ChildProcess("a vLLM worker", command, variables(python), ROOT)
-    sizes = arguments.streams, PROMPT_TOKENS
+async def bare(service: Any, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> list[list[float]]:
+    """The times of the tokens that AsyncLLM gives, without the worker; as `ask_worker`."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    start = time.perf_counter()
+
+    async def one(number: int, prompt: Sequence[int]) -> list[float]:
+        times: list[float] = []
+        tokens = TokensPrompt(prompt_token_ids=list(prompt))
+        async for output in service._engine._llm.generate(tokens, sampling, f"bare-{repeat}-{number}"):
+            times += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
+        return times
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def measure_worker(report: Report, repeats: int) -> None:
+    python = python_of(VllmConfig())
+    role = Role("decode", config=CONFIG, cores=(min(os.sched_getaffinity(0)),), step_s=None)
+    worker = ServiceProcess(role, python=python, environment=variables(python))
+    sizes = STREAMS, PROMPT_TOKENS
     found: dict[str, list[tuple[float, float]]] = {"bare": [], "worker": []}
     try:
-        address = program.call("address")
-        for repeat in range(arguments.repeats + 1):
-            bare = program.call("bare", prompts=random_prompts(*sizes, 2 * repeat), max_tokens=arguments.tokens)
+        for repeat in range(repeats + 1):
+            alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": OUTPUT_TOKENS, "repeat": repeat}
+            times = worker.call("apply", function="benchmarks.vllm.__main__:bare", **alone)
             prompts = random_prompts(*sizes, 2 * repeat + 1)
-            through = asyncio.run(ask_worker(address, prompts, arguments.tokens))
+            through = ask_worker(worker.address, prompts, OUTPUT_TOKENS)
             if repeat:  # the first one warms up
-                found["bare"].append(figures(list(map(Answer, bare))))
+                found["bare"].append(figures(times))
                 found["worker"].append(figures(through))
     finally:
-        program.stop()
+        worker.stop()
     speeds, gaps = ({name: statistics.median(pair[place] for pair in pairs) for name, pairs in found.items()}
                     for place in (0, 1))  # fmt: skip
-    streams = f"{arguments.streams} streams of a worker"
+    streams = f"{STREAMS} streams of a worker"
     report.add(Line(f"{streams}: all tokens", speeds["worker"], "tokens/s", "bare AsyncLLM", speeds["bare"],
                     least_ratio=LEAST_SHARE))  # fmt: skip
     report.add(Line(f"{streams}: a token later than bare", (gaps["worker"] - gaps["bare"]) * 1e3, "ms", most=MOST_MS))
 
 
-def figures(answers: Sequence[Answer]) -> tuple[float, float]:
+def figures(times: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Tokens of all streams a second, and the mean gap of a stream in seconds."""
-    seconds = max(answer.times[-1] for answer in answers)
-    return sum(len(answer.times) for answer in answers) / seconds, statistics.fmean(
-        gap for answer in answers for gap in answer.gaps
-    )
+    gaps = [after - before for of_one in times for before, after in pairwise(of_one)]
+    return sum(map(len, times)) / max(of_one[-1] for of_one in times), statistics.fmean(gaps)
 
 
 def main() -> None:
-    parser = parser_of(__doc__, ("worker", *hand_offs.PARTS), repeats=3)
-    parser.add_argument("--streams", type=int, default=32, help="of the worker")
-    parser.add_argument("--tokens", type=int, default=128, help="of each output")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, ("worker", *hand_offs.PARTS), repeats=3).parse_args()
     if not python_of(VllmConfig()).exists():
         sys.exit("vLLM is not installed: run `make vllm`")
     report = Report("vllm")
-    parts: dict[str, Callable[[], None]] = {"worker": functools.partial(measure_worker, report, arguments)}
+    parts: dict[str, Callable[[], None]] = {"worker": lambda: measure_worker(report, arguments.repeats)}
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from benchmarks.asking import MAX_MESSAGE_BYTES, Answer, ask, random_prompts
+from benchmarks.asking import Answer, ask, random_prompts
 from benchmarks.operations.moves import failures, gaps_of, recomputed, streams
 from benchmarks.report import Line, Report, percentile
-from runtime.rpc.grpc_server import open_channel
+from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, open_channel
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from tests.support.vllm_fleet import CONFIG, VllmProcess, routed
@@ -137,7 +137,7 @@ def _num_read(answer: Answer) -> int:
 
 async def _until_free(worker: VllmProcess) -> None:
     """Ends when no request and no peer uses a block of the worker, by its own ledger. Raises `TimeoutError`."""
-    channel = open_channel(worker.endpoint.address, MAX_MESSAGE_BYTES)
+    channel = open_channel(worker.endpoint.address, MAX_GRPC_MESSAGE_BYTES)
     stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
     try:
         async with asyncio.timeout(TIMEOUT_S):

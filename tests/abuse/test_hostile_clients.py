@@ -127,7 +127,7 @@ async def test_honest_streams_keep_their_pace_beside_every_hostile_client(second
             config, {"prefill": 1, "decode": 1}, {"decode": STEP_S}, operator_key=KEYS["operator"]
         ) as fleet:
             router_service = fleet.services["router-0"]
-            router, streams = psutil.Process(router_service.process.pid), HonestStreams(fleet, port)
+            router, streams = psutil.Process(router_service.pid), HonestStreams(fleet, port)
             num_files = router.num_fds()
             async with streams.run():
                 await until(lambda: streams.num_ended >= 4 * NUM_STREAMS, "every stream is warm", 60)
@@ -135,7 +135,7 @@ async def test_honest_streams_keep_their_pace_beside_every_hostile_client(second
                 await asyncio.sleep(seconds)
                 calm, memory = streams.take(), router.memory_info().rss
                 most_memory = memory
-                hostile = asyncio.create_task(hostile_for(port, router_service.endpoint["address"], seconds))
+                hostile = asyncio.create_task(hostile_for(port, router_service.endpoint.address, seconds))
                 while not hostile.done():
                     await asyncio.wait((hostile,), timeout=0.2)
                     most_memory = max(most_memory, router.memory_info().rss)

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tandem_client.stubs import inference_pb2
 from tests.integration.transfer_owner_process import real_transport
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on
-from tests.support.processes import Fleet, ServiceProcess
+from tests.support.processes import Fleet, FleetProcess
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,17 +59,15 @@ async def fleet(fleets: Fleets, transport: str) -> AsyncIterator[Fleet]:
     await serves_on(running.inference)
 
 
-def bytes_pulled(fleet: Fleet, but: ServiceProcess) -> int:
+def bytes_pulled(fleet: Fleet, but: FleetProcess) -> int:
     return sum(int(service.load.transferred_bytes) for service in fleet.pool("decode") if service is not but)
 
 
-async def only_busy(
-    fleet: Fleet, role: str, stream: Stream, but: ServiceProcess | None = None
-) -> ServiceProcess | None:
+async def only_busy(fleet: Fleet, role: str, stream: Stream, but: FleetProcess | None = None) -> FleetProcess | None:
     """The worker of this role that has a sequence or a transfer of `stream`, other than `but`. None if the stream has
     ended before that was seen."""
 
-    def busy() -> list[ServiceProcess]:
+    def busy() -> list[FleetProcess]:
         return [
             service
             for service in fleet.pool(role)
@@ -92,9 +90,9 @@ class Scene:
     fleet: Fleet
     stream: Stream
     bystander: Stream
-    decode: ServiceProcess
-    prefill: ServiceProcess
-    elsewhere: ServiceProcess  # the decode worker of the bystander
+    decode: FleetProcess
+    prefill: FleetProcess
+    elsewhere: FleetProcess  # the decode worker of the bystander
     pulled_before: int  # bytes
 
     @classmethod
@@ -192,11 +190,11 @@ async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: st
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
 async def test_workers_that_restart_under_their_names_hand_off_to_those_that_knew_the_old_ones(fleet: Fleet) -> None:
-    before = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
+    before = {service.name: service.endpoint.service_id for service in fleet.pool("prefill")}
     for name in before:
         await fleet.kill(name)
     await fleet.heal()
-    after = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
+    after = {service.name: service.endpoint.service_id for service in fleet.pool("prefill")}
     assert before.keys() == after.keys()
     assert not set(before.values()) & set(after.values()), "they are the old ones"
     stream = await Stream(fleet.inference, prompt_of(500, 180), 5).right()

@@ -45,7 +45,7 @@ class Scene:
     @property
     def addresses(self) -> list[str]:
         """The one to be killed comes first."""
-        return [self.fleet.services[name].endpoint["address"] for name in ("router-0", "router-1")]
+        return [self.fleet.services[name].endpoint.address for name in ("router-0", "router-1")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -6,9 +6,8 @@ import contextlib
 
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import Connection, receive_for
-from benchmarks.dataplane.http_ages import completions
-from benchmarks.dataplane.load import Counter
-from benchmarks.service import CONFIG, Role, cores, running
+from benchmarks.dataplane.load import Counter, completions
+from benchmarks.service import MODEL, Role, config_with, cores, running
 from tests.support.ports import kept_port
 
 TIMEOUT_S = 60.0
@@ -20,7 +19,10 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http_and_note_each_ar
     measured, other = cores()
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(kept_port("127.0.0.1"))
-        roles = Role("decode", other, step_s=STEP_S), Role("router", measured, http_port=port)
+        roles = (
+            Role("decode", other, step_s=STEP_S),
+            Role("router", measured, config=config_with(gateway={"port": port})),
+        )
         worker, router = stack.enter_context(running(*roles))
         router.follow([worker])
         counter = Counter(load.tokens_of_response)
@@ -31,8 +33,8 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http_and_note_each_ar
         load.close([connection])
         assert sum(len(ids) for _, ids in counter.tokens()) == NUM_TOKENS
         times: list[float] = []
-        [stream] = completions(port, CONFIG.engine.model, 1, NUM_TOKENS, times)
+        [stream] = completions(port, MODEL, 1, NUM_TOKENS, times)
         receive_for([stream], TIMEOUT_S, lambda: stream.num_ended > 0)
         load.close([stream])
         assert stream.num_events == len(times) > 0  # a busy router joins tokens to one event
-        assert worker.step_times()["step_s"] > 0
+        assert worker.call("step_times")["step_s"] > 0

@@ -16,7 +16,8 @@ import openai
 import pydantic
 import pytest
 
-from benchmarks.asking import ask, ask_worker, random_prompts
+from benchmarks.asking import ask, random_prompts
+from benchmarks.dataplane.load import ask_worker
 from core.config import TelemetryConfig, WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
@@ -28,7 +29,7 @@ from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import make_request
 from tests.support.gateway import serving_gateway
-from tests.support.vllm_workers import FakeFleet, deploy_fakes, expected
+from tests.support.vllm_workers import FakeEngineFleet, deploy_fakes, expected
 from tests.support.waiting import until
 from vllm_worker.fake_engine import ADAPTERS, FakeEngine
 
@@ -119,7 +120,7 @@ async def test_a_prompt_without_a_prefill_worker_runs_on_the_decode_worker() -> 
         assert answer.path == "local"
 
 
-async def _answers(fleet: FakeFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
+async def _answers(fleet: FakeEngineFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
     """Half of them sampled."""
     calls = [
         fleet.generate([*PROMPT, place], max_tokens, **({} if place % 2 else {"temperature": 1.0, "seed": place}))
@@ -246,7 +247,7 @@ CHAT: dict[str, Any] = {"model": "fake:tiny", "messages": [{"role": "user", "con
 
 
 @contextlib.asynccontextmanager
-async def openai_client(fleet: FakeFleet) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(fleet: FakeEngineFleet) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving_gateway(Fleets([fleet.router.calls])) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client,
@@ -301,7 +302,7 @@ async def test_a_worker_that_lacks_an_adapter_leaves_the_request_to_another_one(
         ]
 
 
-async def _infer(fleet: FakeFleet, model: str) -> tuple[int, ...]:
+async def _infer(fleet: FakeEngineFleet, model: str) -> tuple[int, ...]:
     request = kserve_pb2.ModelInferRequest(model_name=model)
     tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[1, len(PROMPT)])
     tensor.contents.int_contents.extend(PROMPT)
@@ -336,9 +337,9 @@ async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: P
 async def test_the_benchmark_of_a_worker_times_every_token() -> None:
     async with deploy_fakes(num_prefill=0) as fleet:
         prompts = random_prompts(4, 20)
-        answers = await ask_worker(fleet.endpoints["decode-0"].address, prompts, 9)
-        assert [len(answer.times) for answer in answers] == [9] * 4
-        assert all(answer.times == sorted(answer.times) for answer in answers)
+        found = await asyncio.to_thread(ask_worker, fleet.endpoints["decode-0"].address, prompts, 9)
+        assert [len(times) for times in found] == [9] * 4
+        assert all(times == sorted(times) for times in found)
         answer = await ask(fleet.client, PROMPT, 5, 30.0, 0.0)
         assert len(answer.times) == 5
         assert answer.promised_ttft_s is not None

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_worker.engine import Engine, EngineInfo, EngineReport, Prompt
+from core.config import TandemConfig
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from fleet.host.service_host import Placement
+from vllm_worker.engine import EngineInfo, EngineReport, Prompt
 
 LENGTH_BYTES = 4
 
@@ -31,15 +36,28 @@ async def received(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
 
 
 class EngineServer:
-    """The side of the engine."""
+    """The side of the engine: a service of its own, whose address is that of its socket."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, config: TandemConfig, placement: Placement) -> None:
+        from cli import vllm  # of the environment of vLLM
+
+        role = ServiceRole(placement.slot.partition("-")[0])
+        build = {ServiceRole.PREFILL: vllm.build_prefill_worker, ServiceRole.DECODE: vllm.build_decode_worker}[role]
+        self._engine = build(config, placement)._engine
+        self._endpoint = Endpoint(placement.slot, f"\0{placement.slot} of {os.getpid()}", role)  # no file
         self._writer: asyncio.StreamWriter | None = None
 
-    async def start(self, path: str) -> None:
+    async def start(self) -> Endpoint:
         self._info = await self._engine.start(self._on_report)
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        self._server = await asyncio.start_unix_server(self._serve, self._endpoint.address)
+        return self._endpoint
+
+    async def failed(self) -> BaseException:
+        return await asyncio.get_running_loop().create_future()
+
+    async def stop(self) -> None:
+        self._server.close()
+        await self._engine.close()
 
     def _on_report(self, report: EngineReport) -> None:
         if self._writer is not None:

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import grpc
 import grpc.aio
+import psutil
 
+from benchmarks.service import Role, ServiceProcess
 from core.config import TandemConfig
 from core.service import Endpoint
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S
-from tests.support.service_process import Role, line_of
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0  # as PATIENCE_S of commands: the time of a start is not under test
+SLOW_DOWN = "tests.support.steps:slow_down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,45 +43,43 @@ async def _as_it_is(address: str) -> str:
     return address
 
 
-@dataclass(eq=False)
-class ServiceProcess:
-    name: str
-    process: Process
-    endpoint: dict[str, str]  # printed by the process
-    channel: grpc.aio.Channel
-    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)  # the newest
-    watching: asyncio.Task[None] | None = None
+class FleetProcess(ServiceProcess):
+    """`channel`: to its gRPC server, once it is connected. `load`: the newest of a worker."""
 
-    @property
-    def alive(self) -> bool:
-        return self.process.returncode is None
+    def __init__(self, role: Role, site: Site) -> None:
+        super().__init__(role, site.prefix, environment=site.environment, log=sys.__stderr__)
+        self.load = worker_pb2.LoadReport()
+        self.channel: grpc.aio.Channel | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    @property
-    def state(self) -> str:
-        """The state in /proc: R or S = running, T = stopped."""
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    async def connect(self, address: str) -> None:
+        # gRPC waits long between attempts by default; a test must reach a stopped process soon after it runs again.
+        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.aio.insecure_channel(address, options=options)
+        if self.role.name != "router":
+            self._watching = asyncio.create_task(self._watch(self.channel))
 
     @property
     def busy_blocks(self) -> int:
         ledger = self.load.ledger
         return int(ledger.held + ledger.leased + ledger.incoming)
 
-    async def watch(self) -> None:
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
         """Read the reports of the worker until its process ends."""
-        stub = worker_pb2_grpc.WorkerStub(self.channel)  # type: ignore[no-untyped-call]
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for report in stub.Watch(worker_pb2.WatchRequest(router_id="a test")):
                 if report.HasField("load"):  # else the load has not changed
                     self.load = report.load
 
     async def close(self) -> None:
-        if self.watching is not None:
-            self.watching.cancel()
-            await asyncio.gather(self.watching, return_exceptions=True)
-        await self.channel.close(None)
-        if self.alive:
-            self.process.kill()
-        await self.process.wait()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self.channel is not None:
+            await self.channel.close(None)
+        self.kill()
+        self.stop()
 
 
 @dataclass(eq=False)
@@ -96,7 +91,7 @@ class Fleet:
     reach: Callable[[str], Awaitable[str]] = _as_it_is  # a service's address -> where the test finds it
     others: Sequence[Endpoint] = ()  # workers in no process of the fleet; the router gets them too
     operator_key: str = ""  # of a fleet with API keys
-    services: dict[str, ServiceProcess] = field(default_factory=dict)  # by name: router-0, decode-1, ...
+    services: dict[str, FleetProcess] = field(default_factory=dict)  # by name: router-0, decode-1, ...
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -119,7 +114,7 @@ class Fleet:
     def cluster(self) -> cluster_pb2_grpc.ClusterStub:
         return cluster_pb2_grpc.ClusterStub(self.services["router-0"].channel)  # type: ignore[no-untyped-call]
 
-    def pool(self, role: str) -> list[ServiceProcess]:
+    def pool(self, role: str) -> list[FleetProcess]:
         return [service for name, service in self.services.items() if name.startswith(role)]
 
     # ---- starting and stopping processes
@@ -127,42 +122,26 @@ class Fleet:
     async def spawn(self, name: str) -> None:
         role, _, ordinal = name.partition("-")
         site = self.site_of(name)
-        process = await asyncio.create_subprocess_exec(
-            *site.prefix, sys.executable, "-m", "tests.support.service_process",
-            cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE,
-        )  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        first = Role(role, int(ordinal), site.host, asdict(self.config), self.step_delays_s.get(role, 0.0))
-        try:
-            process.stdin.write(json.dumps(asdict(first)).encode() + b"\n")
-            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-            assert line, f"{name} did not start"
-        except BaseException:
-            process.kill()
-            await process.wait()
-            raise
-        endpoint = json.loads(line)
-        # gRPC waits long between attempts by default; a test must reach a stopped process soon after it runs again.
-        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.use_local_subchannel_pool", 1)]
-        channel = grpc.aio.insecure_channel(await self.reach(endpoint["address"]), options=options)
-        self.services[name] = service = ServiceProcess(name, process, endpoint, channel)
-        if role != "router":
-            service.watching = asyncio.create_task(service.watch())
+        started = Role(role, ordinal=int(ordinal), config=asdict(self.config), host=site.host, step_s=None)
+        self.services[name] = service = FleetProcess(started, site)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            endpoint = await asyncio.to_thread(lambda: service.endpoint)
+            if delay_s := self.step_delays_s.get(role):
+                await asyncio.to_thread(service.call, "apply", function=SLOW_DOWN, step_s=delay_s)
+        await service.connect(await self.reach(endpoint.address))
 
     async def publish(self) -> None:
         """Send the list of workers to the routers, as a supervisor does, and wait until each worker has reported."""
         routers = self.pool("router")
-        workers = [each.endpoint for each in self.services.values() if each not in routers and each.alive]
-        workers += map(line_of, self.others)
+        alive = [each for each in self.services.values() if each not in routers and each.alive]
+        workers: list[ServiceProcess | Endpoint] = [*alive, *self.others]
         async with asyncio.timeout(START_TIMEOUT_S):
             for router in routers:
-                assert router.process.stdin is not None
-                router.process.stdin.write(json.dumps(workers).encode() + b"\n")
+                await asyncio.to_thread(router.follow, workers)
                 while await self._num_serving(router) != len(workers):
                     await asyncio.sleep(0.02)
 
-    async def _num_serving(self, router: ServiceProcess) -> int:
+    async def _num_serving(self, router: FleetProcess) -> int:
         cluster = cluster_pb2_grpc.ClusterStub(router.channel)  # type: ignore[no-untyped-call]
         metadata = [("authorization", f"Bearer {self.operator_key}")] if self.operator_key else []
         fleet = await cluster.GetFleet(cluster_pb2.GetFleetRequest(), metadata=metadata)
@@ -170,21 +149,19 @@ class Fleet:
 
     async def kill(self, name: str) -> None:
         """kill -9. No message tells the router; it must detect the death."""
-        service = self.services[name]
-        service.process.kill()
-        assert await service.process.wait() == -signal.SIGKILL, "the process ended before the kill"
+        assert self.services[name].kill() == -signal.SIGKILL, "the process ended before the kill"
 
     @contextlib.asynccontextmanager
     async def stopped(self, name: str) -> AsyncIterator[None]:
         """SIGSTOP at the start of this context, SIGCONT at its end."""
-        service = self.services[name]
-        service.process.send_signal(signal.SIGSTOP)
+        process = psutil.Process(self.services[name].pid)
+        process.suspend()
         try:
-            await until(lambda: service.state == "T", f"{name} is stopped")
+            await until(lambda: process.status() == psutil.STATUS_STOPPED, f"{name} is stopped")
             yield
-            assert service.state == "T", f"{name} did not stay stopped"
+            assert process.status() == psutil.STATUS_STOPPED, f"{name} did not stay stopped"
         finally:
-            service.process.send_signal(signal.SIGCONT)
+            process.resume()
 
     async def heal(self) -> None:
         """Restart every dead service under its name, and send the list of workers to the router."""

@@ -9,45 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import subprocess
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from benchmarks.service import Role, ServiceProcess, Tables, config_with
 from cli.compose import build_router
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig, from_mapping
-from core.lifecycle import ServiceRole
-from core.service import Endpoint
 from router.service import RouterService
 from tandem_client import AsyncClient
 from tests.support.deployment import place
 from tests.support.waiting import until
 
-ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 600.0
+DRAIN_S = 120.0
 BLOCK_SIZE = 32
 LEASE_S = 5.0
-Tables = Mapping[str, Mapping[str, Any]]
 # Without compilation a start takes 35 s on a core of its own, not minutes.
-CONFIG: dict[str, dict[str, Any]] = {
+CONFIG: Tables = {
     "engine": {"name": "vllm", "model": str(default_model_dir()), "dtype": "float32", "kv_memory_mb": 1024},
     "vllm": {"args": ["--enforce-eager", "--block-size", str(BLOCK_SIZE)], "lease_s": LEASE_S},
     "router": {"port": 0, "worker_wait_s": 60.0},
     "gateway": {"port": 0},
 }
-
-
-def configured(changes: Tables) -> dict[str, dict[str, Any]]:
-    """`CONFIG` with other options."""
-    return {name: {**CONFIG.get(name, {}), **changes.get(name, {})} for name in {**CONFIG, **changes}}
 
 
 def require_vllm() -> None:
@@ -56,14 +44,13 @@ def require_vllm() -> None:
         pytest.skip("vLLM is not installed (make vllm)")
 
 
-@dataclass
-class VllmProcess:
-    """The process of one worker, the leader of its group."""
+class VllmProcess(ServiceProcess):
+    """The process of one worker, the leader of its group. `log`: the file of its standard error."""
 
-    name: str
-    process: subprocess.Popen[str]
-    endpoint: Endpoint
-    log: Path
+    def __init__(self, role: Role, log: Path) -> None:
+        python = python_of(VllmConfig())
+        super().__init__(role, python=python, environment=variables(python), log=log.open("w+"))
+        self.log = log
 
     def num_handshakes(self) -> int:
         """Those that its engine has begun as a reader, and whose owner answered."""
@@ -71,21 +58,16 @@ class VllmProcess:
 
     async def drain(self) -> None:
         """Ends when the worker has nothing left."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("drain\n")
-        self.process.stdin.flush()
-        answer = await asyncio.to_thread(self.process.stdout.readline)
-        assert answer == "drained\n", "the worker has ended"
+        await asyncio.to_thread(self.call, "drain", timeout_s=DRAIN_S)
 
     def engine(self) -> psutil.Process:
         """The process that schedules, whose child computes."""
-        children = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.pid).children()
         return next(child for child in children if any("EngineCore" in word for word in child.cmdline()))
 
     def group(self) -> list[psutil.Process]:
         """The processes that are left of the group."""
-        return [one for one in psutil.process_iter() if _group_of(one) == self.process.pid]
+        return [one for one in psutil.process_iter() if _group_of(one) == self.pid]
 
 
 def _group_of(process: psutil.Process) -> int:
@@ -104,65 +86,29 @@ def started_workers(
 ) -> Iterator[dict[str, VllmProcess]]:
     """Start workers of (role, ordinal) beside each other, each on one core in turn. Each writes a log of its own.
 
-    `engines_alone`: their engines without workers, which serve on Unix sockets. `changes`: as in `configured`.
+    `engines_alone`: their engines without workers, each on a Unix socket. `changes`: as in `config_with`.
     """
-    config = configured(changes)
-    python, cores = python_of(VllmConfig()), sorted(os.sched_getaffinity(0))
-    environment = os.environ | variables(python)
+    cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
-        processes = []
-        for place_number, (role, ordinal) in enumerate(places):
-            options = {"role": role, "ordinal": ordinal, "core": cores[place_number % len(cores)], "config": config}
-            if engines_alone:
-                options["socket"] = str(log_dir / f"{role}-{ordinal}.sock")
-            command = [str(python), "-m", "tests.support.vllm_process", json.dumps(options)]
-            log = stack.enter_context(_log(log_dir, f"{role}-{ordinal}").open("w"))
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            stack.callback(_end, process)
-            processes.append((f"{role}-{ordinal}", process))
-        yield {
-            name: VllmProcess(name, process, _endpoint_of(process), _log(log_dir, name)) for name, process in processes
-        }
-
-
-def _log(log_dir: Path, name: str) -> Path:
-    return log_dir / f"{name}.log"
-
-
-def _endpoint_of(process: subprocess.Popen[str]) -> Endpoint:
-    assert process.stdout is not None
-    limit = threading.Timer(START_TIMEOUT_S, process.kill)
-    limit.start()
-    try:
-        for line in process.stdout:
-            if line.startswith("{"):
-                found = json.loads(line)
-                return Endpoint(found["service_id"], found["address"], ServiceRole(found["role"]))
-    finally:
-        limit.cancel()
-    raise AssertionError(f"the worker ended before it served, exit code {process.wait()}")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    try:
-        process.wait(20.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+        processes: dict[str, VllmProcess] = {}
+        config = config_with(CONFIG, **changes)
+        builder = "tests.support.engine_relay:EngineServer" if engines_alone else ""
+        for number, (name, ordinal) in enumerate(places):
+            core = cores[number % len(cores)]
+            role = Role(name, ordinal=ordinal, config=config, cores=(core,), builder=builder, step_s=None)
+            process = processes[f"{name}-{ordinal}"] = VllmProcess(role, log_dir / f"{name}-{ordinal}.log")
+            stack.callback(process.stop)
+        for process in processes.values():
+            process.wait_until_ready()
+        yield processes
 
 
 @contextlib.asynccontextmanager
 async def routed(
-    workers: Sequence[VllmProcess], engine: Mapping[str, Any] = CONFIG["engine"], **router: Any
+    workers: Sequence[VllmProcess], engine: Tables = CONFIG["engine"], **router: Any
 ) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
     """A client of a new router for these workers."""
-    service = build_router(from_mapping(configured({"engine": engine, "router": router})), place(0))
+    service = build_router(from_mapping(config_with(CONFIG, engine=engine, router=router)), place(0))
     endpoint = await service.start()
     try:
         await service.set_workers([worker.endpoint for worker in workers])

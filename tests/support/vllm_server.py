@@ -20,9 +20,10 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.processes import START_TIMEOUT_S
+from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
-from tests.support.vllm_fleet import ROOT, START_TIMEOUT_S
 
 MODEL = "m"
 END_S = 20.0

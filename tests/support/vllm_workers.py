@@ -57,7 +57,7 @@ class FormattedTokens:
 
 
 @dataclass
-class FakeFleet:
+class FakeEngineFleet:
     cluster: FakeCluster
     router: RouterService
     client: AsyncClient
@@ -116,7 +116,7 @@ async def deploy_fakes(
     telemetry: TelemetryConfig | None = None,
     have_agents: bool = False,
     **router: Any,
-) -> AsyncIterator[FakeFleet]:
+) -> AsyncIterator[FakeEngineFleet]:
     config = tiny_config(telemetry=telemetry, **router)
     adapters = tuple(f"{name}=/adapters/{name}" for name in ADAPTERS)
     config = replace(config, engine=replace(config.engine, name="vllm"), vllm=VllmConfig(adapters=adapters))
@@ -130,7 +130,7 @@ async def deploy_fakes(
         stack.push_async_callback(router_service.stop)
         endpoint = await router_service.start()
         client = await stack.enter_async_context(AsyncClient(endpoint.address))
-        fleet = FakeFleet(FakeCluster(), router_service, client, endpoint.address)
+        fleet = FakeEngineFleet(FakeCluster(), router_service, client, endpoint.address)
         stack.push_async_callback(fleet.stop)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks import processes
 from benchmarks.engine.figures import VLLM
-from benchmarks.processes import ChildEnded, ChildProcess
+from benchmarks.processes import ChildEnded, ChildProcess, serving
 from benchmarks.report import Line, Report, run_parts
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,20 @@ def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported
     child.stop()
 
 
+def test_a_server_runs_with_its_children_from_its_ready_line_to_the_end_of_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
+    program = "import subprocess; subprocess.Popen(['sleep', '600']); print('serving at once', flush=True); input()"
+    with serving([sys.executable, "-c", f"print('warms up'); {program}"], "^serving ") as process_id:
+        server = psutil.Process(process_id)
+        (child,) = server.children()
+    assert psutil.wait_procs([server, child], 30.0)[1] == []
+    with pytest.raises(RuntimeError, match=r"did not start: warms up \| no luck"):
+        with serving([sys.executable, "-c", "print('warms up'); print('no luck, so never serving ')"], "^serving "):
+            pass
+
+
 def test_a_line_is_judged_printed_and_written_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +81,7 @@ def test_a_line_is_judged_printed_and_written_as_soon_as_it_is_measured(
     report.add(Line("more tokens are faster", 1000.0, "tokens/s", VLLM, 800.0, floor=2000.0, least_ratio=1.5))
     report.add(Line("without its peer", 8.0, "ms", VLLM, None, least_ratio=1.25))
     report.add(Line("slow", 2.0, "s", most=1))
+    report.add_table(("rate", "nothing", "failed"), [(1.5, "", 0), (2.0, "", 1)])
     written = json.loads(Path("build/bench/trial.json").read_text())
     assert {"machine", "commit", "date", "load average"} < written.keys()
     assert [(line["ratio"], line["share_of_floor"], line["holds"]) for line in written["lines"]] == [
@@ -74,7 +91,9 @@ def test_a_line_is_judged_printed_and_written_as_soon_as_it_is_measured(
         (None, None, False),
     ]
     assert "MISSED" in capsys.readouterr().out
-    assert "| without its peer | 8 ms | vLLM: not measured |" in Path("build/bench/trial.md").read_text()
+    page = Path("build/bench/trial.md").read_text()
+    assert "| without its peer | 8 ms | vLLM: not measured |" in page
+    assert page.endswith("\n\n| rate | failed |\n| --- | --- |\n| 1.5 | 0 |\n| 2.0 | 1 |\n")
 
 
 def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

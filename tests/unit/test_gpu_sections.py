@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu_sections.beside_vllm import Limits, is_inside
 from benchmarks.gpu_sections.http_client import Received, take_event
 from benchmarks.gpu_sections.vllm_inside import Likeness, likeness
-from benchmarks.gpu_sections.vllm_model import write_model
+from benchmarks.hf_model import write_model
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_config import config_from_hf
 from text.tokenizer import load_tokenizer

@@ -152,7 +152,7 @@ async def test_eight_streams_leave_a_worker_that_drains(decode_workers: list[Vll
             record = view.worker(source.endpoint.service_id)
             assert record is not None
             assert record.dispatched, "the kill comes too late"
-            os.kill(source.process.pid, signal.SIGKILL)
+            os.kill(source.pid, signal.SIGKILL)
         answers = await asyncio.gather(*calls)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
         if is_killed:

@@ -203,7 +203,7 @@ async def twelve_streams(
     of its own: with cached prompts, a prefill worker would have next to nothing to compute.
     """
     prompts = [prompt_of(3000 + number, 150 + number) for number in range(12)]
-    alive = [worker for worker in workers.values() if worker.process.poll() is None]
+    alive = [worker for worker in workers.values() if worker.alive]
     pool = [worker for worker in alive if worker.endpoint.role.value == role]
     async with routed(alive, local_prefill="never" if role == "prefill" else "auto") as (client, router):
         view = router._shell.view
@@ -225,7 +225,7 @@ async def twelve_streams(
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_twelve_streams_survive_a_worker_that_stands_still(all_workers: Workers, role: str) -> None:
     async with twelve_streams(all_workers, role, "stands still") as (victim, go_on):
-        stopped = psutil.Process(victim.process.pid)
+        stopped = psutil.Process(victim.pid)
         stopped.suspend()
         try:
             await until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the victim is stopped")
@@ -241,6 +241,6 @@ async def test_twelve_streams_survive_a_worker_that_stands_still(all_workers: Wo
 async def test_twelve_streams_survive_a_kill(all_workers: Workers, role: str, part: str) -> None:
     """Runs last: nobody starts the victim again. Two prefill workers and two of three decode workers end here."""
     async with twelve_streams(all_workers, role, f"{part} killed") as (victim, go_on):
-        os.kill(victim.engine().pid if part == "engine" else victim.process.pid, signal.SIGKILL)
+        os.kill(victim.engine().pid if part == "engine" else victim.pid, signal.SIGKILL)
         await go_on()
         await until(lambda: not victim.group(), "processes of the victim still run", 20.0)

@@ -1,17 +1,18 @@
-"""A model for vLLM without a file of weights: its config.json, and a tokenizer that names each token.
+"""Models in the format of Hugging Face, as transformers and vLLM read them.
 
-vLLM draws the weights itself (`--load-format dummy`), the same in every process. As in the tokenizer of Tandem's
-random models, the first 256 ids are bytes, then come special tokens, and the text of every other id is `<id>`.
+vLLM runs a model without a file of weights: it draws the weights itself (`--load-format dummy`), the same in every
+process. As in the tokenizer of Tandem's random models, the first 256 ids are bytes, then come special tokens, and the
+text of every other id is `<id>`.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from benchmarks.hf_config import hf_config
 from model_files.model_config import ModelConfig
 
 FIRST_NAMED_ID = 258
@@ -54,3 +55,34 @@ def _tokenizer(vocab_size: int) -> dict[str, object]:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """config.json of a Llama, without the ids of special tokens, which `ModelConfig` does not have."""
+    found: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        found["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return found
