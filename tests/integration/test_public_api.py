@@ -285,14 +285,6 @@ async def test_the_page_comes_over_grpc_without_a_metrics_port_and_adds_up_what_
     assert found["tandem_router_decision_seconds_count",] == 1
 
 
-async def test_a_decode_worker_that_computes_the_prompt_is_promised_as_local() -> None:
-    async with deploy(tiny_config(), num_prefill=0) as deployment:
-        promised, _, (finished,) = await call(deployment, make_request(text=PROMPT))
-    assert promised["tandem-predicted-path"] == "local"
-    assert finished.receipt.kv_block_seconds > 0
-    assert finished.receipt.transferred_bytes == 0
-
-
 async def test_the_receipt_of_a_call_is_the_sum_over_its_choices(deployment: Deployment) -> None:
     _, took, finished = await call(deployment, make_request(text=PROMPT, n=3, temperature=1.0))
     assert len(finished) == 3
