@@ -16,7 +16,7 @@ from gateway.fleets import Fleets
 from gateway.guardrails import FAILED
 from gateway.prompt_guardrail import ChatText, texts_of
 from tandem_client.stubs.inference_pb2 import ChatPrompt
-from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.deployment import Deployment
 from tests.support.gateway import serving_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,16 +24,10 @@ TIMEOUT_S = 30.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config()) as deployed:
-        yield deployed
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+async def http(running: Deployment) -> AsyncIterator[httpx.AsyncClient]:
     config = GatewayConfig(guardrail="tests.support.guardrail:build")
     async with (
-        serving_gateway(Fleets([deployment.router.calls]), config) as url,
+        serving_gateway(Fleets([running.router.calls]), config) as url,
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         yield client

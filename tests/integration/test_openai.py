@@ -39,12 +39,6 @@ NO_RETRIES = {"max_retries": 0}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config()) as deployment:
-        yield deployment
-
-
 @pytest.fixture
 def slow_decode(deployment: Deployment) -> Iterator[None]:
     slow_down(deployment.decode[0], 0.02)
@@ -53,8 +47,8 @@ def slow_decode(deployment: Deployment) -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(deployment: Deployment) -> AsyncIterator[str]:
-    async with serving_gateway(Fleets([deployment.router.calls])) as url:
+async def url(running: Deployment) -> AsyncIterator[str]:
+    async with serving_gateway(Fleets([running.router.calls])) as url:
         yield url
 
 

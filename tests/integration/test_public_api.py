@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,12 +37,6 @@ BURST = 2000  # gRPC by itself would end hundreds of them as CANCELLED
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config()) as deployment:
-        yield deployment
 
 
 def text(**fields: object) -> GenerateRequest:
