@@ -286,18 +286,14 @@ async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker
 # ---- the token stream
 
 
-async def test_each_message_is_one_event(worker: FakeWorker) -> None:
+async def test_each_message_is_one_event_with_log_probabilities_at_their_places(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.tokens[0].put(TOKENS)
-    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], {})
-
-
-async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens(worker: FakeWorker) -> None:
-    await worker.joins()
-    decode(worker)
-    event = await worker.event()
-    assert isinstance(event, DecodeReturned)
-    assert event.result.num_tokens == 3  # type: ignore[union-attr]
+    message = worker_pb2.StepTokens(logprob_places=[1])
+    message.MergeFrom(TOKENS)
+    message.logprobs.add(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
+    worker.tokens[0].put(message)
+    found = {1: SampledToken(12, -0.5, ((12, -0.5),))}
+    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], found)
 
 
 async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: FakeWorker) -> None:
@@ -308,7 +304,9 @@ async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(w
     assert len(set(worker.stream_ids)) == 2
     assert 0 not in worker.stream_ids
     decode(worker)
-    assert isinstance(await worker.event(), DecodeReturned)
+    event = await worker.event()
+    assert isinstance(event, DecodeReturned)
+    assert event.result.num_tokens == 3  # type: ignore[union-attr]
 
 
 async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: FakeWorker) -> None:
@@ -385,11 +383,3 @@ async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
         worker.tokens[0].put(message)
         assert isinstance(await worker.event(), TokenStreamLost)
     await worker.joins()
-
-
-def test_log_probabilities_are_found_at_their_places() -> None:
-    found = inference_pb2.TokenLogprobs(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
-    message = worker_pb2.StepTokens(
-        calls=[5, 6], indexes=[0, 0], token_ids=[11, 12], logprob_places=[1], logprobs=[found]
-    )
-    assert decode_step_tokens(message).logprobs == {1: SampledToken(12, -0.5, ((12, -0.5),))}
