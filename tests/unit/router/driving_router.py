@@ -277,7 +277,8 @@ def seen(action: RouterAction) -> str:
             return f"cancel {dispatch_id}"
         case events.Deliver(request_id, first_index, token_ids, logprobs):
             return f"deliver {request_id} {first_index}: {runs(token_ids)}{' logprobs' * bool(logprobs)}"
-        case events.Finish(request_id, outcome, _):
+        case events.Finish(request_id, outcome, ended):
+            assert {attempt.number for attempt in ended} == set(range(1, outcome.attempts + 1)), "for the trace"
             return f"finish {request_id} {_outcome(outcome)}"
         case events.Fail(request_id, error, _, _):
             return f"fail {request_id} {_error(error)}"
