@@ -15,12 +15,10 @@ import httpx
 import pytest
 
 from cli.compose import build_router
-from cli.remote_router import RemoteRouter
 from core.config import GatewayConfig, TandemConfig, TelemetryConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.server import HttpServer
-from tandem_client import Credentials
 from tests.support.certificates import Authority
 from tests.support.command import PATIENCE_S, start
 from tests.support.deployment import Deployment, deploy, place, tiny_config
@@ -31,11 +29,6 @@ from tests.support.steps import slow_down
 from tests.support.waiting import until
 
 ASK = {"model": "fake:tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
-NOWHERE = "127.0.0.1:9"
-
-
-def connect(address: str) -> RemoteRouter:
-    return RemoteRouter(address, Credentials())
 
 
 @pytest.fixture

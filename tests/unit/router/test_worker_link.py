@@ -66,11 +66,6 @@ async def worker(new_worker: FakeWorker) -> FakeWorker:
     return new_worker
 
 
-async def kinds(worker: FakeWorker, count: int) -> list[type]:
-    """Of the next events for the router's machine."""
-    return [type(await worker.event()) for _ in range(count)]
-
-
 def decode(worker: FakeWorker) -> None:
     worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
 
