@@ -142,7 +142,7 @@ a worker of a fleet whose config forbids it
 a worker that has failed the request
   enter P1 token_s=0.001 gives_prefixes=1 cached=40 -> peers P1 reader D; peers D owner P1
   arrives a prompt=41 -> decode a#1 D from P1/1; prefill a#1 P1 for D/1
-  prefill_error a#1 WorkerUnavailable gone -> cancel a#1; decode a#2 D from P/2; prefill a#2 P for D/2
+  prefill_error a#1 TransferFailed x -> cancel a#1; decode a#2 D from P/2; prefill a#2 P for D/2
 """,
     WORKERS,
 )
