@@ -88,19 +88,14 @@ async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
 @pytest.mark.parametrize("over_a_wire", [False, True])
 async def test_token_ids_are_those_of_the_grpc_api(deployment: Deployment, over_a_wire: bool) -> None:
     fleets = over_the_wire(deployment.router_address) if over_a_wire else Fleets([deployment.router.calls])
-    body: Any = {
-        "prompt": ["abc", "de"],
-        "max_tokens": 6,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    sampling: Any = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": ["abc", "de"], "n": 2} | sampling
     direct = [await deployment.generate(text=text, max_tokens=6) for text in body["prompt"]]
     async with serving_gateway(fleets) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         prompts = [(await http.post("/tokenize", json={"prompt": text})).json()["tokens"] for text in body["prompt"]]
         answer = (await http.post("/v1/completions", json=body)).json()
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == prompts
-    assert [choice["token_ids"] for choice in answer["choices"]] == [one.token_ids for one in direct]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[index // 2] for index in range(4)]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [direct[index // 2].token_ids for index in range(4)]
 
 
 class Person(pydantic.BaseModel):

@@ -185,6 +185,7 @@ def test_the_least_recently_used_piece_leaves_when_the_bytes_are_used_up() -> No
     assert cache.get(("", "1")) is not None
     cache.put(("", "3"), ids_of(100))
     assert [cache.get(("", text)) is not None for text in "123"] == [True, False, True]
+    assert (cache.num_hits, cache.num_misses) == (3, 1)
     cache.check()
 
 
