@@ -31,6 +31,7 @@ from tandem_client.stubs.inference_pb2 import (
     TokenIds,
 )
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
+from tests.support.waiting import until
 
 PATIENCE_S = 20.0  # for a busy machine; nothing here is to last so long
 BURST = 2000  # gRPC by itself would end hundreds of them as CANCELLED
@@ -226,9 +227,7 @@ async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(
     generate = deployment.inference.Generate(make_request(text=PROMPT), timeout=30)
     promise = asyncio.ensure_future(generate.initial_metadata())
     shell = deployment.router._shell
-    async with asyncio.timeout(10):
-        while not shell.view.num_queued:
-            await asyncio.sleep(0.01)
+    await until(lambda: shell.view.num_queued, "the call waits")
     assert not promise.done()
     await deployment.router.set_workers(list(deployment.endpoints.values()))
     assert "tandem-predicted-ttft-ms" in dict(await promise)

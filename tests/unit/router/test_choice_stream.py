@@ -21,6 +21,7 @@ from router.serving.call_writer import TURN_ITEMS, SinkWriter, StreamWriter
 from router.serving.choice_calls import ChoiceCalls
 from router.serving.choice_stream import CALL_ITEMS, MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
+from tests.support.waiting import until
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
@@ -192,9 +193,7 @@ async def test_tokens_that_come_while_a_long_message_is_written_do_not_wait_for_
     deliver(stream, *[0] * MAX_CHUNK_ITEMS)  # while the first of two messages is written
     for _ in range(3):
         context.may_read.release()
-    async with asyncio.timeout(5):
-        while len(context.written) < 3:
-            await asyncio.sleep(0)
+    await until(lambda: len(context.written) == 3, "all is written")
     sent = [token_id for message in context.written for token_id in message.tokens.token_ids]
     assert sent == stream.token_ids
     stream.end(OVER)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -41,6 +41,7 @@ from router.requests.events import (
 )
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
+from tests.support.waiting import until
 from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
 
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
@@ -72,12 +73,6 @@ def decode(worker: FakeWorker) -> None:
 
 def prefill(worker: FakeWorker) -> None:
     worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
-
-
-async def wait_for(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not happened():
-            await asyncio.sleep(0)
 
 
 # ---- calls
@@ -128,7 +123,7 @@ async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWork
 async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(worker: FakeWorker) -> None:
     worker.later_changes = [[PeerLeft("c")], [PeerLeft("d")]]
     worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
-    await wait_for(lambda: len(worker.told) == 3)
+    await until(lambda: len(worker.told) == 3, "every change is sent")
     assert worker.told == [["a", "b"], ["c"], ["d"]]
 
 
@@ -137,7 +132,7 @@ async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_n
     worker.link.update_peers([nonsense])
     await asyncio.sleep(0)
     worker.link.update_peers([PeerLeft("a")])
-    await wait_for(lambda: worker.told)
+    await until(lambda: worker.told, "the change is sent")
     assert worker.told == [["a"]]
 
 
@@ -208,7 +203,7 @@ async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it
     first, second = Reports(), Reports(snapshot("w"))
     new_worker.is_followed(first, second)
     new_worker.link.pace_reports(70)
-    await wait_for(lambda: new_worker.num_watches)
+    await until(lambda: new_worker.num_watches, "the Watch call opens")
     new_worker.link.pace_reports(80)  # while the Watch call opens: the worker could not tell whose pace this is
     await asyncio.sleep(0)
     assert new_worker.intervals_ms == [70]
