@@ -69,25 +69,18 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 
 async def statuses_of_worker_calls(deployment: Deployment, metadata: list[tuple[str, str]]) -> set[grpc.StatusCode]:
-    found = addresses(deployment)
-    statuses = set()
+    """Of a call of each service."""
+    found, options = addresses(deployment), {"timeout": TIMEOUT_S, "metadata": metadata}
     async with channel_to(found["prefill"]) as prefill, channel_to(found["decode"]) as decode:
-        watch = worker_pb2.WatchRequest(router_id="stranger")
-        for call in (
-            worker_pb2_grpc.WorkerStub(prefill).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
-            worker_pb2_grpc.WorkerStub(decode).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
-            worker_pb2_grpc.WorkerStub(decode).DescribeLedger(
-                worker_pb2.DescribeLedgerRequest(), timeout=TIMEOUT_S, metadata=metadata
+        calls = [
+            *(
+                worker_pb2_grpc.WorkerStub(each).Watch(worker_pb2.WatchRequest(), **options)
+                for each in (prefill, decode)
             ),
-            worker_pb2_grpc.PrefillWorkerStub(prefill).Prefill(
-                worker_pb2.PrefillRequest(), timeout=TIMEOUT_S, metadata=metadata
-            ),
-            worker_pb2_grpc.DecodeWorkerStub(decode).Decode(
-                worker_pb2.DecodeRequest(), timeout=TIMEOUT_S, metadata=metadata
-            ),
-        ):
-            statuses.add(await status_of(call))
-    return statuses
+            worker_pb2_grpc.PrefillWorkerStub(prefill).Prefill(worker_pb2.PrefillRequest(), **options),
+            worker_pb2_grpc.DecodeWorkerStub(decode).Decode(worker_pb2.DecodeRequest(), **options),
+        ]
+        return {await status_of(call) for call in calls}
 
 
 # ---- the token
