@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from core.config import EngineConfig
-from tests.support.deployment import Deployment
+from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.ports import kept_port
 from tests.support.reference import CoLocatedEngine
 
@@ -25,6 +25,13 @@ def engine(model: str) -> Iterator[CoLocatedEngine]:
     engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
     yield engine
     engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Deployment]:
+    """Two pools of a tiny model, where a file has no deployment of its own."""
+    async with deploy(tiny_config()) as deployment:
+        yield deployment
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -85,19 +85,6 @@ async def test_without_a_key_a_client_learns_the_model_and_nothing_else(deployme
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_key_generates_and_only_an_operator_s_key_lists_the_fleet(deployment: Deployment) -> None:
-    async with client(deployment, "team-a") as user, client(deployment, "olga") as operator:
-        assert (await user.complete([1, 2], max_tokens=2, temperature=0)).usage.completion_tokens == 2
-        with pytest.raises(CallFailed, match="'team-a' is not the key of an operator") as failed:
-            await user.fleet()
-        assert failed.value.code is grpc.StatusCode.PERMISSION_DENIED
-        assert len((await operator.fleet()).workers) == 2
-        with pytest.raises(CallFailed, match="needs the cluster's token"):
-            await operator.scale(prefill=1)
-    async with client(deployment, token=TOKEN) as supervisor:
-        assert len((await supervisor.fleet()).workers) == 2
-
-
 async def test_tenants_share_no_cached_prefix_and_two_keys_of_a_tenant_do(deployment: Deployment) -> None:
     async def cached(name: str, user: str = "") -> int:
         async with client(deployment, name) as one:

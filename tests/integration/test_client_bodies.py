@@ -183,7 +183,6 @@ ANSWERED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # the body -> the start of the message
-    "chat: options of no stream": (CHAT_PATH, {"stream_options": {}}, "stream_options: needs stream to be true"),
     "chat: allowed tools": (
         CHAT_PATH, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
         "tool_choice: must be none, auto, required",
@@ -191,7 +190,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # the body -> the start
     "chat: a custom tool": (CHAT_PATH, {"tools": [{"type": "custom"}]}, "tools[0].type: only tools of type 'function'"),
     "chat: functions": (CHAT_PATH, {"functions": [{"name": "f"}]}, "functions: is not supported: use tools"),
     "chat: a seed of 65 bits": (CHAT_PATH, {"seed": -(2**63) - 1}, "seed: "),
-    "message: the role function": (CHAT_PATH, talk({"role": "function", "content": ""}), "messages[1].role"),
     "text: log-probabilities of lm-eval": (
         TEXT_PATH,
         {"prompt": [[72, 101]], "temperature": 0, "max_tokens": 0, "logprobs": 1, "seed": 1234, "echo": True},

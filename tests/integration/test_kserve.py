@@ -10,7 +10,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from core.config import ApiKeyConfig
 from protos import kserve_pb2, kserve_pb2_grpc
@@ -100,12 +98,6 @@ async def run(program: str, *arguments: str) -> str:
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config()) as deployment:
-        yield deployment
 
 
 @needs_client

@@ -1,4 +1,4 @@
-"""The gateway as the openai client meets it: answers, streams, tools, typed errors, retries and cancellation.
+"""The gateway as the openai client meets it: answers, streams, tools and typed errors.
 
 `test_check.py` asks about whole and streamed answers, deadlines, and clients that leave.
 """
@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-import grpc
 import httpx
 import openai
 import pydantic
@@ -23,7 +21,6 @@ from tandem_client.stubs.inference_pb2 import ToolCallDelta
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.scripted_router import ScriptedRouter, scripted_router
-from tests.support.steps import runner_of, slow_down
 from tests.support.waiting import until
 
 MODEL = "fake:tiny"
@@ -37,27 +34,13 @@ CALL = [
     ToolCallDelta(arguments_json='{"city": '),
     ToolCallDelta(arguments_json='"Bonn"}'),
 ]
-BUSY = (("tandem-retryable", "true"), ("tandem-retry-after-ms", "10"))
 NO_RETRIES = {"max_retries": 0}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config()) as deployment:
-        yield deployment
-
-
-@pytest.fixture
-def slow_decode(deployment: Deployment) -> Iterator[None]:
-    slow_down(deployment.decode[0], 0.02)
-    yield
-    del runner_of(deployment.decode[0]).collect
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(deployment: Deployment) -> AsyncIterator[str]:
-    async with serving_gateway(Fleets([deployment.router.calls])) as url:
+async def url(running: Deployment) -> AsyncIterator[str]:
+    async with serving_gateway(Fleets([running.router.calls])) as url:
         yield url
 
 
@@ -83,11 +66,6 @@ def client_of(url: str, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", **(NO_RETRIES | options))
 
 
-def no_requests(deployment: Deployment) -> bool:
-    shell = deployment.router._shell
-    return shell.num_open == 0 and shell.view.num_in_flight == 0
-
-
 async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
     client: openai.AsyncOpenAI, deployment: Deployment
 ) -> None:
@@ -101,59 +79,23 @@ async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
         assert {choice.text for choice in answer.choices} == {direct.text}
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 * num, 12 * num)
+    echoed = await client.completions.create(
+        model=MODEL, prompt=[97, 98, 99], max_tokens=6, temperature=0, echo=True, extra_body=extra
+    )
+    assert echoed.choices[0].text == f"abc{direct.text}"
 
 
 @pytest.mark.parametrize("over_a_wire", [False, True])
 async def test_token_ids_are_those_of_the_grpc_api(deployment: Deployment, over_a_wire: bool) -> None:
     fleets = over_the_wire(deployment.router_address) if over_a_wire else Fleets([deployment.router.calls])
     sampling: Any = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    async with serving_gateway(fleets) as url, httpx.AsyncClient(base_url=url) as http:
-
-        async def ask(path: str, **body: Any) -> dict[str, Any]:
-            return dict((await http.post(path, json={"model": MODEL} | body, timeout=20)).json())
-
-        chat, text = {"messages": HELLO, "n": 2} | sampling, {"prompt": ["abc", "de"]} | sampling
-        prompts = [(await ask("/tokenize", **body))["tokens"] for body in ({"messages": HELLO}, {"prompt": "de"})]
-        direct = [await deployment.generate(token_ids=prompt, max_tokens=6) for prompt in prompts]
-        answer = await ask("/v1/chat/completions", **chat)
-        assert answer["prompt_token_ids"] == prompts[0]
-        assert [choice["token_ids"] for choice in answer["choices"]] == [direct[0].token_ids] * 2
-        answer = await ask("/v1/completions", **text)
-        assert answer["choices"][1]["prompt_token_ids"] == prompts[1]
-        assert answer["choices"][1]["token_ids"] == direct[1].token_ids
-        events = (await http.post("/v1/chat/completions", json=chat | {"stream": True}, timeout=20)).text.split("\n\n")
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
-        assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompts[0]] * 2
-        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == 1]
-        assert [token_id for choice in own for token_id in choice["token_ids"]] == direct[0].token_ids
-
-
-async def test_echo_precedes_the_output_also_for_token_ids(client: openai.AsyncOpenAI) -> None:
-    plain = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0)
-    echoed = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0, echo=True)
-    assert echoed.choices[0].text == "ab" + plain.choices[0].text
-
-
-async def test_a_call_of_a_tool_goes_there_and_back(
-    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
-) -> None:
-    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
-    options: Any = {"model": "scripted", "tools": [WEATHER]}
-    answer = await scripted_client.chat.completions.create(messages=HELLO, **options)
-    choice = answer.choices[0]
-    assert choice.message.tool_calls is not None
-    (call,) = choice.message.tool_calls
-    assert call.type == "function"
-    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
-    assert json.loads(call.function.arguments) == {"city": "Bonn"}
-    scripted.texts, scripted.tool_calls = ["It is warm."], []
-    history = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "25 C"}]
-    final = await scripted_client.chat.completions.create(messages=history, **options)
-    assert final.choices[0].message.content == "It is warm."
-    asked, answered = scripted.requests[-1].chat.messages[1:]
-    assert (
-        (asked.tool_calls[0].id, asked.tool_calls[0].name) == (call.id, "weather") == (answered.tool_call_id, "weather")
-    )
+    body = {"prompt": ["abc", "de"], "n": 2} | sampling
+    direct = [await deployment.generate(text=text, max_tokens=6) for text in body["prompt"]]
+    async with serving_gateway(fleets) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        prompts = [(await http.post("/tokenize", json={"prompt": text})).json()["tokens"] for text in body["prompt"]]
+        answer = (await http.post("/v1/completions", json=body)).json()
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[index // 2] for index in range(4)]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [direct[index // 2].token_ids for index in range(4)]
 
 
 class Person(pydantic.BaseModel):
@@ -281,7 +223,7 @@ async def test_headers_of_the_request_reach_the_router(
 async def test_a_full_queue_is_a_rate_limit_with_a_hint_and_a_client_that_leaves_frees_its_place() -> None:
     async with (
         deploy(tiny_config(max_queued=1), num_decode=0) as deployment,
-        serving_gateway(Fleets([deployment.router.calls])) as url,
+        serving_gateway(over_the_wire(deployment.router_address)) as url,
         client_of(url) as client,
     ):
         shell = deployment.router._shell
@@ -293,16 +235,6 @@ async def test_a_full_queue_is_a_rate_limit_with_a_hint_and_a_client_that_leaves
         await until(lambda: not shell.view.num_queued and not shell.num_open, "the queue is empty")
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.response.headers["x-should-retry"] == "true"
-
-
-async def test_the_client_retries_what_the_router_sheds(
-    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
-) -> None:
-    scripted.failures = [(grpc.StatusCode.UNAVAILABLE, "no worker", BUSY)]
-    retrying = scripted_client.with_options(max_retries=2)
-    answer = await retrying.chat.completions.create(model="scripted", messages=HELLO)
-    assert answer.choices[0].message.content == "Hello world"
-    assert len(scripted.requests) == 2
 
 
 async def test_an_unexpected_fault_is_an_error_with_an_id(
@@ -323,18 +255,3 @@ async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -
         model=MODEL, messages=HELLO, max_tokens=2, store=True, metadata={"a": "b"}, service_tier="auto"
     )
     assert raw.headers["x-tandem-warning"] == "store has no effect: nothing is stored"
-
-
-# ---- clients that go away
-
-
-@pytest.mark.usefixtures("slow_decode")
-async def test_closing_a_stream_ends_every_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
-    stream = await client.completions.create(
-        model=MODEL, prompt=["abc", "def", "ghi"], max_tokens=2000, stream=True, n=2, extra_body={"ignore_eos": True}
-    )
-    await anext(aiter(stream))
-    assert not no_requests(deployment)
-    await stream.close()
-    await until(lambda: no_requests(deployment), "the router has dropped the requests")
-    await deployment.settle()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, call
 
 import grpc
 import grpc.aio
@@ -68,25 +69,18 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 
 async def statuses_of_worker_calls(deployment: Deployment, metadata: list[tuple[str, str]]) -> set[grpc.StatusCode]:
-    found = addresses(deployment)
-    statuses = set()
+    """Of a call of each service."""
+    found, options = addresses(deployment), {"timeout": TIMEOUT_S, "metadata": metadata}
     async with channel_to(found["prefill"]) as prefill, channel_to(found["decode"]) as decode:
-        watch = worker_pb2.WatchRequest(router_id="stranger")
-        for call in (
-            worker_pb2_grpc.WorkerStub(prefill).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
-            worker_pb2_grpc.WorkerStub(decode).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
-            worker_pb2_grpc.WorkerStub(decode).DescribeLedger(
-                worker_pb2.DescribeLedgerRequest(), timeout=TIMEOUT_S, metadata=metadata
+        calls = [
+            *(
+                worker_pb2_grpc.WorkerStub(each).Watch(worker_pb2.WatchRequest(), **options)
+                for each in (prefill, decode)
             ),
-            worker_pb2_grpc.PrefillWorkerStub(prefill).Prefill(
-                worker_pb2.PrefillRequest(), timeout=TIMEOUT_S, metadata=metadata
-            ),
-            worker_pb2_grpc.DecodeWorkerStub(decode).Decode(
-                worker_pb2.DecodeRequest(), timeout=TIMEOUT_S, metadata=metadata
-            ),
-        ):
-            statuses.add(await status_of(call))
-    return statuses
+            worker_pb2_grpc.PrefillWorkerStub(prefill).Prefill(worker_pb2.PrefillRequest(), **options),
+            worker_pb2_grpc.DecodeWorkerStub(decode).Decode(worker_pb2.DecodeRequest(), **options),
+        ]
+        return {await status_of(call) for call in calls}
 
 
 # ---- the token
@@ -161,35 +155,15 @@ async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCapture
 # ---- tickets
 
 
-async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_get(
+async def test_every_hand_off_has_a_ticket_of_128_random_bits(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[int] = []
-
-    def draw(num_bits: int) -> int:
-        value = secrets.SystemRandom().getrandbits(num_bits)
-        if num_bits == 128:
-            drawn.append(value)
-        return value
-
+    """Both workers get it: tests/unit/router/test_requests.py."""
+    draw = Mock(wraps=secrets.randbits)
     monkeypatch.setattr("router.shell.secrets.randbits", draw)
-    seen: dict[str, list[int]] = {"prefill": [], "decode": []}
-
-    def note(role: str, start: Callable[..., None], find: Callable[[Any], int]) -> Callable[..., None]:
-        def noting(self: object, action: Any) -> None:
-            seen[role].append(find(action))
-            start(self, action)
-
-        return noting
-
-    link = worker_link.WorkerLink
-    monkeypatch.setattr(link, "start_prefill", note("prefill", link.start_prefill, lambda action: action.transfer_id))
-    monkeypatch.setattr(link, "start_decode", note("decode", link.start_decode, lambda action: action.source[0]))
-    for number in range(5):
+    for number in range(3):
         await deployment.generate(text=f"request {number} goes through both pools", max_tokens=2)
-    assert seen["prefill"] == seen["decode"]
-    assert len(set(seen["prefill"])) == 5
-    assert set(seen["prefill"]) <= set(drawn)
+    assert draw.call_args_list == [call(128)] * 3
 
 
 # ---- certificates
@@ -205,8 +179,11 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates") / "strangers")
 
 
-async def watch_with(address: str, credentials: Credentials) -> grpc.StatusCode:
-    async with channel_to(address, credentials) as channel:
+async def watch_with(address: str, credentials: Credentials, *, show_certificate: bool = True) -> grpc.StatusCode:
+    """Without a certificate of its own, the client trusts that of the authority."""
+    tls = grpc.ssl_channel_credentials(credentials.ca)
+    shown = channel_to(address, credentials) if show_certificate else grpc.aio.secure_channel(address, tls)
+    async with shown as channel:
         request = worker_pb2.WatchRequest(router_id="stranger")
         stub = worker_pb2_grpc.WorkerStub(channel)
         return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
@@ -232,16 +209,7 @@ async def test_a_worker_answers_only_who_has_a_certificate_of_the_cluster(
         assert await watch_with(address, replace(right, token="")) is REFUSED
         assert await watch_with(address, wrong) is grpc.StatusCode.UNAVAILABLE
         assert await watch_with(address, none) is grpc.StatusCode.UNAVAILABLE  # no TLS at all
-        assert await watch_without_certificate(address, right) is grpc.StatusCode.UNAVAILABLE
-
-
-async def watch_without_certificate(address: str, credentials: Credentials) -> grpc.StatusCode:
-    """TLS that trusts the right authority and shows nothing itself."""
-    tls = grpc.ssl_channel_credentials(credentials.ca)
-    async with grpc.aio.secure_channel(address, tls) as channel:
-        request = worker_pb2.WatchRequest(router_id="stranger")
-        stub = worker_pb2_grpc.WorkerStub(channel)
-        return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
+        assert await watch_with(address, right, show_certificate=False) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_the_public_api_asks_clients_for_a_certificate_where_the_config_says_so(

@@ -73,6 +73,11 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}], '
         (ResponsesBody, filled('{"input": [', "1", "]}"), "input[0]"),
         (ResponsesBody, filled('{"input": "a", "tools": [', "1", "]}"), "tools[0]"),
         (DetokenizeBody, filled('{"tokens": [', '""', "]}"), "tokens[0]"),
+        (
+            ChatBody,
+            filled(CHAT + '"logit_bias": {', ",".join(f'"a{n}": 1' for n in range(9999)), "}}", 1),
+            "logit_bias.a0",
+        ),
     ],
 )
 def test_a_list_of_wrong_items_makes_one_error(schema: type[Schema], body: bytes, param: str) -> None:
@@ -93,20 +98,6 @@ def test_a_text_that_names_something_is_bounded(schema: type[Schema], name: str,
         validator.validate_assignment(schema.model_construct(), name, "x" * (num_chars + 1))
     refusal = api_error(caught.value)
     assert (refusal.param, "x" * 9 in refusal.message) == (name, False)
-
-
-def test_a_list_with_too_many_items_says_so() -> None:
-    body = filled('{"messages": [{"role": "user", "content": [', '{"type": "text", "text": "a"}', "]}]}")
-    with pytest.raises(ValidationError) as caught:
-        ChatBody.model_validate_json(body)
-    assert "at most 1024 items" in api_error(caught.value).message
-
-
-def test_a_map_of_wrong_items_makes_one_error() -> None:
-    body = filled(CHAT + '"logit_bias": {', ",".join(f'"a{key}": 1' for key in range(10_000)), "}}", 1)
-    with pytest.raises(ValidationError) as caught:
-        ChatBody.model_validate_json(body)
-    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize(

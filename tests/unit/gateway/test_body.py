@@ -220,8 +220,6 @@ def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clie
     with contextlib.ExitStack() as stack:
         assert [fill("proxy", key) * size for key in (b"hostile", b"honest")] == [limit // 4, limit // 8]
         assert fill("there", b"") * size >= limit // 4
-    with contextlib.ExitStack() as stack:
-        assert fill("proxy", b"hostile") * size == limit // 4, "all room is given back"
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER    {}", "Bearer {}  "])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from gateway.schemas.responses import ResponsesBody
 from runtime.tracing.trace_context import start_trace
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
+MANY_PARTS = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1025}]})
 
 
 def error_with(code: ErrorCode, message: str = "why") -> TandemError:
@@ -142,6 +144,7 @@ def test_a_text_of_the_client_is_cut_in_the_answer_and_in_the_span(error: Except
         ('{"messages": []}', "messages", "at least 1"),
         ('{"messages": [{"role": "king", "content": "a"}]}', "messages[0].role", "'system'"),
         ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "messages[0].content[0].type", "required"),
+        (MANY_PARTS, "messages[0].content", "at most 1024 items"),
         (CHAT % '"n": 17', "n", "16"),
         (CHAT % '"n": "2"', "n", "integer"),
         (CHAT % '"seed": 9223372036854775808', "seed", "9223372036854775807"),

@@ -80,17 +80,25 @@ async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(
     assert b"".join(client.received) == b"".join(word.encode() for word in words) + b"."
 
 
-class CountingRouter:
-    """Begins a call without a pause, as a router does with a short prompt, and refuses call `num_taken`."""
+class FakeRouter:
+    """Begins a call without a pause, as a router does with a short prompt, and refuses call `num_taken`. Calls without
+    end are ended by their cancellation, and their refusal waits for `refuse`."""
 
-    def __init__(self, num_taken: int) -> None:
-        self.num_begun, self.num_taken = 0, num_taken
-        self.refused = RuntimeError("refused")
+    def __init__(self, num_taken: int, *, is_endless: bool = False) -> None:
+        self.num_begun = self.num_ended = 0
+        self.num_taken, self.is_endless = num_taken, is_endless
+        self.refuse, self.refused = asyncio.Event(), RuntimeError("refused")
 
     async def generate(self, *_: object) -> None:
         self.num_begun += 1
-        if self.num_begun > self.num_taken:
-            raise self.refused
+        is_refused = self.num_begun > self.num_taken
+        try:
+            if self.is_endless:
+                await (self.refuse if is_refused else asyncio.Event()).wait()
+            if is_refused:
+                raise self.refused
+        finally:
+            self.num_ended += not is_refused
 
 
 @pytest.mark.parametrize(("num_taken", "num_begun"), [(50, 50), (20, 21)])
@@ -98,7 +106,7 @@ async def test_the_prompts_of_a_request_begin_in_turns_of_the_loop_until_one_is_
     num_taken: int, num_begun: int
 ) -> None:
     """256 prompts at once stopped the router for a second, also where it refused the last ones."""
-    router = CountingRouter(num_taken)
+    router = FakeRouter(num_taken)
     generating = asyncio.create_task(call_of(router, 50).generate(cast(Any, None)))
     num_before = 0
     while not generating.done():
@@ -109,28 +117,10 @@ async def test_the_prompts_of_a_request_begin_in_turns_of_the_loop_until_one_is_
     assert router.num_begun == num_begun
 
 
-class EndlessRouter:
-    """Its calls end when they are cancelled. Call `num_taken` is refused, once the others have begun."""
-
-    def __init__(self, num_taken: int) -> None:
-        self.num_begun = self.num_ended = 0
-        self.num_taken, self.refuse, self.refused = num_taken, asyncio.Event(), RuntimeError("refused")
-
-    async def generate(self, *_: object) -> None:
-        self.num_begun += 1
-        if self.num_begun > self.num_taken:
-            await self.refuse.wait()
-            raise self.refused
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.num_ended += 1
-
-
 @pytest.mark.parametrize("ends_by", ["client", "refusal", "two cancellations"])
 async def test_the_prompts_of_a_request_end_in_turns_of_the_loop(ends_by: str) -> None:
     """A client that left 1,000 choices stopped the router for 0.4 s."""
-    router = EndlessRouter(40)
+    router = FakeRouter(40, is_endless=True)
     generating = asyncio.create_task(call_of(router, 41).generate(cast(Any, None)))
     while router.num_begun < 41:
         await asyncio.sleep(0)

@@ -187,10 +187,17 @@ async def test_a_fleet_that_is_away_fails_its_own_models_only() -> None:
         assert fleets.resolve("big").name == "big"
 
 
-async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_is_away() -> None:
+@contextlib.asynccontextmanager
+async def two_routers() -> AsyncIterator[tuple[Fleets, dict[str, FakeRouter]]]:
     async with opened("a:1", "b:1") as (fleets, routers):
+        links = fleets.fleets[0].links
+        await until(lambda: all(link.info for link in links), "both have answered")
+        yield fleets, routers
+
+
+async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_is_away() -> None:
+    async with two_routers() as (fleets, routers):
         (fleet,) = fleets.fleets
-        await until(lambda: all(link.info for link in fleet.links), "both have answered")
         assert {fleets.resolve("").router.address for _ in range(4)} == {"a:1", "b:1"}
         routers["a:1"].fault = "gone"
         await until(lambda: fleet.links[0].fault, "the gateway notices")
@@ -199,14 +206,6 @@ async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_i
         await until(lambda: fleet.links[1].fault, "the gateway notices")
         assert fleets.resolve("").info.name, "the last known model: the call itself will tell"
         assert await fleet.fault() == "gone"
-
-
-@contextlib.asynccontextmanager
-async def two_routers() -> AsyncIterator[tuple[Fleets, dict[str, FakeRouter]]]:
-    async with opened("a:1", "b:1") as (fleets, routers):
-        links = fleets.fleets[0].links
-        await until(lambda: all(link.info for link in links), "both have answered")
-        yield fleets, routers
 
 
 async def test_requests_that_ask_about_their_keys_go_to_the_routers_in_turn_too() -> None:

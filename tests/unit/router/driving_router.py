@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, assert_never
 
 import core.errors
-from core.block_hash import sequence_hashes
+from core.block_hash import root_hash, sequence_hashes
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR, StepCost
 from core.errors import QueueFull, TandemError
@@ -54,9 +54,9 @@ def agent(
 def request(
     name: str = "r", prompt: Sequence[int] = tuple(range(1, 9)), max_tokens: int = 4, **options: Any
 ) -> Request:
-    priority, tenant = options.pop("priority", 0), options.pop("tenant", "")
+    priority, tenant, adapter = options.pop("priority", 0), options.pop("tenant", ""), options.pop("adapter", "")
     sampling = SamplingParams(max_tokens=max_tokens, **options)
-    return Request(name, tuple(prompt), len(prompt), sampling, priority, tenant=tenant)
+    return Request(name, tuple(prompt), len(prompt), sampling, priority, tenant=tenant, adapter=adapter)
 
 
 def step_tokens(*tokens: tuple[int, int, SampledToken]) -> events.StepTokens:
@@ -111,8 +111,12 @@ class DrivenRouter(Replay):
     def enter(self, name: str, incarnation: int = 1, blocks: int = NUM_BLOCKS, **options: Any) -> list[RouterAction]:
         role = ServiceRole(options.get("role", "prefill" if name.startswith("P") else "decode"))
         layout = replace(LAYOUT, model=options.get("model", LAYOUT.model))
-        load = replace(SERVING, ledger={Column.FREE: blocks}, step_cost=_step_cost(options.get("token_s")))
-        return self.post(events.WorkerJoined(name, role, agent(name, incarnation, layout, blocks), (), load))
+        load = replace(
+            SERVING, state=WorkerState(options.get("state", "serving")), ledger={Column.FREE: blocks},
+            step_cost=_step_cost(options.get("token_s")), gives_prefixes=bool(options.get("gives_prefixes")),
+        )  # fmt: skip
+        cached = tuple(_hashes(options.get("cached", 0), options.get("adapter", "")))
+        return self.post(events.WorkerJoined(name, role, agent(name, incarnation, layout, blocks), cached, load))
 
     def reports(self, name: str, state: str = "serving", free: int = NUM_BLOCKS, **load: Any) -> list[RouterAction]:
         """`token_s` is the measured cost of a token of a prompt; `backlog` are seconds of prompts that wait; `routers`
@@ -128,8 +132,7 @@ class DrivenRouter(Replay):
 
     def caches(self, name: str, num_tokens: int) -> list[RouterAction]:
         """A worker has the blocks of the sequence 1, 2, 3 ... in its prefix cache."""
-        hashes = sequence_hashes(range(1, num_tokens + 1), LAYOUT.block_size)
-        return self.post(events.WorkerReported(name, WorkerChanges(blocks=((hashes, True),))))
+        return self.post(events.WorkerReported(name, WorkerChanges(blocks=((_hashes(num_tokens), True),))))
 
     def paths(self, name: str, *peers: str) -> list[RouterAction]:
         """A worker reports that its paths lead to these peers and to no other."""
@@ -171,8 +174,9 @@ class DrivenRouter(Replay):
     def prefilled(self, dispatch: str, token: int, index: int = 0, **options: Any) -> list[RouterAction]:
         reason = FinishReason(options["ends"]) if "ends" in options else None
         sampled, cached = SampledToken(token, options.get("logprob")), options.get("cached", 0)
-        handoff = options.get("handoff", "").encode()
-        result = events.PrefillResult(index, sampled, reason, cached, options.get("queue_s", 0.0), 0.0, handoff=handoff)
+        handoff, read = options.get("handoff", "").encode(), options.get("read_tokens")
+        queue_s = options.get("queue_s", 0.0)
+        result = events.PrefillResult(index, sampled, reason, cached, queue_s, 0.0, handoff=handoff, read_tokens=read)
         return self.post(events.PrefillReturned(dispatch, result))
 
     def tokens_from(
@@ -206,6 +210,10 @@ class DrivenRouter(Replay):
 
     def cancelled(self, name: str) -> list[RouterAction]:
         return self.post(events.ClientCancelled(name))
+
+    def prefix_refused(self, dispatch: str, name: str, kind: str) -> list[RouterAction]:
+        """A worker makes no offer of its prefix."""
+        return self.post(events.PrefixRefused(dispatch, name, _error_of(kind, ["no offer"])))
 
     def stopped(self, name: str) -> list[RouterAction]:
         return self.post(events.StopMatched(name))
@@ -269,12 +277,14 @@ def seen(action: RouterAction) -> str:
             return f"cancel {dispatch_id}"
         case events.Deliver(request_id, first_index, token_ids, logprobs):
             return f"deliver {request_id} {first_index}: {runs(token_ids)}{' logprobs' * bool(logprobs)}"
-        case events.Finish(request_id, outcome, _):
+        case events.Finish(request_id, outcome, ended):
+            assert {attempt.number for attempt in ended} == set(range(1, outcome.attempts + 1)), "for the trace"
             return f"finish {request_id} {_outcome(outcome)}"
         case events.Fail(request_id, error, _, _):
             return f"fail {request_id} {_error(error)}"
-        case events.OfferPrefix(dispatch_id, worker_id, ticket, reader, token_ids, _, _):
-            return f"offer {dispatch_id} {worker_id} to {_name(reader)}/{ticket} {len(token_ids)} tokens"
+        case events.OfferPrefix(dispatch_id, worker_id, ticket, reader, token_ids, _, limit_s):
+            reads = f"{_name(reader)}/{ticket} {runs(token_ids)}"
+            return f"offer {dispatch_id} {worker_id} to {reads} within {limit_s:.3g} s"
         case events.UpdatePeers(worker_id, changes):
             return f"peers {worker_id} {' '.join(map(_peer, changes))}"
         case _:
@@ -282,10 +292,12 @@ def seen(action: RouterAction) -> str:
 
 
 def _start(action: events.StartDecode | events.StartPrefill) -> list[str]:
-    """The delivered tokens behind the prompt, and the time that remains."""
+    """The delivered tokens behind the prompt, the prefix that is read, and the time that remains."""
     delivered = action.request.token_ids[action.request.num_prompt_tokens :]
+    prefix = action.prefix
+    reads = f"reads {prefix.num_tokens} tokens of {_name(prefix.agent)}/{prefix.transfer_id}" if prefix else ""
     timeout = [] if f"{action.timeout_s:g}" == "60" else [f"in {action.timeout_s:g} s"]
-    return [*(["behind", runs(delivered)] if delivered else []), *timeout]
+    return [*(["behind", runs(delivered)] if delivered else []), *([reads] if reads else []), *timeout]
 
 
 def _outcome(outcome: events.Outcome) -> str:
@@ -299,6 +311,11 @@ def _outcome(outcome: events.Outcome) -> str:
     }  # fmt: skip
     words = (outcome.finish_reason.value, outcome.path.value, f"{outcome.num_output_tokens} tokens")
     return ", ".join([*words, *counts(numbers.items())])
+
+
+def _hashes(num_tokens: int, adapter: str = "") -> Sequence[int]:
+    """Of the sequence 1, 2, 3 ..."""
+    return sequence_hashes(range(1, num_tokens + 1), LAYOUT.block_size, root_hash("", adapter))
 
 
 def _peer(change: PeerJoined | PeerLeft) -> str:

@@ -38,16 +38,6 @@ OUTPUTS = {  # format -> output, its text
     "llama3_json": (f"\n{FIRST}; {SECOND}".replace("arguments", "parameters") + " ☃", " ☃"),
     "mistral": (f"So ☃: [TOOL [TOOL_CALLS] [{FIRST}, {SECOND}] [", "So ☃: [TOOL  ["),
 }
-BROKEN = {  # an output that max_tokens ends -> its text, its calls, and the number of complete ones
-    f"<tool_call>{FIRST[:-4]}": ("", [("weather", ARGUMENTS[:-3])], 0),
-    f"<tool_call>{FIRST}\n</tool_c": ("", [("weather", ARGUMENTS)], 1),
-    f"<tool_call>{FIRST}\n</tool_call>\n<tool_call>{FIRST[:-4]}": (
-        "",
-        [("weather", ARGUMENTS), ("weather", ARGUMENTS[:-3])],
-        1,
-    ),
-    '<tool_call>{"name": "wea': ('<tool_call>{"name": "wea', [], 0),
-}
 
 formats = pytest.mark.parametrize("tool_format", OUTPUTS)
 
@@ -137,14 +127,6 @@ def test_resumed_at_any_index_a_choice_tells_what_the_client_lacks(tool_format: 
             found.take(chunks(resumed, output[index:]))
         assert found.take(resumed.last_chunk()) == whole(tool_format), index
         assert resumed.ended_before(FinishReason.LENGTH).num_tool_calls == 2
-
-
-@pytest.mark.parametrize("output", BROKEN)
-def test_an_output_that_ends_inside_a_call_tells_what_there_was(output: str) -> None:
-    stream = choice("hermes")
-    found = Received().take(chunks(stream, output.encode())).take(stream.last_chunk())
-    num_complete = stream.ended_before(FinishReason.LENGTH).num_tool_calls
-    assert (found.text, [call[1:] for call in found.calls], num_complete) == BROKEN[output]
 
 
 def test_a_stop_string_ends_the_text_and_the_arguments() -> None:

@@ -21,6 +21,7 @@ from router.serving.call_writer import TURN_ITEMS, SinkWriter, StreamWriter
 from router.serving.choice_calls import ChoiceCalls
 from router.serving.choice_stream import CALL_ITEMS, MAX_CHUNK_ITEMS, ChoiceStream, Chunk
 from tandem_client.stubs import inference_pb2
+from tests.support.waiting import until
 from text.detokenizer import IncrementalDetokenizer
 from text.stop_strings import StopStrings
 from text.text_stream import TextStream
@@ -166,9 +167,10 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
 # ---- writers
 
 
-def call_of(writer: StreamWriter | SinkWriter, num_choices: int = 1) -> tuple[list[ChoiceStream], CallMessages]:
+def call_of(writer: StreamWriter | SinkWriter, num_choices: int = 1) -> tuple[list[ChoiceStream], asyncio.Task[None]]:
+    """The choices of a call, and the task that writes them."""
     streams = [choice(changed=writer.changed, number=number) for number in range(num_choices)]
-    return streams, CallMessages(streams, 0.0, lambda: 0.0)
+    return streams, asyncio.create_task(writer.write_all(CallMessages(streams, 0.0, lambda: 0.0)))
 
 
 class SlowContext:
@@ -185,17 +187,13 @@ class SlowContext:
 
 async def test_tokens_that_come_while_a_long_message_is_written_do_not_wait_for_the_end() -> None:
     context = SlowContext()
-    writer = StreamWriter(cast(Any, context))
-    (stream,), messages = call_of(writer)
-    writing = asyncio.create_task(writer.write_all(messages))
+    (stream,), writing = call_of(StreamWriter(cast(Any, context)))
     deliver(stream, *[0] * MAX_CHUNK_ITEMS, 1)
     await asyncio.sleep(0)
     deliver(stream, *[0] * MAX_CHUNK_ITEMS)  # while the first of two messages is written
     for _ in range(3):
         context.may_read.release()
-    async with asyncio.timeout(5):
-        while len(context.written) < 3:
-            await asyncio.sleep(0)
+    await until(lambda: len(context.written) == 3, "all is written")
     sent = [token_id for message in context.written for token_id in message.tokens.token_ids]
     assert sent == stream.token_ids
     stream.end(OVER)
@@ -229,9 +227,7 @@ class Collected:
 
 async def test_a_sink_gets_tokens_after_the_event_that_brought_them() -> None:
     sink = Collected()
-    writer = SinkWriter(sink, (), 1.0)
-    streams, messages = call_of(writer, num_choices=2)
-    writing = asyncio.create_task(writer.write_all(messages))
+    streams, writing = call_of(SinkWriter(sink, (), 1.0), num_choices=2)
     await asyncio.sleep(0)
     for stream in streams:
         deliver(stream, 0, 1)
@@ -245,9 +241,7 @@ async def test_a_sink_gets_tokens_after_the_event_that_brought_them() -> None:
 
 async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() -> None:
     sink = Collected()
-    writer = SinkWriter(sink, (), 1.0)
-    (stream,), messages = call_of(writer)
-    writing = asyncio.create_task(writer.write_all(messages))
+    (stream,), writing = call_of(SinkWriter(sink, (), 1.0))
     sink.is_full = True
     for token_id in (0, 1, 0):
         deliver(stream, token_id)
@@ -268,9 +262,7 @@ async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() ->
 async def test_a_client_that_was_behind_gets_its_tokens_in_many_turns_of_the_loop() -> None:
     """Sixteen choices with log-probabilities took four seconds of one turn."""
     sink = Collected()
-    writer = SinkWriter(sink, (), 1.0)
-    streams, messages = call_of(writer, num_choices=3)
-    writing = asyncio.create_task(writer.write_all(messages))
+    streams, writing = call_of(SinkWriter(sink, (), 1.0), num_choices=3)
     sink.is_full = True
     for stream in streams:
         deliver(stream, *[0] * (2 * MAX_CHUNK_ITEMS + 1))
@@ -300,9 +292,7 @@ async def test_an_error_of_a_sink_ends_the_call() -> None:
         def chunk(self, chunk: Chunk) -> None:
             raise OSError(f"no place for {chunk.text}")
 
-    writer = SinkWriter(Broken(), (), 1.0)
-    (stream,), messages = call_of(writer)
-    writing = asyncio.create_task(writer.write_all(messages))
+    (stream,), writing = call_of(SinkWriter(Broken(), (), 1.0))
     await asyncio.sleep(0)
     deliver(stream, 0)
     with pytest.raises(OSError, match="no place for a"):

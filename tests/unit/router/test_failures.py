@@ -96,16 +96,6 @@ after a failed hand-off of the only pair the decode worker computes the prompt
   arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
   decode_error r#1 TransferFailed lease expired -> cancel r#1; decode r#2 D
 
-a request fails with its last error after max_attempts
-  fleet D
-  arrives r -> decode r#1 D
-  decode_error r#1 WorkerUnavailable fault 1
-  reports D -> decode r#2 D
-  decode_error r#2 WorkerUnavailable fault 2
-  reports D
-  time 0.05 -> decode r#3 D in 59.95 s
-  decode_error r#3 WorkerUnavailable fault 3 -> fail r WorkerUnavailable: fault 3
-
 after progress max_attempts without a token end the request
   fleet D
   arrives r                               -> decode r#1 D

@@ -3,22 +3,15 @@ computing it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from core.block_hash import hash_on_disk, root_hash, sequence_hashes
-from core.config import RouterConfig
-from core.errors import QueueFull, TransferFailed, WorkerUnavailable
-from core.handoff import PrefixSource
-from core.lifecycle import ServiceRole, WorkerState
+from core.block_hash import hash_on_disk, sequence_hashes
+from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus
-from core.request import Request, SamplingParams
-from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
-from core.step import SampledToken
+from core.scheduling.worker_load import WorkerChanges
 from router.requests import events
-from router.requests.machine import RouterMachine
 from router.requests.open_dispatches import LATE_S
 from router.routing.policy import (
     DISK_READ_S,
@@ -33,8 +26,7 @@ from router.routing.policy import (
     WorkerView,
 )
 from router.routing.source_trial import SourceTrial
-from router.routing.workers import hashes_of
-from tests.unit.router.driving_router import NUM_BLOCKS, SERVING, agent
+from tests.unit.router.driving_router import CONFIG, LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
@@ -100,13 +92,13 @@ def test_a_path_that_the_reader_has_not_measured_is_as_fast_as_the_way_back() ->
 
 
 def test_a_path_that_nobody_has_measured_is_as_fast_as_the_fastest_that_is_measured() -> None:
-    router = Driven(DRAINING)
+    router = with_sources("S")
     paths = tuple(PathStatus(f"W{place}", PathState.FINE, bytes_per_s=speed) for place, speed in enumerate((1e6, 9e5)))
-    router.machine.handle(events.WorkerReported("D", WorkerChanges(paths=paths)), 0.0)
-    source = router.source_of(router.ask())
-    assert source is not None
-    seconds = MESSAGE_S + 10 * agent("S").layout.block_bytes / 1e6
-    assert source.limit_s == pytest.approx(2 * seconds + LATE_S)
+    router.post(events.WorkerReported("D", WorkerChanges(paths=paths)))
+    router.arrives("r", prompt=41)
+    (offer,) = router.of(events.OfferPrefix)
+    seconds = MESSAGE_S + 10 * LAYOUT.block_bytes / 1e6
+    assert offer.limit_s == pytest.approx(2 * seconds + LATE_S)
 
 
 @pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
@@ -149,154 +141,148 @@ def test_no_prefix_is_read_from_a_pool_whose_blocks_others_wait_for() -> None:
 
 # ---- the calls
 
-LOAD = replace(SERVING, gives_prefixes=True, step_cost=IDLE.cost)
-PROMPT = tuple(range(1, 42))
+# S has cached a prefix of 40 tokens. It drains, so it takes no call. Routers name sources by default.
+WORKERS = """
+  enter P token_s=0.001 gives_prefixes=1
+  enter D token_s=0.001 gives_prefixes=1 -> peers D owner P; peers P reader D
+"""
+SOURCE = f"""{WORKERS}
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+"""
+FIRST_READ = f"""{SOURCE}
+  arrives a prompt=41 -> decode a#1 D from P/2; prefill a#1 P for D/2 reads 40 tokens of S/1
+                      -> offer a#1 S to P/1 1..40 within 0.054 s
+"""
+SECOND_READ = f"""{FIRST_READ}
+  prefilled a#1 7 read_tokens=40 -> deliver a 0: 7
+  time 1
+  arrives b prompt=41 -> decode b#1 D from P/4; prefill b#1 P for D/4 reads 40 tokens of S/3
+                      -> offer b#1 S to P/3 1..40 within 0.054 s
+"""
+
+test_a_worker_that_is_no_source = transcripts(
+    """
+a worker of another kind
+  enter S token_s=0.001 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
+
+a worker that has blocks of an adapter, because an offer names none
+  enter S token_s=0.001 gives_prefixes=1 cached=40 adapter=sql state=draining -> peers S owner P; peers P reader S
+  arrives a prompt=41 adapter=sql -> decode a#1 D from P/1; prefill a#1 P for D/1
+
+a worker of a fleet whose config forbids it
+  config peer_prefixes=never
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
+
+a worker that has failed the request
+  enter P1 token_s=0.001 gives_prefixes=1 cached=40 -> peers P1 reader D; peers D owner P1
+  arrives a prompt=41 -> decode a#1 D from P1/1; prefill a#1 P1 for D/1
+  prefill_error a#1 TransferFailed x -> cancel a#1; decode a#2 D from P/2; prefill a#2 P for D/2
+""",
+    WORKERS,
+)
+
+test_a_reader = transcripts(
+    """
+a decode worker that computes the prompt takes blocks for all of it
+  config local_prefill=auto
+  lost P              -> peers D left P; peers S left P
+  arrives a prompt=41 -> decode a#1 D reads 40 tokens of S/1; offer a#1 S to D/1 1..40 within 0.054 s
+  load D              -> D 0.001 s, 1 sequences, 53 blocks
+
+a prefill worker may read from the decode worker of the prompt
+  reports S token_s=0.001 gives_prefixes=1
+  arrives a prompt=41 -> decode a#1 S from P/2; prefill a#1 P for S/2 reads 40 tokens of S/1
+                      -> offer a#1 S to P/1 1..40 within 0.054 s
+""",
+    SOURCE,
+)
+
+test_the_first_read_from_a_source = transcripts(
+    """
+until it has ended no other request reads
+  arrives b prompt=41            -> decode b#1 D from P/3; prefill b#1 P for D/3
+  prefilled a#1 7 read_tokens=40 -> deliver a 0: 7
+  arrives c prompt=41            -> decode c#1 D from P/5; prefill c#1 P for D/5 reads 40 tokens of S/4
+                                 -> offer c#1 S to P/4 1..40 within 0.058 s
+  arrives d prompt=41            -> decode d#1 D from P/7; prefill d#1 P for D/7 reads 40 tokens of S/6
+                                 -> offer d#1 S to P/6 1..40 within 0.062 s
+
+a source that brought nothing is not asked again for some time
+  prefilled a#1 7 read_tokens=0 -> deliver a 0: 7
+  arrives b prompt=41           -> decode b#1 D from P/3; prefill b#1 P for D/3
+
+a reader that began no read for lack of room says nothing about its source
+  prefilled a#1 7     -> deliver a 0: 7
+  arrives b prompt=41 -> decode b#1 D from P/4; prefill b#1 P for D/4 reads 40 tokens of S/3
+                      -> offer b#1 S to P/3 1..40 within 0.058 s
+""",
+    FIRST_READ,
+)
+
+test_a_source_that_fails = transcripts(
+    """
+it makes no offer and is not asked again
+  prefix_refused b#1 S QueueFull
+  reports P token_s=0.001 gives_prefixes=1
+  arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
+
+it is gone and is not asked again
+  prefix_refused b#1 S WorkerUnavailable
+  reports P token_s=0.001 gives_prefixes=1
+  arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
+
+a call with it has failed and it is not asked again
+  # For another reader, that says nothing.
+  prefill_error b#1 TransferFailed x -> cancel b#1; decode b#2 D reads 40 tokens of S/5
+                                     -> offer b#2 S to D/5 1..40 within 0.058 s
+  reports P token_s=0.001 gives_prefixes=1
+  arrives c prompt=41 -> decode c#1 D from P/6; prefill c#1 P for D/6
+
+a call with it has not begun and it is asked again
+  prefill_error b#1 QueueFull x -> cancel b#1
+  reports P token_s=0.001 gives_prefixes=1
+  -> decode b#2 D from P/6; prefill b#2 P for D/6 reads 40 tokens of S/5; offer b#2 S to P/5 1..40 within 0.058 s
+""",
+    SECOND_READ,
+)
 
 
-class Driven:
-    """A router with the prefill worker P, the decode worker D and the worker S, which has a prefix."""
-
-    def __init__(
-        self, source_load: WorkerLoad = LOAD, sources: Sequence[str] = ("S",), adapter: str = "", **config: object
-    ) -> None:
-        options = RouterConfig(**({"local_prefill": "never", "peer_prefixes": "auto"} | config))  # type: ignore[arg-type]
-        self.machine = RouterMachine(options, iter(range(1, 99)).__next__)
-        self.num_requests, self.adapter = 0, adapter
-        for name in ("P", "D", *sources):
-            role = ServiceRole.PREFILL if name.startswith("P") else ServiceRole.DECODE
-            cached = tuple(self._hashes()) if name in sources else ()
-            load = source_load if name in sources else LOAD
-            self.machine.handle(events.WorkerJoined(name, role, agent(name), cached, load), 0.0)
-
-    def _hashes(self) -> list[int]:
-        return list(sequence_hashes(PROMPT, agent("S").layout.block_size, root_hash("", self.adapter)))
-
-    def ask(self, now: float = 0.0) -> list[events.RouterAction]:
-        self.num_requests += 1
-        sampling, name = SamplingParams(max_tokens=4), f"r{self.num_requests}"
-        request = Request(name, PROMPT, len(PROMPT), sampling, adapter=self.adapter)
-        return self.machine.handle(events.RequestArrived(request, now, now + 60.0), now)
-
-    def prefilled(self, actions: list[events.RouterAction], now: float, read_tokens: int | None) -> None:
-        """The prefill call of these actions returns."""
-        (prefill,) = [action for action in actions if isinstance(action, events.StartPrefill)]
-        result = events.PrefillResult(0, SampledToken(1), None, 0, 0.0, 0.0, read_tokens=read_tokens)
-        self.machine.handle(events.PrefillReturned(prefill.dispatch_id, result), now)
-
-    @staticmethod
-    def source_of(actions: list[events.RouterAction]) -> PrefixSource | None:
-        (prefill,) = [action for action in actions if isinstance(action, events.StartPrefill)]
-        return prefill.prefix
-
-
-DRAINING = replace(LOAD, state=WorkerState.DRAINING)
-
-
-@pytest.mark.parametrize("load", [LOAD, DRAINING])
-def test_the_call_names_the_source_and_the_source_is_told(load: WorkerLoad) -> None:
-    router = Driven(load)
-    actions = router.ask()
-    (offer,) = [action for action in actions if isinstance(action, events.OfferPrefix)]
-    source = router.source_of(actions)
-    assert source is not None
-    assert (source.agent.name, source.num_tokens, source.transfer_id) == (agent("S").name, 40, offer.transfer_id)
-    assert (offer.worker_id, offer.reader.name, offer.token_ids) == ("S", agent("P").name, PROMPT[:40])
-    assert source.limit_s == offer.limit_s == pytest.approx(0.05 + 2 * MESSAGE_S, rel=0.01)
-
-
-def test_no_source_is_named_for_a_prompt_with_an_adapter() -> None:
-    """It would give the blocks of the model alone."""
-    router = Driven(adapter="sql")
-    actions = router.ask()
-    assert router.source_of(actions) is None
-    assert not [action for action in actions if isinstance(action, events.OfferPrefix)]
-
-
-@pytest.mark.parametrize("peer_prefixes", ["auto", "never"])
-def test_a_decode_worker_that_reads_takes_blocks_for_the_whole_prompt(peer_prefixes: str) -> None:
-    router = Driven(DRAINING, local_prefill="auto", peer_prefixes=peer_prefixes)
-    router.machine.handle(events.WorkerLost("P", "x"), 0.0)
-    (decode,) = [action for action in router.ask() if isinstance(action, events.StartDecode)]
-    assert (decode.prefix is not None) is (peer_prefixes == "auto")
-    assert router.machine.workers.chosen("D").view.num_free_blocks == NUM_BLOCKS - 11  # of 4 tokens, for 41
+def with_sources(*names: str) -> DrivenRouter:
+    router = DrivenRouter(prefill=(), decode=())
+    for name in ("P", "D", *names):
+        state, cached = ("draining", 40) if name in names else ("serving", 0)
+        router.enter(name, token_s=0.001, gives_prefixes=1, state=state, cached=cached)
+    return router
 
 
 def test_of_equal_sources_another_is_asked_while_one_is_busy_or_has_failed() -> None:
     """A policy prices four sources for a reader; those that it avoids are not among them."""
-    router = Driven(DRAINING, [f"S{number}" for number in range(8)])
-    sources = [router.source_of(router.ask(now)) for now in (0.0, 0.001, 0.002, 0.003, 0.004, 0.005)]
-    assert len({source.agent.name for source in sources if source is not None}) == 6
-
-
-def test_a_retry_reads_nothing_from_a_worker_that_has_failed_the_request() -> None:
-    router = Driven(replace(LOAD, prompt_backlog=backlog(9.0)), ["P1"])
-    prompt = hashes_of(Request("r", PROMPT, len(PROMPT), SamplingParams(max_tokens=4)))
-    workers = router.machine.workers
-    assert any(candidate.read.source == "P1" for candidate in workers.candidates(prompt, frozenset(), 0.0))
-    retries = workers.candidates(prompt, frozenset({"P1"}), 0.0)
-    assert {(retry.prefill_worker, retry.read.source) for retry in retries} == {("P", None)}
+    router = with_sources(*(f"S{number}" for number in range(8)))
+    for number in range(6):
+        router.arrives(f"r{number}", prompt=41)
+        router.now += 0.001
+    assert len({offer.worker_id for offer in router.of(events.OfferPrefix)}) == 6
 
 
 @pytest.mark.parametrize("num_routers", [1, 3])
 def test_reads_and_hand_offs_take_their_links_once_for_each_router(num_routers: int) -> None:
-    router = Driven(DRAINING)
-    calls = {f"router-{number}": RouterCalls(1, 1) for number in range(1, num_routers)}
-    router.machine.handle(events.WorkerReported("D", WorkerChanges(replace(LOAD, router_calls=calls))), 0.0)
-    router.ask()
-    table = router.machine.workers
-    hand_off_s = 11 * table.chosen("D").view.block_bytes / UNKNOWN_BYTES_PER_S
-    read_s = MESSAGE_S + 10 * table.chosen("D").view.block_bytes / UNKNOWN_BYTES_PER_S
-    links = [table.chosen(name).link_until / num_routers for name in ("S", "P", "D")]
+    router = with_sources("S")
+    others = ",".join(f"router-{number}:1:1" for number in range(1, num_routers))
+    router.reports("D", token_s=0.001, gives_prefixes=1, routers=others)
+    router.arrives("r", prompt=41)
+    table, block_bytes = router.machine.workers, LAYOUT.block_bytes
+    hand_off_s, read_s = 11 * block_bytes / UNKNOWN_BYTES_PER_S, MESSAGE_S + 10 * block_bytes / UNKNOWN_BYTES_PER_S
+    links = [(table.chosen(name).link_until - router.now) / num_routers for name in ("S", "P", "D")]
     assert links == pytest.approx([read_s, read_s + hand_off_s, read_s + hand_off_s])
 
 
 def test_without_reads_no_hand_off_is_timed() -> None:
-    router = Driven(peer_prefixes="never")
-    router.ask()
+    router = DrivenRouter(replace(CONFIG, peer_prefixes="never"))
+    router.arrives("r")
+    assert router.of(events.StartPrefill)
     assert all(record.link_until == 0.0 for record in router.machine.workers)
-
-
-@pytest.mark.parametrize(("peer_prefixes", "reads"), [("never", False), (RouterConfig().peer_prefixes, True)])
-def test_a_router_names_a_source_only_where_the_config_says_so(peer_prefixes: str, reads: bool) -> None:
-    router = Driven(peer_prefixes=peer_prefixes)
-    assert (router.source_of(router.ask()) is not None) is reads
-
-
-def test_a_worker_of_another_kind_is_no_source() -> None:
-    router = Driven(SERVING)
-    assert router.source_of(router.ask()) is None
-
-
-def test_the_first_read_from_a_source_is_a_trial() -> None:
-    router = Driven()
-    first = router.ask()
-    assert router.source_of(first) is not None
-    assert router.source_of(router.ask(0.1)) is None
-    router.prefilled(first, 0.2, 40)
-    assert all(router.source_of(router.ask(now)) is not None for now in (0.3, 0.3, 0.4))
-
-
-@pytest.mark.parametrize(
-    ("fails", "is_asked_again"),
-    [
-        (lambda name: events.PrefixRefused(name, "S", QueueFull("x")), False),
-        (lambda name: events.PrefixRefused(name, "S", WorkerUnavailable("x")), False),
-        (lambda name: events.PrefillReturned(name, TransferFailed("x")), False),
-        (lambda name: events.PrefillReturned(name, QueueFull("x")), True),
-    ],
-    ids=["no offer", "it is gone", "the call fails", "the call has not begun"],
-)
-def test_a_source_is_not_asked_again_after_its_offer_or_a_call_with_it_has_failed(
-    fails: Callable[[str], events.RouterEvent], is_asked_again: bool
-) -> None:
-    router = Driven()
-    router.prefilled(router.ask(), 1.0, 40)
-    (offer,) = [action for action in router.ask(2.0) if isinstance(action, events.OfferPrefix)]
-    router.machine.handle(fails(offer.dispatch_id), 2.1)
-    for name in ("P", "S"):
-        router.machine.handle(events.WorkerReported(name, WorkerChanges()), 2.1)
-    assert (router.source_of(router.ask(2.2)) is not None) is is_asked_again
-    router.machine.check()
 
 
 def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
@@ -314,21 +300,9 @@ def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None
     assert trial.avoided_until == now + 13.0
 
 
-@pytest.mark.parametrize(("read_tokens", "is_asked_again"), [(0, False), (None, True), (40, True)])
-def test_a_source_that_brought_nothing_is_not_asked_again_for_some_time(
-    read_tokens: int | None, is_asked_again: bool
-) -> None:
-    """A reader that began no read, for lack of room, says nothing about its source."""
-    router = Driven()
-    router.prefilled(router.ask(), 1.0, read_tokens)
-    assert (router.source_of(router.ask(1.1)) is not None) is is_asked_again
-
-
 # ---- a disk
 
 WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLOCK, disk_bytes_per_s=1e9)
-PLAIN_LOAD = replace(SERVING, step_cost=IDLE.cost)
-DISK_LOAD = replace(PLAIN_LOAD, num_disk_blocks=10, disk_bytes_per_s=1e9)
 
 
 def read_from_disk(worker: WorkerView, on_disk: int = 80, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
@@ -363,22 +337,13 @@ def test_the_faster_of_disk_and_peer_is_read() -> None:
 
 
 def test_reports_say_what_lies_on_disk_and_no_peer_is_asked_for_it() -> None:
-    machine = RouterMachine(RouterConfig(local_prefill="never", peer_prefixes="auto"), iter(range(1, 99)).__next__)
-    hashes = [hash_on_disk(each) for each in sequence_hashes(PROMPT, agent("D").layout.block_size)]
-    for name, role, load, cached in (
-        ("P0", ServiceRole.PREFILL, PLAIN_LOAD, ()),
-        ("P1", ServiceRole.PREFILL, DISK_LOAD, tuple(hashes)),
-        ("D", ServiceRole.DECODE, PLAIN_LOAD, ()),
-    ):
-        machine.handle(events.WorkerJoined(name, role, agent(name), cached, load), 0.0)
-
-    def chosen(number: int) -> events.StartPrefill:
-        request = Request(f"r{number}", PROMPT, len(PROMPT), SamplingParams(max_tokens=4))
-        actions = machine.handle(events.RequestArrived(request, 0.0, 60.0), 0.0)
-        assert not any(isinstance(action, events.OfferPrefix) for action in actions)
-        return next(action for action in actions if isinstance(action, events.StartPrefill))
-
-    first = chosen(1)
-    assert (first.worker_id, first.prefix) == ("P1", None)
-    machine.handle(events.WorkerReported("P1", WorkerChanges(blocks=((hashes, False),))), 0.0)
-    assert chosen(2).worker_id == "P0", "the blocks have left the disk of the busier worker"
+    router = DrivenRouter(prefill=("P0",))
+    load = replace(SERVING, step_cost=IDLE.cost, num_disk_blocks=10, disk_bytes_per_s=1e9)
+    for name in ("P0", "D"):
+        router.reports(name, token_s=0.001)
+    hashes = tuple(hash_on_disk(each) for each in sequence_hashes(range(1, 42), LAYOUT.block_size))
+    router.post(events.WorkerJoined("P1", ServiceRole.PREFILL, agent("P1"), hashes, load))
+    assert [router.seen(action) for action in router.arrives("a", prompt=41)][1] == "prefill a#1 P1 for D/1"
+    router.post(events.WorkerReported("P1", WorkerChanges(blocks=((hashes, False),))))
+    actions = [router.seen(action) for action in router.arrives("b", prompt=41)]
+    assert actions[1] == "prefill b#1 P0 for D/2", "the blocks have left the disk of the busier worker"

@@ -8,24 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import Mock
 
-from router.requests import events
-from tests.unit.router.driving_router import CONFIG, DrivenRouter, request, transcripts
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, transcripts
 
 test_choices_of_a_call = transcripts(
     """
-the other choices start when the decode worker has the prompt and go there
+the other choices start beside the first one and go elsewhere if that worker fails them
   # The prompt moves once.
   fleet P D1 D2
-  arrives a others=b,c -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
-  prefilled a#1 11     -> deliver a 0: 11
-  tokens_from a#1 0 11 -> decode b#1 D1; decode c#1 D1
-  tokens_from a#1 1 12 -> deliver a 1: 12
-
-the other choices go elsewhere if that worker fails them
-  fleet P D1 D2
-  arrives a others=b                   -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
+  arrives a others=b,c                 -> decode a#1 D1 from P/1; prefill a#1 P for D1/1
   prefilled a#1 11                     -> deliver a 0: 11
-  tokens_from a#1 0 11                 -> decode b#1 D1
+  tokens_from a#1 0 11                 -> decode b#1 D1; decode c#1 D1
   decode_error b#1 TransferFailed once -> decode b#2 D2 from P/2; prefill b#2 P for D2/2
 
 the other choices start after a first choice of one token
@@ -61,12 +53,6 @@ choices that follow are refused with the first that cannot be of use without the
   arrives d tenant=c following=2 -> refused QueueFull: 1 requests are queued, 2 follow this one, and max_queued is 3
   arrives d tenant=c following=1 ->
   arrives e tenant=e following=2 ->  # a tenant that has less than another
-
-held choices count as queued
-  fleet D
-  arrives a others=b,c -> decode a#1 D
-  counts               -> queued 2; in flight 1; deadlines 3
-  arrives other        -> refused QueueFull: 2 requests are queued, and max_queued is 2
 
 the other choices stay held while the first one is retried
   fleet D1 D2
@@ -150,19 +136,6 @@ a full queue gives up the newest request of the tenant with most
 
 a full queue gives up nothing for a request of lower priority
   arrives other tenant=quiet priority=1 -> refused QueueFull: 3 requests are queued, and max_queued is 3
-
-tenants leave the queue in turn
-  config max_queued=9
-  arrives q1 tenant=quiet max_tokens=2
-  arrives q2 tenant=quiet max_tokens=2
-  tokens_from f0#1 0 11 12 -> deliver f0 0: 11 12
-  ends f0#1                -> finish f0 length, local, 2 tokens; decode f1#1 D
-  tokens_from f1#1 0 11 12 -> deliver f1 0: 11 12
-  ends f1#1                -> finish f1 length, local, 2 tokens; decode q1#1 D
-  tokens_from q1#1 0 11 12 -> deliver q1 0: 11 12
-  ends q1#1                -> finish q1 length, local, 2 tokens; decode f2#1 D
-  tokens_from f2#1 0 11 12 -> deliver f2 0: 11 12
-  ends f2#1                -> finish f2 length, local, 2 tokens; decode q2#1 D
 
 a stream that goes on is not behind the turns of tenants
   tokens_from f0#1 0 11 12               -> deliver f0 0: 11 12
@@ -288,17 +261,3 @@ def test_a_request_that_is_first_in_the_queue_is_priced_even_if_the_one_before_f
         router.arrives(name)
     router.machine._requests["fails"].failed_workers = frozenset({"P"})
     assert "decode fails#1 D2" in [router.seen(action) for action in router.cancelled("waits")]
-
-
-def test_a_thousand_queued_requests_are_served_in_rank_order() -> None:
-    router = full_router()
-    names = ["runs", "waits", *(f"r{number:05}" for number in range(998))]
-    for name in names[2:]:
-        router.machine.handle(events.RequestArrived(request(name), router.now, router.now + 1000.0), router.now)
-    prices = count_prices(router)
-    for name, next_name in zip(names, [*names[1:], None], strict=True):
-        actions = router.machine.handle(events.ClientCancelled(name), router.now)
-        started = [action.dispatch_id for action in actions if isinstance(action, events.StartDecode)]
-        assert started == ([f"{next_name}#1"] if next_name else [])
-    assert prices.call_count <= 2 * len(names)
-    router.check()

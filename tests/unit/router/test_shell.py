@@ -15,6 +15,7 @@ from router.routing.policy import SecondsPolicy
 from router.shell import RouterShell, report_interval_ms
 from runtime.rpc.security import OPEN
 from runtime.tracing.telemetry import Telemetry
+from tests.support.waiting import until
 from tests.unit.router.fake_reports import FakeWorker, snapshot
 
 CONFIG = RouterConfig()
@@ -39,9 +40,7 @@ async def watch(shell: RouterShell, *worker_ids: str) -> list[FakeWorker]:
     workers = [FakeWorker() for _ in worker_ids]
     for worker_id, worker in zip(worker_ids, workers, strict=True):
         shell.links[worker_id]._worker = shell.links[worker_id]._decode = worker  # type: ignore[assignment]
-    async with asyncio.timeout(5):
-        while not all(worker.num_watches for worker in workers):
-            await asyncio.sleep(0)
+    await until(lambda: all(worker.num_watches for worker in workers), "the router watches them")
     await turn_the_loop()  # each watch waits for its first report
     return workers
 
@@ -87,9 +86,7 @@ async def test_a_worker_with_another_role_is_lost_and_joins_again_by_its_next_sn
     assert shell.links["d"] is not link
     assert not list(shell.view.workers())
     worker = shell.links["d"]._worker = FakeWorker()  # type: ignore[assignment]
-    async with asyncio.timeout(5):
-        while not worker.num_watches:
-            await asyncio.sleep(0)
+    await until(lambda: worker.num_watches, "the router watches it")
     worker.reports.put(snapshot("d", ServiceRole.PREFILL))
     await turn_the_loop()
     assert [(record.role, record.has_room) for record in shell.view.workers()] == [(ServiceRole.PREFILL, True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -41,6 +41,7 @@ from router.requests.events import (
 )
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
+from tests.support.waiting import until
 from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
 
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
@@ -66,23 +67,12 @@ async def worker(new_worker: FakeWorker) -> FakeWorker:
     return new_worker
 
 
-async def kinds(worker: FakeWorker, count: int) -> list[type]:
-    """Of the next events for the router's machine."""
-    return [type(await worker.event()) for _ in range(count)]
-
-
 def decode(worker: FakeWorker) -> None:
     worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
 
 
 def prefill(worker: FakeWorker) -> None:
     worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
-
-
-async def wait_for(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not happened():
-            await asyncio.sleep(0)
 
 
 # ---- calls
@@ -133,7 +123,7 @@ async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWork
 async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(worker: FakeWorker) -> None:
     worker.later_changes = [[PeerLeft("c")], [PeerLeft("d")]]
     worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
-    await wait_for(lambda: len(worker.told) == 3)
+    await until(lambda: len(worker.told) == 3, "every change is sent")
     assert worker.told == [["a", "b"], ["c"], ["d"]]
 
 
@@ -142,7 +132,7 @@ async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_n
     worker.link.update_peers([nonsense])
     await asyncio.sleep(0)
     worker.link.update_peers([PeerLeft("a")])
-    await wait_for(lambda: worker.told)
+    await until(lambda: worker.told, "the change is sent")
     assert worker.told == [["a"]]
 
 
@@ -213,7 +203,7 @@ async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it
     first, second = Reports(), Reports(snapshot("w"))
     new_worker.is_followed(first, second)
     new_worker.link.pace_reports(70)
-    await wait_for(lambda: new_worker.num_watches)
+    await until(lambda: new_worker.num_watches, "the Watch call opens")
     new_worker.link.pace_reports(80)  # while the Watch call opens: the worker could not tell whose pace this is
     await asyncio.sleep(0)
     assert new_worker.intervals_ms == [70]
@@ -286,18 +276,14 @@ async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker
 # ---- the token stream
 
 
-async def test_each_message_is_one_event(worker: FakeWorker) -> None:
+async def test_each_message_is_one_event_with_log_probabilities_at_their_places(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.tokens[0].put(TOKENS)
-    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], {})
-
-
-async def test_a_call_names_the_open_stream_and_returns_the_number_of_its_tokens(worker: FakeWorker) -> None:
-    await worker.joins()
-    decode(worker)
-    event = await worker.event()
-    assert isinstance(event, DecodeReturned)
-    assert event.result.num_tokens == 3  # type: ignore[union-attr]
+    message = worker_pb2.StepTokens(logprob_places=[1])
+    message.MergeFrom(TOKENS)
+    message.logprobs.add(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
+    worker.tokens[0].put(message)
+    found = {1: SampledToken(12, -0.5, ((12, -0.5),))}
+    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], found)
 
 
 async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: FakeWorker) -> None:
@@ -308,7 +294,9 @@ async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(w
     assert len(set(worker.stream_ids)) == 2
     assert 0 not in worker.stream_ids
     decode(worker)
-    assert isinstance(await worker.event(), DecodeReturned)
+    event = await worker.event()
+    assert isinstance(event, DecodeReturned)
+    assert event.result.num_tokens == 3  # type: ignore[union-attr]
 
 
 async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: FakeWorker) -> None:
@@ -385,11 +373,3 @@ async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
         worker.tokens[0].put(message)
         assert isinstance(await worker.event(), TokenStreamLost)
     await worker.joins()
-
-
-def test_log_probabilities_are_found_at_their_places() -> None:
-    found = inference_pb2.TokenLogprobs(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
-    message = worker_pb2.StepTokens(
-        calls=[5, 6], indexes=[0, 0], token_ids=[11, 12], logprob_places=[1], logprobs=[found]
-    )
-    assert decode_step_tokens(message).logprobs == {1: SampledToken(12, -0.5, ((12, -0.5),))}

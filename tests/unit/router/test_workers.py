@@ -9,21 +9,20 @@ import pytest
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
-from core.errors import InvalidRequest, LayoutMismatch
+from core.errors import LayoutMismatch
 from core.handoff import PROTOCOL_VERSION
-from core.lifecycle import ServiceRole, WorkerState
+from core.lifecycle import ServiceRole
 from core.scheduling.block_pool import Column
 from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from protos import codec
 from router.requests.peer_discovery import announce_join, announce_leave
 from router.routing.policy import Candidate, SecondsPolicy
-from router.routing.worker_record import CallWork, ReleaseRate, WorkerRecord
+from router.routing.worker_record import ReleaseRate, WorkerRecord
 from router.routing.workers import REUSE_WEIGHT, WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
-WORK = CallWork(prompt_s=0.005, num_blocks=3)
 
 
 def empty_table(config: RouterConfig = CONFIG) -> WorkerTable:
@@ -40,42 +39,6 @@ def table(*records: WorkerRecord, config: RouterConfig = CONFIG) -> WorkerTable:
         workers.join(joining, ())
     workers.check()
     return workers
-
-
-def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = frozenset()) -> list[str]:
-    """The decode workers that can take a request."""
-    found = workers.candidates(hashes_of(request()), avoid, now)
-    return sorted({candidate.decode_worker for candidate in found})
-
-
-def test_a_suspect_full_draining_or_prefill_worker_is_not_usable_for_decode() -> None:
-    workers = table(
-        record("suspect"),
-        record("full"),
-        record("draining", load=replace(SERVING, state=WorkerState.DRAINING)),
-        record("prefill", ServiceRole.PREFILL),
-        record("fine"),
-    )
-    workers.suspect("suspect")
-    workers.chosen("full").add_call("x#1", 1, WORK)
-    workers.chosen("full").add_call("y#1", 2, WORK)
-    assert usable(workers) == ["fine"]
-
-
-def test_workers_to_avoid_are_usable_only_if_there_are_no_others() -> None:
-    workers = table(record("d1"), record("d2"))
-    assert usable(workers, avoid=frozenset({"d1"})) == ["d2"]
-    assert usable(workers, avoid=frozenset({"d1", "d2"})) == ["d1", "d2"]
-
-
-def test_a_fresh_snapshot_keeps_the_dispatches_and_ends_the_suspicion() -> None:
-    workers = table(record("d"))
-    workers.chosen("d").add_call("x#1", 1, WORK)
-    workers.suspect("d")
-    workers.join(record("d"), ())
-    assert usable(workers) == ["d"]
-    seen = workers.chosen("d").view
-    assert (sum(seen.arriving), seen.num_sequences, seen.num_dispatched) == (WORK.prompt_s, 1, 1)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("quantization", "int8")])
@@ -169,16 +132,6 @@ def test_block_sizes_must_be_equal_in_a_pool_and_multiples_between_pools() -> No
         workers.join(wide_prefill(block_size=6), ())
     with pytest.raises(LayoutMismatch, match="dtype"):
         workers.join(wide_prefill(dtype="bfloat16"), ())
-
-
-def test_the_largest_request_follows_from_the_blocks_of_the_decode_pool() -> None:
-    workers = empty_table()
-    workers.join(wide_prefill(), ())
-    workers.join(record("d"), ())
-    room = workers.chosen("d").agent.num_blocks * LAYOUT.block_size
-    workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=1))
-    with pytest.raises(InvalidRequest, match=f"the context of {room + 1} tokens"):
-        workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=2))
 
 
 FAST, SLOW = replace(PRIOR, token_s=1e-5), replace(PRIOR, token_s=2e-5)

@@ -160,19 +160,6 @@ async def test_the_key_of_the_credentials_goes_with_every_call_that_has_no_key_o
     assert "tk-1" not in repr(credentials)
 
 
-def test_a_program_with_a_package_named_protos_can_import_the_client(tmp_path: Path) -> None:
-    (tmp_path / "protos").mkdir()
-    (tmp_path / "protos/__init__.py").write_text("mine = True\n")
-    program = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "import protos\n"
-        "from tandem_client import AsyncClient, Client\n"
-        "print(protos.mine)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("True\n", "")
-
-
 # ---- the blocking client
 
 

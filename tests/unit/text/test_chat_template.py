@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import tracemalloc
 
@@ -128,8 +127,7 @@ def test_a_template_that_cannot_be_read_is_a_config_error(source: str) -> None:
         ChatTemplate(source, {})
 
 
-def test_the_features_that_templates_of_models_use_work() -> None:
-    source = """
+FEATURES = """
 {%- macro turn(role, text) -%}<{{ role }}>{{ text | trim }}{%- endmacro -%}
 {%- set ns = namespace(last=0, seen=[]) -%}
 {%- for message in messages[::-1] %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% break %}{% endif %}
@@ -141,13 +139,8 @@ def test_the_features_that_templates_of_models_use_work() -> None:
 {{- messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(',') }}
 {{- messages | tojson(indent=1) | length }}{{ '%02d' % 7 }}{{ '{}-{}'.format(1, 'a') }}{{ 'aXa'.replace('X', '-') }}
 {{- bos_token ~ ('x' if add_generation_prompt is defined else 'y') }}"""
-    chat = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "<think>no</think>\nyes"}]
-    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(chat))
-    size = len(json.dumps(chat, indent=1))
-    assert rendered == f"<user>hi  1|0<assistant>yes 2.1 hi {size}071-aa-a<s>x"
-
-
 SAME_AS_TRANSFORMERS = {
+    "features that models use": FEATURES,
     "replace": "{% for m in messages %}{{ m.content.replace('i', 'o', 1) }}{% endfor %}",
     "join": "{% block b %}{% for m in messages %}{{ ', '.join([m.role, m.content]) }}{% endfor %}{% endblock %}",
     "replace in a macro": "{% macro r(m) %}{{ m.content.replace('i', 'o') }}{% endmacro %}"
@@ -186,7 +179,11 @@ SAME_AS_TRANSFORMERS = {
 @pytest.mark.parametrize("source", SAME_AS_TRANSFORMERS.values(), ids=SAME_AS_TRANSFORMERS)
 def test_a_template_renders_as_in_transformers(source: str) -> None:
     reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
-    messages = [*CHAT, {"role": "assistant", "content": "yes, it is"}, {"role": "user", "content": " again\nand on "}]
+    messages = [
+        *CHAT,
+        {"role": "assistant", "content": "<think>no</think>\nyes, it is"},
+        {"role": "user", "content": " again\nand on "},
+    ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["a"]}}}]
     [[expected], _] = reference([messages], tools=tools, chat_template=source, bos_token="<s>")
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(messages, tools)) == expected

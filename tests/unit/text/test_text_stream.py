@@ -24,12 +24,6 @@ def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream
     return stream, [stream.push((token_id,))[0] for token_id in range(len(pieces))]
 
 
-def test_an_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
-    stream, shown = stream_of(["é!"], "é", "日".encode()[:2])
-    assert shown == ["", ""]
-    assert stream.flush() == "é\ufffd"
-
-
 def test_a_stop_string_that_the_last_flush_completes_is_cut_too() -> None:
     stream, shown = stream_of(["\ufffd"], "a", "日".encode()[:2])
     assert shown == ["a", ""]
@@ -94,15 +88,19 @@ def test_no_delta_of_valid_text_contains_a_part_of_a_character(text: str) -> Non
     assert sum("\ufffd" in piece for piece in pieces) == whole.count("\ufffd")
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
-    pieces = deltas(list("é😀x".encode()))
-    assert pieces == ["", "é", "", "", "", "😀", "x", ""]
-
-
-def test_invalid_bytes_become_a_replacement_character() -> None:
-    assert deltas([0xFF, 0x41]) == ["\ufffd", "A", ""]
-    assert deltas([0xE2, 0x82, 0x41]) == ["", "", "\ufffdA", ""]
-    assert deltas([0x41, 0xE2, 0x82]) == ["A", "", "", "\ufffd"]
+@pytest.mark.parametrize(
+    ("token_ids", "texts"),
+    [
+        ([*"é😀x".encode()], ["", "é", "", "", "", "😀", "x", ""]),
+        ([0xFF, 0x41], ["\ufffd", "A", ""]),
+        ([0xE2, 0x82, 0x41], ["", "", "\ufffdA", ""]),
+        ([0x41, 0xE2, 0x82], ["A", "", "", "\ufffd"]),
+        ([0x41, TOKENIZER.special_tokens["<|im_end|>"], 0x42], ["A", "", "B", ""]),
+    ],
+    ids=["characters", "an invalid byte", "a character that breaks off", "one at the end", "a special token"],
+)
+def test_a_character_comes_with_its_last_byte_and_invalid_bytes_as_one(token_ids: list[int], texts: list[str]) -> None:
+    assert deltas(token_ids) == texts
 
 
 @settings(deadline=None)
@@ -110,11 +108,6 @@ def test_invalid_bytes_become_a_replacement_character() -> None:
 def test_the_text_does_not_depend_on_the_division_into_runs(runs: list[list[int]]) -> None:
     detokenizer, token_ids = TOKENIZER.detokenizer(), [token_id for run in runs for token_id in run]
     assert "".join([*map(detokenizer.push, runs), detokenizer.flush()]) == TOKENIZER.decode(token_ids)
-
-
-def test_special_tokens_have_no_text() -> None:
-    end = TOKENIZER.special_tokens["<|im_end|>"]
-    assert deltas([0x41, end, 0x42]) == ["A", "", "B", ""]
 
 
 def test_the_text_of_many_tokens_has_whole_characters_and_a_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterable
@@ -42,7 +43,16 @@ def read(tool_format: str, pieces: Iterable[str]) -> tuple[str, list[Call]]:
             assert (delta.index, delta.name) == (len(calls) - 1, "")
             calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
     assert parser.num_calls == len(calls)
+    num_whole = sum(is_json(arguments) for _, arguments in calls)
+    assert num_whole - 1 <= parser.num_complete_calls <= num_whole, "the last one may end behind its arguments"
     return text, calls
+
+
+def is_json(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        json.loads(text)
+        return True
+    return False
 
 
 HERMES = {
