@@ -60,28 +60,6 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         await deployment.settle()
 
 
-async def test_a_worker_that_fails_each_step_attracts_no_more_requests() -> None:
-    """It has no work, so it would be the cheapest worker. The requests come one after the other, as bait."""
-    async with deploy(tiny_config(), num_decode=2) as deployment:
-        victim, other = deployment.decode
-        slow_down(other, 0.01)  # the other one is worth avoiding
-        faults = DeviceFaults(victim)
-        busy = [await Stream(deployment.inference, prompt_of(seed), 200).reach(2) for seed in (50, 51)]
-        faults.lost = True
-        attempts = []
-        for seed in range(1, 13):
-            finished = (await Stream(deployment.inference, prompt_of(seed), 3).right()).finished
-            assert finished.decode_worker == deployment.id_of(other)
-            attempts.append(finished.attempts)
-        assert faults.num_lost == 1, "no step failed, or more than one"
-        assert sum(attempts) <= len(attempts) + 1, f"later requests went to the lost worker: {attempts}"
-        for stream in busy:
-            await stream.right()
-        await victim.stop()
-        deployment.decode.remove(victim)
-        await deployment.settle()
-
-
 async def test_a_worker_that_fails_each_step_for_an_unknown_reason_ends_after_a_few() -> None:
     async with deploy(tiny_config(), num_decode=2) as deployment:
         victim = deployment.decode[0]

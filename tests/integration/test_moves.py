@@ -110,32 +110,6 @@ async def test_streams_of_a_drained_worker_go_on_at_its_neighbour_with_nothing_c
     await deployment.settle()
 
 
-async def test_sequences_move_from_a_full_pool_to_an_empty_one_instead_of_being_computed_again(
-    deployment: Deployment,
-) -> None:
-    full, empty = deployment.decode
-    known = list(deployment.endpoints.values())
-    await deployment.router.set_workers([each for each in known if each.service_id != deployment.id_of(empty)])
-    scheduler = machine_of(full).core.scheduler
-    needed = sum(-(-(len(prompt) + NUM_OUTPUT) // scheduler.block_size) for prompt in FEW)
-    filled = scheduler.pool.allocate(scheduler.pool.num_available - int(needed / 1.3))
-    assert filled is not None
-    requests = [make_request(token_ids=prompt, max_tokens=NUM_OUTPUT, **SAMPLED) for prompt in FEW]
-    streams = Streams(deployment, requests)
-    await streams.reach(3)
-    await deployment.router.set_workers(known)
-    finished = await streams.finished()
-    assert [(end.recomputed_tokens, end.attempts) for end in finished] == [(0, 1)] * len(FEW)
-    assert scheduler.num_preemptions == 0
-    moved = [end for end in finished if end.num_moves]
-    assert moved, "the pool was large enough: nothing was tested"
-    assert all(end.decode_worker == deployment.id_of(empty) for end in moved)
-    for prompt, answer in zip(FEW, streams.answers, strict=True):
-        assert answer.token_ids == expected(deployment, prompt, **SAMPLED)
-    scheduler.pool.release(filled)
-    await deployment.settle()
-
-
 async def known_as(deployment: Deployment, worker: WorkerService, role: ServiceRole) -> None:
     """The router has the worker in its new role, and the worker has met the others."""
     shell = deployment.router._shell

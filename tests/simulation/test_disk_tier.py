@@ -5,7 +5,6 @@ writes are cut off by the death of their worker. No client gets another token, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,8 +15,7 @@ from simulator.search.simulation import run_scenario
 from simulator.shells import disk
 from simulator.shells.disk import SimulatedDisk
 from simulator.virtual.faults import DiskFaults, Fault
-from simulator.virtual.world import SimulationError
-from tests.simulation.test_prefix_from_a_peer import sharing
+from tests.simulation.test_prefix_from_a_peer import Change, first_failure, sharing
 from worker.tier.disk_tier import DiskTier
 from worker.tier.events import BlocksRead, ReadBlocks, ReadEnd
 
@@ -48,7 +46,6 @@ def small(scenario: Scenario, *, faults: bool = False) -> Scenario:
     )
 
 
-Change = Callable[[Scenario], Scenario]
 WITH_FAULTS: Change = partial(small, faults=True)
 
 
@@ -58,16 +55,6 @@ def counts_of(change: Change) -> Counter[str]:
     for seed in SEEDS:
         totals += run_scenario(change(make_scenario(seed))).counts
     return totals
-
-
-def first_failure(change: Change = WITH_FAULTS) -> str:
-    """The message of the first seed that fails; empty where none does."""
-    for seed in range(8):
-        try:
-            run_scenario(change(make_scenario(seed)))
-        except SimulationError as error:
-            return str(error)
-    return ""
 
 
 def test_prefixes_come_from_disk_and_no_request_gets_a_wrong_token() -> None:
@@ -102,7 +89,7 @@ def test_a_worker_that_uses_blocks_that_did_not_arrive_is_caught(monkeypatch: py
         return on_read(self, replace(event, num_read=num_asked, end=ReadEnd.COMPLETE), now)
 
     monkeypatch.setattr(DiskTier, "on_read", all_of_them)
-    assert "is right" in first_failure()
+    assert "is right" in first_failure(WITH_FAULTS)
 
 
 def test_a_worker_that_does_not_hold_what_is_copied_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

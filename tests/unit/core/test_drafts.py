@@ -6,7 +6,6 @@ import pytest
 
 import core.scheduling.step_planner
 from core.cost.step_cost import StepCost
-from core.lifecycle import FinishReason
 from core.scheduling.drafts import FIRST_CHANCES, DraftChances, RowCosts, choose_drafts, saved_s
 from core.scheduling.sequence import Sequence
 from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
@@ -68,20 +67,6 @@ def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
     assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 == 5 + num_tokens
     assert (driven.scheduler.num_drafts, driven.scheduler.num_right_drafts) == (4, num_tokens - 1)
     assert driven.begin().chunks[0].start == sequence.num_computed_tokens
-
-
-@pytest.mark.parametrize(("last", "reason"), [("eos", FinishReason.STOP), ("max_tokens", FinishReason.LENGTH)])
-def test_an_output_ends_inside_a_run_of_right_guesses(
-    monkeypatch: pytest.MonkeyPatch, last: str, reason: FinishReason
-) -> None:
-    driven = Guessing(monkeypatch)
-    driven.add("a", PROMPT, max_tokens=20 if last == "eos" else 4)
-    driven.finish_step(driven.begin(), {"a": guesses(6, 6)})
-    events = driven.finish_step(driven.begin(), {}, eos_at=8 if last == "eos" else None)
-    assert [event.token.token_id for event in events] == [16, 17, EOS if last == "eos" else 18]
-    assert [event.finish_reason for event in events] == [None, None, reason]
-    assert driven.scheduler.schedule() is None
-    assert driven.pool.num_available == driven.pool.num_blocks
 
 
 @pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 0), (4, 4)])

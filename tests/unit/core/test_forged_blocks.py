@@ -57,26 +57,6 @@ def test_a_forged_block_and_the_blocks_behind_it_do_not_match(depth: int, way: s
     assert getattr(worker, way)("forger again", *before, FORGED, OTHER, OTHER) == (depth + 3) * BLOCK_SIZE
 
 
-def test_a_forged_prompt_that_was_pulled_does_not_match() -> None:
-    worker = Worker()
-    worker.pull("forger", FORGED, OTHER)
-    assert worker.compute("honest", HONEST, OTHER) == 0
-    assert worker.compute("forger again", FORGED, OTHER) == 2 * BLOCK_SIZE
-
-
-def test_the_second_prompt_is_cached_once_the_first_is_evicted() -> None:
-    worker = Worker(num_blocks=6)
-    worker.compute("forger", FORGED, OTHER)
-    before = worker.pool.registered_hashes()
-    worker.compute("honest", HONEST, OTHER)
-    assert worker.pool.registered_hashes() == before
-    assert worker.compute("honest again", HONEST, OTHER) == 0
-    worker.pool.release(allocated(worker.pool, 6))
-    worker.compute("honest", HONEST, OTHER)
-    assert worker.compute("honest again", HONEST, OTHER) == 2 * BLOCK_SIZE
-    assert worker.compute("forger again", FORGED, OTHER) == 0
-
-
 def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
     blocks = full_blocks(HONEST + OTHER)
@@ -90,15 +70,6 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     assert pool.drain_events() == [BlockRemoved(blocks[1].sequence_hash), BlockStored(blocks[1].sequence_hash)]
     assert [found.block for found in pool.match_prefix(blocks, "")] == [first, again]
     pool.check()
-
-
-def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.scheduling.sequence.root_hash", lambda _salt: 1)
-    worker = Worker()
-    worker.compute("mine", HONEST, OTHER, salt="mine")
-    assert worker.compute("yours", HONEST, OTHER, salt="yours") == 0
-    assert worker.compute("nobody's", HONEST, OTHER) == 0
-    assert worker.compute("mine again", HONEST, OTHER, salt="mine") == 2 * BLOCK_SIZE
 
 
 def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:

@@ -9,17 +9,11 @@ from __future__ import annotations
 import pytest
 
 from core.config import SchedulerConfig
-from core.errors import InvalidRequest, QueueFull
+from core.errors import InvalidRequest
 from core.lifecycle import FinishReason
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven
 
 # ---- the token budget
-
-
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    driven = Driven(budget=8)
-    driven.add("long", range(1, 21))
-    assert [driven.step() for _ in range(3)] == [{"long": 8}, {"long": 8}, {"long": 4}]
 
 
 # ---- rank
@@ -47,18 +41,6 @@ def test_a_prompt_that_comes_first_and_does_not_fit_is_not_overtaken() -> None:
 # ---- refusals
 
 
-def test_a_full_queue_refuses_with_a_retryable_error() -> None:
-    driven = Driven(max_waiting=2)
-    driven.add("a", [1])
-    driven.add("b", [1])
-    with pytest.raises(QueueFull) as refused:
-        driven.add("c", [1])
-    assert refused.value.retryable
-    assert driven.scheduler.get("c") is None
-    driven.step()
-    driven.add("c", [1])
-
-
 def test_a_sequence_may_fill_the_pool_and_one_more_token_is_refused() -> None:
     driven = Driven(num_blocks=3)
     with pytest.raises(InvalidRequest) as refused:
@@ -75,15 +57,6 @@ def test_a_prefill_only_sequence_needs_blocks_only_for_its_prompt() -> None:
 
 
 # ---- the prefix cache
-
-
-def test_the_tokens_of_a_prefix_hit_are_not_computed() -> None:
-    driven = Driven()
-    driven.add("first", range(1, 11), max_tokens=1)
-    driven.step()
-    second = driven.add("second", [*range(1, 9), 50, 51, 52], max_tokens=1)
-    assert driven.step() == {"second": 3}
-    assert second.num_cached_tokens == 8
 
 
 def test_blocks_filled_by_decoding_are_cached() -> None:

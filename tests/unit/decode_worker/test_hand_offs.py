@@ -75,14 +75,6 @@ with a full prefix hit only the first token is pulled
   ready 1 tokens=33           -> first step a 8+1; release 1; tokens a 0: 33
   run                         -> tokens a 1: 9; done a length, cached 8, skipped 2
 
-a failed pull frees its blocks and fails the call
-  arrive a 6 ticket=1         -> connect peer; want 1: 0 1
-  ready 1 0                   -> read 1: 0
-  read_fails                  -> release 1 read_failed
-                              -> fail a TransferFailed: the KV hand-off failed: read_failed (broken)
-  blocks
-  idle                        -> yes
-
 a lost owner fails its hand-offs and targets stay reserved until their reads end
   arrive a 6 ticket=1         -> connect peer; want 1: 0 1
   arrive b 6 first=30 ticket=2 -> want 2: 0 1
@@ -91,18 +83,6 @@ a lost owner fails its hand-offs and targets stay reserved until their reads end
                               -> fail b TransferFailed: the KV hand-off failed: peer_lost (gone)
   blocks                      -> incoming 1
   read_fails peer_lost
-  blocks
-
-preempted pulled prompts are computed again with the same tokens
-  decode blocks=5
-  arrive a 8 max=8 ticket=1   -> connect peer; want 1: 0 1
-  arrive b 8 max=8 first=30 ticket=2 -> want 2: 0 1
-  ready 1 0 1 tokens=20       -> read 1: 0 1
-  ready 2 0 1 tokens=20       -> read 2: 0 1
-  reads                       -> first step a 8+1; release 1; tokens a 0: 20; path peer fine; release 2
-                              -> tokens b 0: 20
-  run                         -> tokens a 1: 9..15; tokens b 1: 9..15; done a length, pulled 2
-                              -> done b length, pulled 2, recomputed 4, preempted 1
   blocks
 
 a hand-off without a first token fails and releases its blocks
@@ -163,16 +143,6 @@ a call cancelled during its reads keeps the target blocks until they end
   blocks
   idle                        -> yes
 
-a call cancelled in mid-stream emits no more tokens
-  arrive a 6 max=8 ticket=1   -> connect peer; want 1: 0 1
-  ready 1 0 1 tokens=20       -> read 1: 0 1
-  reads                       -> first step a 6+1; release 1; tokens a 0: 20; path peer fine
-  step                        -> step a 7+1; tokens a 1: 7
-  cancel a                    -> fail a RequestCancelled: the router cancelled the call
-  run
-  cancel a
-  blocks
-
 the deadline ends a call that waits for room
   decode blocks=4
   arrive before 16 max=1 first=30 ticket=9 -> connect peer; want 9: 0..3
@@ -181,19 +151,6 @@ the deadline ends a call that waits for room
   wait 2.9                    -> heartbeat 9: ready 4, 1: ready 0
   wait 0.2                    -> fail a DeadlineExceeded: the deadline passed on the decode worker in stage queue
                               -> release 1 deadline
-
-the deadline ends a call in transfer
-  arrive a 8 ticket=1 timeout=3 -> connect peer; want 1: 0 1
-  wait 2.9                    -> heartbeat 1: ready 0; want 1: 0 1
-  wait 0.2                    -> fail a DeadlineExceeded: the deadline passed on the decode worker in stage transfer
-                              -> release 1 deadline
-
-the deadline ends a call in prefill
-  arrive a 12 timeout=3       -> first step a 0+8
-  wait 2.9
-  wait 0.2                    -> fail a DeadlineExceeded: the deadline passed on the decode worker in stage prefill
-  step
-  blocks
 
 the deadline ends a call in decode
   arrive a 8 ticket=1 timeout=3 -> connect peer; want 1: 0 1

@@ -54,28 +54,6 @@ BUSY = """
 
 test_beside_others = transcripts(
     """
-while a long prompt is computed others use the pool
-  arrive long 58 max=2 ticket=1 -> connect peer; want 1: 0..14  # 15 of the 16 blocks
-  ready 1 0 1                 -> read 1: 0 1
-  reads
-  arrive pulled1 12 max=8 first=100 ticket=10 -> want 10: 0..2
-  arrive local1 12 max=8 first=500 -> first step local1 0+8
-  ready 10 0..2 tokens=20     -> read 10: 0..2
-  reads                       -> release 10; tokens pulled1 0: 20; path peer fine
-  targets                     -> long 2
-  run                         -> tokens pulled1 1: 13..19; tokens local1 0: 12..19; ask to move local1 (room)
-                              -> done pulled1 length, pulled 3; done local1 length
-  blocks                      -> incoming 2
-  arrive pulled2 12 max=8 first=1100 ticket=11 -> want 11: 0..2
-  arrive local2 12 max=8 first=1500 -> first step local2 0+8
-  ready 11 0..2 tokens=20     -> read 11: 0..2
-  reads                       -> release 11; tokens pulled2 0: 20
-  run                         -> tokens pulled2 1: 13..19; tokens local2 0: 12..19; ask to move local2 (room)
-                              -> done pulled2 length, pulled 3; done local2 length
-  ready 1 2..14 tokens=20     -> read 1: 2..14
-  reads                       -> first step long 58+1; release 1; tokens long 0: 20
-  run                         -> tokens long 1: 59; done long length, pulled 15
-
 a hand-off that does not fit beside older local prompts waits for their blocks
   decode blocks=16
   arrive local1 40 max=2      -> first step local1 0+8
@@ -94,32 +72,12 @@ a hand-off does not wait for a later prompt
   arrive later 8 first=50
   step                        -> step runs 8+8
   step                        -> step later 0+8; tokens runs 0: 16; done runs length; want 1: 0..3
-
-a hand-off that waits for blocks holds no cached blocks
-  decode blocks=6
-  arrive before 9 max=1       -> first step before 0+8
-  run                         -> tokens before 0: 9; done before length
-  arrive runs 12 first=40 max=2 -> first step runs 0+8
-  blocks                      -> held 2
-  arrive a 14 ticket=1        -> connect peer
-  blocks                      -> held 2
-  load                        -> serving; pulls 1; promised 4
-  run                         -> tokens runs 0: 12 13; done runs length; want 1: 2 3
 """,
     DECODE,
 )
 
 test_half_pulled = transcripts(
     """
-the load tells how many blocks are promised
-  load                        -> serving; promised 10
-  ready 1 2..5 tokens=20      -> read 1: 2..5
-  load                        -> serving; promised 6
-  arrive c 24 first=300 ticket=3
-  load                        -> serving; pulls 1; promised 12
-  cancel b                    -> fail b RequestCancelled: the router cancelled the call; release 2 cancelled
-  load                        -> serving; pulls 1; promised 6
-
 a pull leaves the blocks that a half-pulled prompt before it still needs
   ready 2 0..4                -> read 2: 0 1
   targets                     -> a 2; b 2  # a needs 4 of the other 7, and one to run
@@ -152,34 +110,12 @@ a pull that gets its last blocks passes a half-pulled prompt
                               -> done a length, pulled 6, block seconds 4, transfer 1
                               -> done short length, pulled 4, recomputed 12, preempted 1, block seconds 4, decode 1
 
-behind a pull that the pool cannot serve nobody takes a block
-  decode blocks=8
-  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
-  arrive b 8 max=2 first=100 ticket=2 -> want 2: 0 1
-  arrive runs 8 max=4 first=300 -> first step runs 0+8
-  ready 1 0..5                -> read 1: 0..4
-  targets                     -> a 5; b 0  # one block is kept for the running sequence
-  arrive later 2 max=2 first=400
-  ready 2 0 1 tokens=30
-  targets                     -> a 5; b 0
-  run                         -> tokens runs 0: 8..11; done runs length; read 1: 5; read 2: 0 1
-  targets                     -> a 6; b 2
-
 a pull that ends lets the next one take its blocks
   ready 2 0..4                -> read 2: 0 1
   cancel a                    -> fail a RequestCancelled: the router cancelled the call; read 2: 2..4
   targets                     -> a 2; b 5  # b needs what a will not need any more, and a still reads
   reads                       -> release 1 cancelled
   targets                     -> b 5
-
-a pull waits for half-pulled prompts of higher rank without a limit
-  ready 2 0..5 tokens=30      -> read 2: 0..5
-  targets                     -> a 2; b 6
-  reads                       -> first step b 24+1; release 2; tokens b 0: 30; path peer fine
-  run                         -> tokens b 1: 25; done b length, pulled 6
-  arrive c 32 max=2 first=300 ticket=3
-  wait 3                      -> heartbeat 1: ready 2 verified 2, 3: ready 0
-  load                        -> serving; pulls 1; promised 12
 
 a running sequence takes the blocks of a lower rank at once
   decode blocks=4

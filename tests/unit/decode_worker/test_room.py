@@ -29,11 +29,6 @@ a worker with blocks for all to their ends asks for no move
   run                         -> tokens r0 0: 8..47; tokens r1 0: 8..47; tokens r2 0: 8..47; done r0 length
                               -> done r1 length; done r2 length
 
-a sequence alone is not offered
-  decode blocks=12
-  arrive r0 8 max=40          -> first step r0 0+8
-  run                         -> tokens r0 0: 8..47; done r0 length
-
 a worker that will run short offers the lowest rank before it preempts, and others if no router answers
   run 10                      -> tokens r0 0: 8..17; tokens r1 0: 8..15; tokens r2 0: 8..14; ask to move r2 (room)
                               -> step r0 17+1, r1 15+1, r2 14+1

@@ -128,26 +128,6 @@ def test_each_sampling_chunk_and_no_other_chunk_gets_one_token(runner: Runner) -
     assert run_step(runner, StepPlan(42, chunks[1:])).sampled == {}
 
 
-def test_sampled_tokens_depend_on_seed_and_position_only(runner: Runner) -> None:
-    def sampled(seed: int, budget: int) -> list[int]:
-        wanted = request("a", PROMPT, temperature=1.0, seed=seed, max_tokens=16)
-        return Engine(runner, budget=budget).generate(wanted)["a"]
-
-    assert sampled(seed=1, budget=512) == sampled(seed=1, budget=13)
-    assert sampled(seed=1, budget=512) != sampled(seed=2, budget=512)
-
-
-def test_logprobs_are_those_of_the_raw_logits(runner: Runner) -> None:
-    chunk = _chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=5, logit_bias={9: 100.0})
-    (token,) = run_step(runner, StepPlan(0, (chunk,))).sampled["a"]
-    assert token.token_id == 9
-    logprobs = [logprob for _, logprob in token.top_logprobs]
-    assert len(logprobs) == 5
-    assert logprobs == sorted(logprobs, reverse=True)
-    assert token.logprob is not None
-    assert token.logprob <= logprobs[0] < 0.0
-
-
 def test_the_pool_is_page_aligned_writable_and_at_its_reported_address(runner: Runner) -> None:
     memory = runner.pool_memory()
     assert memory is not None

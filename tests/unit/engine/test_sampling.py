@@ -234,27 +234,6 @@ def test_greedy_takes_the_highest_logit_after_penalties_and_the_lowest_id_of_tie
     assert choose(logits, chunk(params(temperature=0.0, logit_bias={0: 50.0}))) == 0
 
 
-def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
-    rows = np.random.default_rng(1).normal(size=(4, 30)).astype(np.float32)
-    options: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"seed": 4},
-        {"temperature": 0.0, "logit_bias": {7: 9.0}},
-        {"temperature": 0.0},
-    ]
-    chunks = [
-        ScheduledChunk(SequenceView(str(index), [1, 2], 1, [0], params(**option)), 1, 1, True, False)
-        for index, option in enumerate(options)
-    ]
-    together = Sampler(chunks).sample(rows)
-    assert together == {
-        c.sequence.sequence_id: Sampler([c]).sample(rows[i : i + 1])[c.sequence.sequence_id]
-        for i, c in enumerate(chunks)
-    }
-    assert together["0"][0].token_id == rows[0].argmax()
-    assert together["2"][0].token_id == 7
-
-
 def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
     token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"][0]

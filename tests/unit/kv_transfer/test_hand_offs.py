@@ -7,18 +7,6 @@ from tests.unit.kv_transfer.transfer_words import transcripts
 
 test_messages = transcripts(
     """
-readys that are lost are repeated after a heartbeat
-  offer 0                     -> owner connect puller; owner digests 1
-  pull 0..2                   -> puller connect owner; puller want: 0..2
-  run                         -> owner ready: 0; puller read: 0
-  add 1                       -> owner digests 1; owner ready: 1
-  add 2 last=1                -> owner digests 1; owner ready: 2 last 42
-  lose ready
-  wait 2                      -> puller heartbeat: ready 1 verified 1; owner ready: 1 2 last 42
-                              -> owner heartbeat answered; puller read: 1 2
-  run                         -> puller release; puller completed 3 blocks, tokens 42; puller path owner fine
-                              -> owner offer released by RELEASE
-
 readys that come in the wrong order are repeated after a heartbeat
   offer 0                     -> owner connect puller; owner digests 1
   pull 0..2                   -> puller connect owner; puller want: 0..2
@@ -66,13 +54,6 @@ a lost abort is repeated when the puller goes on asking
                               -> puller failed prefill_failed (the owner ended it)
                               -> owner offer aborted prefill_failed by RELEASE
 
-an owner that ends too early fails the pull
-  offer 0 last=1              -> owner connect puller; owner digests 1
-  pull 0 1                    -> puller connect owner; puller want: 0 1
-  deliver                     -> owner ready: 0 last 42; puller release prefill_failed
-                              -> puller failed prefill_failed (the owner ended with 1 of 2 blocks)
-                              -> owner offer released prefill_failed by RELEASE
-
 a want that comes before its offer waits for it
   pull 0 1                    -> puller connect owner; puller want: 0 1
   deliver
@@ -96,12 +77,6 @@ a ready that was just sent is not repeated
 
 test_leases = transcripts(
     """
-a silent puller loses its lease once
-  offer 0 1 last=1            -> owner connect puller; owner digests 2
-  wait 12.1                   -> owner offer expired lease_expired
-  later 0 owner
-  blocks
-
 bytes read after the lease ended are not trusted
   pair digests=0
   offer 0 last=1              -> owner connect puller; owner digests 1
@@ -178,10 +153,6 @@ a puller whose connection broke may still read until its lease ends
   blocks                      -> leased 1; incoming 2
   later 12 owner              -> owner offer aborted peer_lost
   blocks                      -> incoming 2
-
-a puller known to be dead loses its lease at once
-  lost puller died=1          -> owner offer aborted peer_lost
-  blocks                      -> incoming 2
 """,
     READING,
 )
@@ -198,13 +169,6 @@ COPIED = """
 
 test_growing_pulls = transcripts(
     """
-the owner learns at once that all its blocks are verified
-  add 2                       -> owner digests 1; owner ready: 2
-  deliver                     -> puller targets: 2
-  place                       -> puller read: 2
-  reads                       -> puller heartbeat: ready 3 verified 3
-  deliver                     -> owner caught up; owner heartbeat answered
-
 fewer blocks than wanted complete the pull and bring all tokens
   add 2 last=1 tokens=11,12,13 -> owner digests 1; owner ready: 2 last 11..13
   deliver                     -> puller targets: 2 last
@@ -231,16 +195,6 @@ a last ready that lacks a block fails the pull
   deliver                     -> puller release prefill_failed
                               -> puller failed prefill_failed (the owner ended with 2 of 3 blocks)
                               -> owner offer released prefill_failed by RELEASE
-
-lost news come again with the next heartbeat
-  pair
-  offer 0 1                   -> owner connect puller; owner digests 2
-  grow 5                      -> puller connect owner; puller want: 0..4
-  deliver                     -> owner ready: 0 1; puller targets: 0 1
-  place                       -> puller read: 0 1
-  reads                       -> puller heartbeat: ready 2 verified 2
-  lose heartbeat
-  wait 2                      -> puller heartbeat: ready 2 verified 2; owner caught up; owner heartbeat answered
 
 a complete pull counts as such although the owner had lost the puller
   add 2 last=1 tokens=11,12,13 -> owner digests 1; owner ready: 2 last 11..13

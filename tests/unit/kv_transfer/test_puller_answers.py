@@ -10,7 +10,7 @@ import pytest
 from core.block_hash import FullBlock
 from core.config import TransferConfig
 from core.errors import TransferFailed
-from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, OwnerState, PullerState, Ready, Want
+from core.handoff import Abort, AbortReason, OfferedBlocks, OwnerState, PullerState, Ready, Want
 from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol.events import (
     MessageReceived,
@@ -22,7 +22,6 @@ from kv_transfer.protocol.events import (
     TargetsNeeded,
 )
 from kv_transfer.protocol.machine import TransferMachine
-from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import (
     CONFIG,
     ID,
@@ -79,19 +78,6 @@ def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner()
         failed = pair.pull_result()
         assert isinstance(failed, PullFailed)
         assert failed.detail == said
-
-
-def test_a_doubled_answer_to_a_heartbeat_counts_once() -> None:
-    pair = known_to_its_owner()
-    pair.lose_mail()
-    pair.reserve_pull()
-    pair.wait(CONFIG.heartbeat_s, deliver=False)
-    pair.deliver(pair.mail.pop())
-    (answer,) = [mail for mail in pair.lose_mail() if isinstance(mail.message, Heartbeat)]
-    pair.deliver(answer)
-    assert pair.puller.machine.counters.dropped[Drop.OLD] == 0
-    pair.deliver(answer)
-    assert pair.puller.machine.counters.dropped[Drop.OLD] == 1
 
 
 def test_a_repeated_last_ready_does_not_shorten_the_exposed_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 
@@ -63,11 +62,6 @@ def test_more_transfers_than_the_limit_are_refused() -> None:
         pair.owner.machine.offer(1, pair.puller.address, math.inf, 0.0)
     with pytest.raises(QueueFull):
         pair.puller.machine.reserve_pull(1, pair.owner.address, 0.0)
-
-
-def test_an_event_that_no_case_handles_is_an_error() -> None:
-    with pytest.raises(AssertionError):
-        Pair().owner.machine.handle(cast(Any, object()), 0.0)
 
 
 def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:

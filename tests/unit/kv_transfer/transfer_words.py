@@ -128,10 +128,10 @@ class PairReplay(Replay):
         self.both.time += seconds
         self.both.event(self.both.sides[side], Tick())
 
-    def lost(self, name: str, died: int = 0) -> None:
+    def lost(self, name: str) -> None:
         """A side notices that its connection to this one is gone."""
         side = self.both.owner if name == "puller" else self.both.puller
-        self.both.event(side, PeerLost(name, "reset", died=bool(died)))
+        self.both.event(side, PeerLost(name, "reset"))
 
     # ---- questions
 

@@ -33,25 +33,6 @@ the answer has the first token, its times and the blocks up to it
   later 3
   step                        -> digests 2; done a 0: 14, block seconds 16, prefill 5
 
-blocks stay leased after the answer until the reader releases them
-  arrive a 6                  -> first step a 0+6; connect peer
-  want 1 0 1                  -> ready 1:
-  step                        -> digests 2; ready 1: 0 1 last 6; done a 0: 6
-  blocks                      -> leased 2
-  idle                        -> no
-  release 1
-  blocks
-  idle                        -> yes
-
-a cached prefix is offered and counted
-  arrive a 8                  -> first step a 0+8; connect peer
-  want 1 0 1                  -> ready 1:
-  step                        -> digests 2; ready 1: 0 1 last 8; done a 0: 8
-  release 1
-  arrive b 10 ticket=2        -> first step b 8+2
-  want 2 0..2                 -> ready 2:
-  step                        -> digests 3; ready 2: 0..2 last 10; done b 0: 10, cached 8
-
 a preempted prompt offers each block once
   prefill blocks=6
   arrive x 8 first=30 ticket=2 -> first step x 0+8; connect peer

@@ -168,16 +168,6 @@ a pause that ends without blocks to spare leaves no deadline behind
   wait 11
   deadline                      -> in 49
 
-a block that turns out corrupt is erased
-  seek a 9                      -> first step a 0+8
-  run                           -> tokens a 0: 9; write 0 1; done a length
-  copied
-  written
-  corrupt 1                     -> erase
-  stored                        -> 1
-  evict
-  seek b 10                     -> read -1: 1 within 0.004
-
 a corrupt block is forgotten during a pause, and no write waits behind a hung erasure
   seek a 9                      -> first step a 0+8
   run                           -> tokens a 0: 9; write 0 1; done a length
@@ -236,18 +226,6 @@ a disk that is late brings a part
   disk 2 end=late               -> first step a 8+6
   run                           -> tokens a 0: 14; done a length, cached 8
   failures                      -> 1
-
-after a late read, prompts are computed until the pause ends
-  keep 13                       -> stored 3
-  seek a 14                     -> read -1: 3 within 0.012
-  disk 0 end=late               -> first step a 0+8
-  run                           -> tokens a 0: 14; done a length
-  evict
-  seek b 14                     -> first step b 0+8
-  run                           -> tokens b 0: 14; done b length
-  evict
-  wait 11
-  seek c 14                     -> read -2: 3 within 0.012
 
 a slot that has another block is a miss, and the block is written again
   keep 13                       -> stored 3

@@ -72,14 +72,6 @@ a prompt waits for its prefix and computes only the rest
   run                           -> tokens a 0: 10 11; done a length, cached 8, read 8
   blocks
 
-steps belong to others meanwhile
-  arrive b 4 first=40 max=3     -> first step b 0+4
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  run                           -> tokens b 0: 4..6; done b length
-  ready 9 0 1 last=1            -> read 9: 0 1
-  reads                         -> first step a 8+2; release 9; path peer fine
-  run                           -> tokens a 0: 10 11; done a length, cached 8, read 8
-
 a part that the worker has is not read
   arrive b 4 max=1              -> first step b 0+4
   run                           -> tokens b 0: 4; done b length
@@ -96,11 +88,6 @@ the source has less than was promised
   reads                         -> first step a 4+8; release 9; path peer fine
   run                           -> tokens a 0: 14 15; done a length, cached 4, read 4
   blocks
-
-the source has nothing
-  seek a 14 prefix=12           -> connect peer; want 9: 0..2
-  ready 9 last=1                -> first step a 0+8; release 9; path peer fine
-  run                           -> tokens a 0: 14 15; done a length, read 0
 
 a source that is late costs its time
   seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
@@ -122,13 +109,6 @@ a late read keeps its targets until it ends
   blocks                        -> incoming 2
   reads                         -> release 9 deadline
   blocks
-
-a read that fails costs its time
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  ready 9 0 1 last=1            -> read 9: 0 1
-  read_fails                    -> first step a 0+8; release 9 read_failed
-  blocks                        -> held 2
-  run                           -> tokens a 0: 10 11; done a length, read 0
 
 a source that is gone costs its time
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
@@ -167,11 +147,6 @@ no prompt waits longer than its own limit
   seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
   seek b 10 prefix=8 ticket=8 limit=0.4 -> want 8: 0 1
 
-a read that is late costs its time for all
-  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8
-  wait 0.6                      -> first step a 0+8; release 9 deadline
-
 the others compute when the call that reads is cancelled
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
   seek b 10 prefix=8 ticket=8
@@ -189,12 +164,6 @@ a read has the rank of its highest prompt
   ready 1 0..2 last=1           -> read 1: 0..2
   arrive i 16 first=60 ticket=2 priority=1
   blocks                        -> incoming 7
-
-without spare blocks the prompt is computed
-  decode blocks=4
-  arrive b 8 first=40 max=4     -> first step b 0+8
-  seek a 10 prefix=8
-  blocks                        -> held 2
 
 a hand-off that waits for blocks goes first
   decode blocks=4
@@ -277,10 +246,6 @@ a prefix is read before the prompt is computed and offered with it
   release 1
   blocks
 
-the load counts a prompt that waits for its prefix
-  seek a 20 prefix=8            -> connect peer; want 9: 0 1
-  load                          -> serving; waiting 1
-
 a full queue refuses a prompt with a source
   prefill max_waiting=1
   arrive b 8 first=40 ticket=2  -> first step b 0+8; connect peer
@@ -358,10 +323,6 @@ a prefix of other tokens is not offered
 a prefix with another salt is not offered
   asked 9 12 salt=s             -> connect peer
   blocks
-
-the source has only the first blocks
-  asked 9 16                    -> connect peer
-  want 9 0..3                   -> digests 3; ready 9: 0..2 last
 
 a reader that never comes keeps no block
   asked 9 12 limit=0.5          -> connect peer

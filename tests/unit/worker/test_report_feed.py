@@ -130,21 +130,6 @@ async def test_a_router_that_is_too_far_behind_is_cut_off_and_starts_again_with_
     await worker.end()
 
 
-async def test_a_report_that_is_lost_in_the_queue_of_a_router_leaves_a_gap() -> None:
-    worker, context = Worker(), Context()
-    await worker.watch("r", context)
-    await worker.store(1)
-    context.reads.clear()
-    await worker.store(2)  # waits in `write`
-    await worker.store(3)
-    (subscriber,) = worker.feed._subscribers
-    subscriber.queue.get_nowait()
-    context.reads.set()
-    await worker.store(4)
-    assert context.numbers == [0, 1, 2, 4]
-    await worker.end()
-
-
 async def test_an_idle_worker_sends_its_next_number_and_nothing_else() -> None:
     worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=0.01)), Context()
     await worker.watch("r", context)

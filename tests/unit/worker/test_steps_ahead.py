@@ -57,12 +57,6 @@ a short step gets its successor at once
   step                        -> step a 7+1; step ahead a 8+1; tokens a 1: 7
   later 0.005
   step                        -> step ahead a 9+1; tokens a 2: 8
-
-a step of unknown duration gets its successor at its end
-  decode ahead=1
-  arrive a 6                  -> first step a 0+6
-  wait 1
-  step                        -> step a 6+1; tokens a 0: 6
 """,
     DECODING,
 )

@@ -65,18 +65,3 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
 def test_of_equal_logits_the_lowest_ids_are_kept(kernels: Kernels) -> None:
     flat, sampling = np.zeros(1000, np.float32), SamplingParams(max_tokens=1, top_k=10)
     assert {NativeDraw(kernels)(flat, sampling, draw_key(seed, 1)) for seed in range(200)} == set(range(10))
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.01}])
-def test_tokens_that_must_not_be_drawn_yet_are_drawn_by_neither(kernels: Kernels, filters: dict[str, float]) -> None:
-    logits = np.random.default_rng(4).normal(0.0, 2.0, (1, 1000)).astype(np.float32)
-    likeliest = frozenset(np.argsort(-logits[0])[:8].tolist())
-    drawn = []
-    for seed in range(50):
-        sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=likeliest, seed=seed, **filters)  # type: ignore[arg-type]
-        chunk = ScheduledChunk(SequenceView("a", [7, 8], 1, [0], sampling), 1, 1, True, False)
-        drawn.append(
-            [Sampler([chunk]).sample(logits, draw=draw)["a"][0].token_id for draw in (NativeDraw(kernels), None)]
-        )
-    assert all(native == plain for native, plain in drawn)
-    assert likeliest.isdisjoint(native for native, _ in drawn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from core.step import ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
 from engine.gpu.sampling_reference import REFERENCES
 from engine.histories import Histories
-from engine.sampling import Sampler
 from tests.unit.engine.gpu.sampling_cases import CPU, Case, by_numpy, differing, on_device, some_case
 
 
@@ -73,30 +71,6 @@ def test_the_rows_with_top_k_come_first_and_their_lists_are_longer() -> None:
     assert drawn.rows.tolist() == [1, 3, 4, 0, 2]
     assert drawn.top_k.tolist() == [7, 3, 49, 0, 0], "50 of 50 tokens are all of them"
     assert (drawn.num_listed, drawn.list_size) == (3, 50)
-
-
-def test_a_promised_token_is_penalized_like_one_that_is_known() -> None:
-    """Step by step with promised tokens against one token at a time."""
-    rng = np.random.default_rng(0)
-    sampling = SamplingParams(
-        max_tokens=50, seed=3, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=0.5, temperature=0.5
-    )
-    tokens, sampler, view_tokens = [1, 2, 3], DeviceSampler(30, 2, CPU), [1, 2, 3]
-    view = SequenceView("a", view_tokens, 3, [0], sampling)
-    before: torch.Tensor | None = None
-    rows_before: Mapping[str, int] = {}
-    for step in range(40):
-        logits = rng.normal(0.0, 2.0, (1, 30)).astype(np.float32)
-        known = SequenceView("a", list(tokens), 3, [0], sampling)
-        wanted = Sampler([ScheduledChunk(known, len(tokens) - 1, 1, True, False)]).sample(logits)["a"][0].token_id
-        promised = step > 0
-        plan = sampler.prepare([ScheduledChunk(view, len(tokens) - 1, 1, True, promised)], rows_before)
-        rows = sampler.sample(torch.from_numpy(logits), plan, before)
-        before, rows_before = rows.token_ids, plan.row_of
-        assert sampler.collect(rows)["a"].token_id == wanted
-        if promised:
-            view_tokens.append(tokens[-1])
-        tokens.append(wanted)
 
 
 def test_a_promised_sequence_that_the_step_before_lacks_is_an_error() -> None:

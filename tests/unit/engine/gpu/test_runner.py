@@ -21,7 +21,7 @@ from engine.gpu.memory import MB, FakeAllocator
 from engine.gpu.pool_size import PoolSizer
 from engine.gpu.runner import GpuRunner
 from engine.gpu.step_arrays import GraphSize
-from engine.gpu.step_attention import OperatorAttention, fixed_splits
+from engine.gpu.step_attention import fixed_splits
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool
 from engine.loading import ModelSetup
@@ -177,13 +177,6 @@ def chunk(name: str, start: int, count: int, blocks: list[int], token_ids: list[
     return ScheduledChunk(view, start, count, samples=True, promised=False)
 
 
-def is_mixed(inputs: ModelInputs) -> bool:
-    """Two prompt chunks, or one beside decodes."""
-    assert isinstance(inputs.attention, OperatorAttention)
-    step = inputs.attention._step
-    return len(step.prefill_row) + (len(step.decode_row) > 0) > 1
-
-
 def test_a_step_without_memory_is_computed_in_parts_with_the_same_tokens(
     runner: GpuRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,19 +247,6 @@ def test_random_plans_one_step_ahead_give_the_same_tokens_by_graphs(
         driver = OneAhead(ahead, random.Random(seed))
         assert driver.generate(REQUESTS) == expected
         assert driver.num_promised > 5
-
-
-@pytest.mark.parametrize("launches_ahead", [False, True])
-def test_random_plans_one_step_ahead_with_little_memory_give_the_same_tokens(
-    launches_ahead: bool, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = HostQueue(torch.device("cpu"), launches_ahead=launches_ahead)
-    scarce_runner = gpu_runner(prompt_graphs=False, queue=queue)
-    scarce = Scarce(monkeypatch, is_mixed)
-    for seed in range(3):
-        driver = OneAhead(scarce_runner, random.Random(seed))
-        assert driver.generate(REQUESTS) == expected
-    assert scarce.num_refused > 10, "the memory was hardly ever scarce"
 
 
 def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
