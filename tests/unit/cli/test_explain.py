@@ -61,6 +61,10 @@ async def test_the_table_has_every_term_of_each_candidate_the_cheapest_first_and
 
 
 async def test_evictions_and_reads_have_columns_where_there_are_any() -> None:
+    reading = Candidate(decode_worker="decode-2.0", source="prefill-1.0", read_ms=7.5)
+    assert "prefill decode cached new queue prefill transfer room gap first cost read" in await lines_of(
+        Router(reading)
+    )
     reading = Candidate(decode_worker="decode-2.0", evict_ms=4.0, source="prefill-1.0", read_ms=7.5, cost_ms=20.0)
     lines = await lines_of(Router(reading, ALONE))
     assert "prefill decode cached new queue prefill transfer room gap first cost evict read" in lines
@@ -110,16 +114,3 @@ def test_a_phase_shorter_than_a_column_has_a_thin_mark_and_an_absent_phase_has_n
     assert SLIVER not in lines["transfer"]
     assert BAR not in lines["transfer"]
     assert len(draw(inference_pb2.PhaseTimings())) == 6, "a request of no duration"
-
-
-READS = Candidate(source="decode-0.0123456789abcdef", read_tokens=64, read_ms=14.25)
-
-
-async def test_a_source_is_shown_with_the_time_of_its_read() -> None:
-    reading = Candidate()
-    reading.CopyFrom(PAIR)
-    reading.MergeFrom(READS)
-    lines = await lines_of(Router(reading, ALONE))
-    assert "prefill decode cached new queue prefill transfer room gap first cost read" in lines
-    assert "* prefill-0 decode-1 64 16 12.3 20.5 3.2 1500 1.5 x 4 34.8 1542 decode-0 14.2" in lines
-    assert "- decode-1 0 80 0.0 80.5 0.0 0.0 0.0 x 0 0.0 1600 -" in lines

@@ -18,42 +18,30 @@ from cli import entry
 from cli.commands import demo
 from cli.commands.chat import Conversation, chat
 from cli.commands.demo_config import demo_config
-from cli.main import run
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
+from tests.unit.cli.conftest import Tandem
 
 
 @pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
-def test_text_that_is_not_utf_8_is_an_error_of_one_line(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["tandem", *command])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: the given text is not UTF-8\n"
+def test_text_that_is_not_utf_8_is_an_error_of_one_line(command: list[str], tandem: Tandem) -> None:
+    assert tandem(*command) == (1, "", "error: the given text is not UTF-8\n")
 
 
 def test_a_call_without_the_token_is_an_error_that_names_the_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tandem: Tandem
 ) -> None:
     async def refuse(*_: object) -> None:
         raise CallFailed(grpc.StatusCode.UNAUTHENTICATED, "no token", retryable=False)
 
     monkeypatch.setattr("cli.commands.status.scale", refuse)
-    monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", "1"])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: no token; give the config file with the token in [security] by --config\n"
+    code, _, shown = tandem("scale", "--decode", "1")
+    assert (code, shown) == (1, "error: no token; give the config file with the token in [security] by --config\n")
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
-def test_a_time_limit_out_of_range_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tandem", "generate", "x", "--timeout", seconds])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert ended.value.code == 2
+def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
+    assert tandem("generate", "x", "--timeout", seconds).code == 2
 
 
 def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
