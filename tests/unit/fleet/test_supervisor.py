@@ -4,6 +4,7 @@ when Ray fails a kill or a member dies early, and reports its own failure."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -37,6 +38,7 @@ from fleet.supervisor.notes import FleetUpdate
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 from fleet.supervisor.supervisor import Supervisor
+from runtime.shared_port import PortClaim
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, P, R
 
@@ -213,6 +215,19 @@ async def test_a_fleet_that_is_stopped_before_its_start_has_stopped() -> None:
     supervisor = Site(SPEC).supervisor
     assert await supervisor.shutdown() == 0.0
     assert await supervisor.updates() == [FleetStopped()]
+
+
+async def test_a_fleet_whose_port_another_fleet_has_claimed_starts_nothing() -> None:
+    """A port that all routers share with SO_REUSEPORT keeps out every other fleet, also before a router serves."""
+    with contextlib.closing(PortClaim("127.0.0.1", 0)) as claim:
+        site = Site(replace(SPEC, router_port=claim.port))
+        await site.supervisor.start()
+        assert await site.supervisor.updates() == [
+            FleetFailed(f"cannot listen on {claim.address} (Address already in use); choose another port with --port")
+        ]
+        await site.supervisor.shutdown()
+        assert await site.supervisor.updates() == [FleetStopped()]
+    assert not site.hosts
 
 
 async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
@@ -392,9 +407,9 @@ async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkey
 
 
 async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) -> None:
-    off = await site.supervisor.scale({}, auto=True)
-    assert isinstance(off, Refusal)
-    assert off.field == "auto"
+    assert await site.supervisor.scale({}, auto=True) == Refusal(
+        "auto", "the planner is off; `tandem apply planner.enabled=true` starts it"
+    )
     planned = replace(SPEC, planner=PlannerConfig(enabled=True, max_prefill=2, max_decode=2))
     site.supervisor._specs[1] = planned
     assert await site.supervisor.scale({D: 1}) == {P: 1, D: 1, R: 1}
