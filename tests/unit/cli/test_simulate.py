@@ -17,7 +17,6 @@ from tests.unit.cli.conftest import Tandem
 
 SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
 SMALL += ["--prefill", "1", "--decode", "1", "--processes", "1"]
-LINE = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}
 
 
 @pytest.fixture
@@ -79,20 +78,12 @@ def test_costs_of_a_file_change_the_times(tmp_path: Path, simulate: Callable[...
     assert found["slow"][0]["tpot_s"]["p50"] > 0.04 > found["same"][0]["tpot_s"]["p50"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("trace.jsonl", json.dumps(LINE)),
-        ("agents.jsonl", json.dumps({"session": 0} | LINE | {"input_length": 20})),
-        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,600,4"),
-    ],
-)
-def test_the_format_of_a_file_is_recognized(tmp_path: Path, simulate: Callable[..., str], name: str, text: str) -> None:
-    path, result = tmp_path / name, tmp_path / "result.json"
-    path.write_text(text + "\n")
+def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..., str]) -> None:
+    path, result = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}) + "\n")
     simulate("--workload", str(path), "--rate", "1", "--processes", "1", "--json", str(result))
     (request,) = json.loads(result.read_text())["seeds"][0]["requests"]
-    assert request["num_prompt_tokens"] == (20 if name == "agents.jsonl" else 600)
+    assert request["num_prompt_tokens"] == 600
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,9 @@ def test_a_wanted_type_is_not_forgotten_on_a_machine_without_gpus() -> None:
         check_room(claims, {P: 0, D: 1}, CPU_MACHINE)
 
 
-@pytest.mark.parametrize(
-    "shares", [[1, 1], [0.5, 0.5, 1], [0.1] * 20, [0.25, 0.75, 0.25, 0.75], [0.6, 0.4, 0, 0.6, 0.4]]
-)
-def test_shares_fill_one_gpu_before_they_take_another(shares: list[float]) -> None:
-    assert num_gpus(shares) == 2
-
-
-def test_unequal_shares_in_an_unlucky_order_need_one_gpu_more() -> None:
+def test_shares_fill_one_gpu_before_they_take_another_and_need_one_more_in_an_unlucky_order() -> None:
+    for shares in ([1, 1], [0.5, 0.5, 1], [0.1] * 20, [0.25, 0.75, 0.25, 0.75], [0.6, 0.4, 0, 0.6, 0.4]):
+        assert num_gpus(shares) == 2
     assert num_gpus([0.25, 0.25, 0.75, 0.75]) == 3
 
 
