@@ -25,6 +25,7 @@ from tandem_client.stubs import worker_pb2
 from tests.support.command import PATIENCE_S, Served, line_with, said, serving
 from tests.support.faults import Prompt, prompt_of
 from tests.support.served_answers import Answer, Load
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -194,9 +195,7 @@ async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone_and
     async with clients_of_each_router(served.address, 2) as clients:
         opened = await asyncio.gather(*(HttpStream.open(prompt_of(500 + seed)) for seed in range(16)))
         answers = await answers_at_each(clients)
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(stream.events for stream in opened):
-                await asyncio.sleep(0.02)
+        await until(lambda: all(stream.events for stream in opened), "every stream has an event", PATIENCE_S)
         ports = {router: peer_ports(router) for router in listening(served)}
         streams = {stream: next(router for router in ports if stream.port in ports[router]) for stream in opened}
         assert not any(stream.ended for stream in streams), "a stream had ended: nothing was tested"
@@ -212,9 +211,11 @@ async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone_and
         assert not any(stream.ended for stream in broken)
         num_events = {stream: stream.events for stream in others}
         assert num_events, "all streams were at one router"
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(stream.ended or stream.events > num_events[stream] for stream in others):
-                await asyncio.sleep(0.02)
+
+        def go_on() -> bool:
+            return all(stream.ended or stream.events > num_events[stream] for stream in others)
+
+        await until(go_on, "the other streams go on", PATIENCE_S)
         for stream in others:
             stream.reading.cancel()
         assert not any(answer.ended for answer in answers[dead]), "the streams had ended: nothing was tested"

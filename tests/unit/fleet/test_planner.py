@@ -74,7 +74,7 @@ class PlannedFleet:
         return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
 
     def run(self, seconds: float, until_action: bool = False, **scene: object) -> list[PlanAction]:
-        """The actions of these seconds, which the fleet takes. `scene`: attributes that have another value from now on."""
+        """The actions of these seconds, which the fleet takes. `scene`: attributes that change before."""
         for name, value in scene.items():
             setattr(self, name, value)
         seen: list[PlanAction] = []
