@@ -65,7 +65,7 @@ class DrivenFleet(Replay):
         """A machine that has not begun. Sizes are those of the pools; other options are of [cluster]."""
         sizes = {f"num_{name}": options.pop(name) for name in SIZES if name in options}
         config = ClusterConfig(max_workers=4, start_timeout_s=50.0, restart_backoff_s=1.0, **sizes, **options)
-        self.rules = FleetRules(Claims(config), DRAIN_S[D], DRAIN_S[R], role_option.replace("_", " "))
+        self.rules = FleetRules(Claims(config), DRAIN_S[D], DRAIN_S[R], role_option)
         self.machine = FleetMachine(self.rules)
         self.members: dict[str, Member] = {}  # the newest start of each slot
         self.unprinted: list[str] = []
