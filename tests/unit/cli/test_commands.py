@@ -11,6 +11,7 @@ import signal
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rich.console import Console
@@ -26,8 +27,6 @@ from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.service import Metadata
 from fleet.law.events import FleetFailed, FleetMessage
-from fleet.ray.cluster import Cluster
-from fleet.supervisor.notes import FleetUpdate
 from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
 from tandem_client import Credentials
@@ -163,19 +162,11 @@ def test_ctrl_c_during_the_start_of_the_gateway_drains_what_has_started(monkeypa
 # ---- tandem serve
 
 
-class FakeCluster(Cluster):
-    def __init__(self, *updates: FleetUpdate) -> None:
-        self._waiting = list(updates)
-
-    async def updates(self) -> list[FleetUpdate]:
-        assert self._waiting, "asked again after the failure"
-        return [self._waiting.pop(0)]
-
-
 async def test_a_supervisor_that_fails_ends_the_command() -> None:
     """Nothing else would: requests go on while no worker is started again."""
     printed: list[str] = []
-    cluster = FakeCluster(FleetMessage("decode-0", "serves"), FleetFailed("the supervisor has a bug"))
+    updates = [FleetMessage("decode-0", "serves")], [FleetFailed("the supervisor has a bug")]
+    cluster = Mock(updates=AsyncMock(side_effect=updates))
     with pytest.raises(TandemError, match="the supervisor has a bug"):
         await print_notices(cluster, printed.append)
     assert printed == ["decode-0 serves"]
