@@ -85,5 +85,6 @@ async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(serv
         found = await status(served)
         assert (found["planner"]["enabled"], found["planner"]["pinned"]) == (True, ["decode"])
         assert found["traffic"]["ended"] == num_ended + 1
-        await said("scale", "--auto", "--router", served.address)
+        code, _, err = await tandem("scale", "--auto", "--router", served.address)
+        assert (code, err) == (0, "")
         await fleet_with(connection, 0)

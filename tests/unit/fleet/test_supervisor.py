@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, RouterConfig
+from core.config import ClusterConfig, ConfigText, LiveConfig, RouterConfig
 from core.cost.step_cost import StepCost
 from core.errors import TandemError, WorkerUnavailable
 from core.fleet_control import ConfigChange
@@ -182,7 +182,7 @@ def router_host(machine: str) -> str:
 def make(text: ConfigText) -> FleetSpec:
     config = text.config
     full = ConfigText.of(config, text.flags, text.steps)
-    return replace(SPEC, text=full, drain_timeout_s=config.worker.drain_timeout_s)
+    return replace(SPEC, text=full, drain_timeout_s=config.worker.drain_timeout_s, planner=config.planner)
 
 
 def options(max_queued: int) -> str:
@@ -407,11 +407,10 @@ async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkey
 
 
 async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) -> None:
-    assert await site.supervisor.scale({}, auto=True) == Refusal(
-        "auto", "the planner is off; `tandem apply planner.enabled=true` starts it"
-    )
-    planned = replace(SPEC, planner=PlannerConfig(enabled=True, max_prefill=2, max_decode=2))
-    site.supervisor._specs[1] = planned
+    off = Refusal("auto", "the planner is off; `tandem apply planner.enabled=true` starts it")
+    assert await site.supervisor.scale({}, auto=True) == off
+    bounds = {"enabled": True, "max_prefill": 2, "max_decode": 2}
+    assert not isinstance(await site.supervisor.apply("", json.dumps({"planner": bounds}), restart=False), Refusal)
     assert await site.supervisor.scale({D: 1}) == {P: 1, D: 1, R: 1}
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0")
     status = (await site.supervisor.status()).planner
@@ -421,3 +420,5 @@ async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) 
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
     notes = [note for note in await site.supervisor.notes(100, 0) if note.subject == "planner"]
     assert "requests/s of 8000 + 300 tokens" in notes[0].reason
+    await site.supervisor.apply("", json.dumps({"planner": {"enabled": False}}), restart=False)
+    assert await site.supervisor.scale({}, auto=True) == off
