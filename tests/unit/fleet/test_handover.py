@@ -16,7 +16,7 @@ from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.host.host import Adoption, Host
-from fleet.law.events import MachineId, Member, RollLeft, ServiceStarted, SlotId
+from fleet.law.events import FleetAdopted, MachineId, Member, RollLeft, ServiceStarted, SlotId
 from fleet.supervisor import handover
 from fleet.supervisor.handover import Handover, KeptRoll, take_over
 from fleet.supervisor.spec import FleetSpec
@@ -120,6 +120,9 @@ def test_a_record_can_be_read_again_and_one_without_sizes_is_none() -> None:
     written = Handover("{}", {"decode": 2}, ("decode",), 4, {4: "{}"}, KeptRoll(4, True, ("decode-0.1",)))
     assert Handover.from_json(written.as_json()) == written
     assert [Handover.from_json(text) for text in ("", "[]", "{}", '{"texts": 1}')] == [None] * 4
+    without = take_over("[]", spec_of(), SERVICES)
+    assert (without.adopted, without.specs, without.pinned) == (FleetAdopted(SERVICES), {1: spec_of()}, ())
+    assert [note.what for note in without.notes] == ["has no record of its earlier supervisor"]
 
 
 def test_roles_and_fields_of_another_version_are_left_out() -> None:
