@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,6 +19,11 @@ class Ended(NamedTuple):
 
 
 Tandem = Callable[..., Ended]
+
+
+def connection_to(router: object) -> Any:
+    """What a command gets in place of an `AsyncClient`."""
+    return contextlib.nullcontext(router)
 
 
 @pytest.fixture

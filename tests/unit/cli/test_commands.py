@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import io
 import re
@@ -31,6 +30,7 @@ from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
 from tandem_client import Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2
+from tests.unit.cli.conftest import connection_to
 
 # ---- tandem key
 
@@ -58,26 +58,15 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
 P = ServiceRole.PREFILL
 
 
-class Switching:
-    """A router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
-
-    def __init__(self, *states: SlotStatus | None) -> None:
-        self._states = list(states)
-
-    async def switch_role(self, slot: str, role: cluster_pb2.ServiceRole) -> cluster_pb2.SwitchRoleResponse:
-        assert (slot, role) == ("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
-        return cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1)
-
-    async def fleet(self) -> cluster_pb2.GetFleetResponse:
-        state = self._states.pop(0)
-        return cluster_pb2.GetFleetResponse(slots=[] if state is None else [encode_slot(state)])
-
-
 async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | None) -> str:
+    """At a router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
     monkeypatch.setattr(role_command, "REFRESH_S", 0.0)
-    out = io.StringIO()
-    connection = contextlib.nullcontext(Switching(*states))
-    await role_command.switch_role(connection, "decode-1", "prefill", Console(file=out))  # type: ignore[arg-type]
+    router, out = Mock(), io.StringIO()
+    router.switch_role = AsyncMock(return_value=cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1))
+    slots = [[] if state is None else [encode_slot(state)] for state in states]
+    router.fleet = AsyncMock(side_effect=[cluster_pb2.GetFleetResponse(slots=each) for each in slots])
+    await role_command.switch_role(connection_to(router), "decode-1", "prefill", Console(file=out))
+    router.switch_role.assert_awaited_once_with("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
     return out.getvalue()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -24,6 +24,7 @@ from cli.screens.waterfall import BAR, SLIVER, draw, phases
 from core.plain_text import escaped, is_plain
 from tandem_client.stubs import cluster_pb2, inference_pb2
 from tandem_client.stubs.cluster_pb2 import Candidate, ExplainResponse
+from tests.unit.cli.conftest import connection_to
 
 PAIR = Candidate(
     prefill_worker="prefill-0.0123456789abcdef", decode_worker="decode-1.0123456789abcdef", cached_tokens=64,
@@ -33,24 +34,19 @@ PAIR = Candidate(
 ALONE = Candidate(decode_worker="decode-1.0123456789abcdef", uncached_tokens=80, prefill_ms=80.5, cost_ms=1600.0)
 
 
-class Router:
-    """Explains every request in the same way."""
-
-    def __init__(self, *candidates: Candidate) -> None:
-        self.explained = ExplainResponse(
-            prompt_tokens=80, candidates=candidates, reason="the [lowest] predicted cost",
-            path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
-        )  # fmt: skip
-
-    async def explain(self, _: inference_pb2.GenerateRequest) -> ExplainResponse:
-        return self.explained
+def router(*candidates: Candidate) -> Mock:
+    """It explains every request in the same way."""
+    explained = ExplainResponse(
+        prompt_tokens=80, candidates=candidates, reason="the [lowest] predicted cost",
+        path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
+    )  # fmt: skip
+    return Mock(explain=AsyncMock(return_value=explained))
 
 
-async def lines_of(router: Router, width: int = 200, terminal: bool = True) -> list[str]:
+async def lines_of(*candidates: Candidate, width: int = 200, terminal: bool = True) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    connection = contextlib.nullcontext(router)
-    await explain(connection, inference_pb2.GenerateRequest(), console, as_json=False)  # type: ignore[arg-type]
+    await explain(connection_to(router(*candidates)), inference_pb2.GenerateRequest(), console, as_json=False)
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -60,7 +56,7 @@ async def test_the_table_has_every_term_of_each_candidate_the_cheapest_first_and
 ) -> None:
     """A star marks the chosen candidate, which is not the cheapest in a near tie."""
     cheaper = Candidate(decode_worker="decode-7.0123456789abcdef", cost_ms=1542.0)
-    lines = await lines_of(Router(PAIR, ALONE, cheaper), width, terminal)
+    lines = await lines_of(PAIR, ALONE, cheaper, width=width, terminal=terminal)
     assert lines[0] == "80 prompt tokens · disaggregated · times in ms"
     assert "prefill decode cached new queue prefill transfer room gap first cost" in lines
     assert [line for line in lines if "decode-" in line] == [
@@ -73,11 +69,9 @@ async def test_the_table_has_every_term_of_each_candidate_the_cheapest_first_and
 
 async def test_evictions_and_reads_have_columns_where_there_are_any() -> None:
     reading = Candidate(decode_worker="decode-2.0", source="prefill-1.0", read_ms=7.5)
-    assert "prefill decode cached new queue prefill transfer room gap first cost read" in await lines_of(
-        Router(reading)
-    )
+    assert "prefill decode cached new queue prefill transfer room gap first cost read" in await lines_of(reading)
     reading = Candidate(decode_worker="decode-2.0", evict_ms=4.0, source="prefill-1.0", read_ms=7.5, cost_ms=20.0)
-    lines = await lines_of(Router(reading, ALONE))
+    lines = await lines_of(reading, ALONE)
     assert "prefill decode cached new queue prefill transfer room gap first cost evict read" in lines
     assert [line for line in lines if "decode-" in line] == [
         "- decode-2 0 0 0.0 0.0 0.0 0.0 0.0 x 0 0.0 20.0 4.0 prefill-1 7.5",
@@ -87,14 +81,13 @@ async def test_evictions_and_reads_have_columns_where_there_are_any() -> None:
 
 async def test_of_many_candidates_the_cheapest_are_shown_and_the_others_counted() -> None:
     many = [Candidate(decode_worker=f"decode-{cost}.0123456789abcdef", cost_ms=cost) for cost in range(MAX_ROWS + 5)]
-    lines = await lines_of(Router(*reversed(many)))
+    lines = await lines_of(*reversed(many))
     assert "and 5 more, which --json lists" in lines
     assert [line.split()[1] for line in lines if "decode-" in line] == [f"decode-{cost}" for cost in range(MAX_ROWS)]
 
 
 async def test_json_has_the_whole_message_on_one_line_zeros_too(capsys: pytest.CaptureFixture[str]) -> None:
-    connection = contextlib.nullcontext(Router(PAIR, ALONE))
-    await explain(connection, inference_pb2.GenerateRequest(), Console(), as_json=True)  # type: ignore[arg-type]
+    await explain(connection_to(router(PAIR, ALONE)), inference_pb2.GenerateRequest(), Console(), as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
     explained = json.loads(line)
     assert explained["prompt_tokens"] == 80
