@@ -43,7 +43,7 @@ def test_a_worker_claims_a_gpu_by_the_device_and_the_machines(
 
 def test_the_gpus_of_another_pool_do_not_count() -> None:
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
-    machines = [{"prefill": 1.0, "GPU": 8.0}, {"decode": 1.0}]
+    machines = [{"prefill": 1.0, "GPU": 1.0}, {"decode": 1.0}]
     assert [claims.of(role, machines).gpus for role in (P, D)] == [1.0, 0.0]
 
 
