@@ -59,7 +59,7 @@ LONG_FILES = (
     "tests/integration/test_two_pools.py",
     "tests/faults/test_soak.py",
     "tests/integration/test_gpu_placement.py",
-    "tests/faults/test_slow_router.py",
+    "tests/faults/test_routers.py",
     "tests/integration/test_cluster.py",
     "tests/integration/test_dashboard_page.py",
     "tests/integration/test_autoscaler.py",

@@ -22,9 +22,10 @@ from cli.credentials import client_of, find_credentials
 from cli.screens.fleet_health import services_without
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import worker_pb2
-from tests.support.command import PATIENCE_S, Served, line_with, serving, tandem
+from tests.support.command import PATIENCE_S, Served, line_with, said, serving
 from tests.support.faults import Prompt, prompt_of
 from tests.support.served_answers import Answer, Load
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -153,8 +154,7 @@ async def test_limits_of_a_running_fleet_fall_and_rise_and_no_request_fails(serv
                 await asyncio.sleep(0.02)
         assert await most_running(client, load, num_answers=3) <= 1  # the answers show that the fleet serves on
         options = ("scheduler.max_running=0", "router.max_in_flight_per_worker=0")
-        code, out, err = await tandem("apply", *options, "--router", served.address)
-        assert code == 0, err
+        out = await said("apply", *options, "--router", served.address)
         assert out.splitlines()[-1].startswith("config 3: every service has it after "), out
         await several_run(client)
     await load.end()  # each answer is right, at its first attempt
@@ -195,9 +195,7 @@ async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone_and
     async with clients_of_each_router(served.address, 2) as clients:
         opened = await asyncio.gather(*(HttpStream.open(prompt_of(500 + seed)) for seed in range(16)))
         answers = await answers_at_each(clients)
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(stream.events for stream in opened):
-                await asyncio.sleep(0.02)
+        await until(lambda: all(stream.events for stream in opened), "every stream has an event", PATIENCE_S)
         ports = {router: peer_ports(router) for router in listening(served)}
         streams = {stream: next(router for router in ports if stream.port in ports[router]) for stream in opened}
         assert not any(stream.ended for stream in streams), "a stream had ended: nothing was tested"
@@ -213,9 +211,11 @@ async def test_kill_nine_of_one_of_two_routers_breaks_its_http_streams_alone_and
         assert not any(stream.ended for stream in broken)
         num_events = {stream: stream.events for stream in others}
         assert num_events, "all streams were at one router"
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(stream.ended or stream.events > num_events[stream] for stream in others):
-                await asyncio.sleep(0.02)
+
+        def go_on() -> bool:
+            return all(stream.ended or stream.events > num_events[stream] for stream in others)
+
+        await until(go_on, "the other streams go on", PATIENCE_S)
         for stream in others:
             stream.reading.cancel()
         assert not any(answer.ended for answer in answers[dead]), "the streams had ended: nothing was tested"
@@ -251,23 +251,17 @@ async def test_a_removed_router_finishes_its_streams_and_the_other_one_serves_th
 
 
 async def test_scale_adds_a_router_and_status_shows_it(served: Served) -> None:
-    code, out, err = await tandem("scale", "--routers", "2", "--router", served.address)
-    assert code == 0, err
+    out = await said("scale", "--routers", "2", "--router", served.address)
     assert "wanted: 1 prefill, 1 decode, 2 routers; " in out
     async with clients_of_each_router(served.address, 2) as clients:
         for router, found in clients.items():
             await Answer(found[0], prompt_of(400), num_output=5).right()
             ledger = await found[0].ledger()
-            assert [worker.worker_id.partition(".")[0] for worker in ledger.workers] == ["decode-0", "prefill-0"], (
-                router
-            )
-        code, out, err = await tandem("status", "--once", "--router", served.address)
-        assert code == 0, err
+            names = [worker.worker_id.partition(".")[0] for worker in ledger.workers]
+            assert names == ["decode-0", "prefill-0"], router
+        out = await said("status", "--once", "--router", served.address)
         assert "routers 2/2" in out
         assert all(router in out for router in clients)
-    code, _, err = await tandem("scale", "--routers", "0", "--router", served.address)
-    assert code == 1
-    assert err == "error: routers: must be in [1, 256] (cluster.max_workers), is 0\n"
 
 
 async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes_no_request(
@@ -276,14 +270,12 @@ async def test_a_roll_replaces_every_process_under_load_and_fails_and_recomputes
     """Stands late: the services have other names afterwards."""
     (tmp_path / "new.toml").write_text(CONFIG + "max_queued = 77\n")
     load = Load(served.address, NUM_CLIENTS)
-    code, rolled, err = await tandem("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
-    assert code == 0, (rolled, err)
+    rolled = await said("apply", str(tmp_path / "new.toml"), "--restart", "--router", served.address)
     num_right = load.num_right
     assert num_right > 0, "no load: nothing was tested"
     await load.end()
-    code, out, _ = await tandem("status", "--json", "--router", served.address)
-    told = json.loads(out)
-    assert (code, told["rolling"]) == (0, False)
+    told = json.loads(await said("status", "--json", "--router", served.address))
+    assert not told["rolling"]
     assert f"fleet has rolled: every service has config {told['config']}" in rolled
     assert [slot["config"] for slot in told["slots"]] == [told["config"]] * 4
 

@@ -103,18 +103,6 @@ def router_host(machine: str) -> str:
     return machine or "127.0.0.1"
 
 
-def build_router(journal: str, placement: Placement) -> FakeService:
-    return FakeService(ServiceRole.ROUTER, journal, placement)
-
-
-def build_prefill_worker(journal: str, placement: Placement) -> FakeService:
-    return FakeService(ServiceRole.PREFILL, journal, placement)
-
-
-def build_decode_worker(journal: str, placement: Placement) -> FakeService:
-    return FakeService(ServiceRole.DECODE, journal, placement)
-
-
 def build_nothing(placement: Placement) -> FakeService:
     raise ModelNotFound(f"no model of that name for worker {placement.ordinal}")
 
@@ -128,9 +116,9 @@ def without_decode(journal: str, config: ClusterConfig, text: ConfigText) -> Fle
 def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
     return FleetSpec(
         config,
-        router=functools.partial(build_router, str(journal)),
-        prefill=functools.partial(build_prefill_worker, str(journal)),
-        decode=functools.partial(build_decode_worker, str(journal)),
+        router=functools.partial(FakeService, ServiceRole.ROUTER, str(journal)),
+        prefill=functools.partial(FakeService, ServiceRole.PREFILL, str(journal)),
+        decode=functools.partial(FakeService, ServiceRole.DECODE, str(journal)),
         router_host=router_host,
         router_port=0,
         drain_timeout_s=7.0,
@@ -147,7 +135,6 @@ class Journal(asyncio.DatagramProtocol):
         self._closed = asyncio.Event()
         self.pids: set[int] = set()
         self.drained: set[object] = set()
-        self.workers: object = None
         self.started: dict[str, dict[str, object]] = {}  # the newest start of each
 
     @classmethod
@@ -169,8 +156,6 @@ class Journal(asyncio.DatagramProtocol):
             self.started[message["name"]] = message
         if message["event"] == "drained":
             self.drained.add(message["name"])
-        if message["event"] == "workers":
-            self.workers = message["workers"]
         self._messages.put_nowait(message)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -186,11 +171,6 @@ class Journal(asyncio.DatagramProtocol):
         while self.started[name]["pid"] == before["pid"]:
             await self.wait_for(name=name, event="started")
         return self.started[name]
-
-    async def wait_for_newest_workers(self, names: list[str]) -> None:
-        """Until this is the newest list of workers that any router has."""
-        while self.workers != names:
-            await self.wait_for(event="workers")
 
     async def wait_for_drains(self, names: set[str]) -> None:
         """Until each of these services has drained: the fleet's own news may be read before the last message."""

@@ -21,11 +21,8 @@ from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.host.cores import share_of_cores, usable_cores
-from fleet.host.host import Host
-from fleet.law.events import FleetFailed, FleetReady, FleetStopped, MachineId, Member
+from fleet.law.events import FleetFailed, FleetReady, FleetStopped
 from fleet.ray.cluster import Cluster, connect
-from fleet.supervisor.spec import FleetSpec
-from fleet.supervisor.supervisor import Supervisor
 from tests.integration.fake_services import (
     Journal,
     build_nothing,
@@ -207,43 +204,9 @@ async def test_a_dead_router_comes_back_at_its_address_and_hears_of_every_worker
     assert (await journal.wait_for(event="workers"))["workers"] == SMALLEST
 
 
-async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    """A port that all routers share with SO_REUSEPORT keeps out every other fleet, also before a router serves."""
-    cluster, _ = fleet
-    (router,) = await cluster.routers()
-    port = int(router.address.rpartition(":")[2])
-    other = Supervisor(
-        replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port),
-        create_no_host,
-        MachineId("this machine", ""),
-    )
-    await other.start()
-    assert await other.updates() == [
-        FleetFailed(f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port with --port")
-    ]
-    await other.shutdown()
-    assert await other.updates() == [FleetStopped()]
-
-
-def create_no_host(_: Member, __: FleetSpec) -> Host:
-    raise AssertionError("a service starts although the port is taken")
-
-
 def pid_of(service: Endpoint) -> int:
     """The process of a fake service."""
     return int(service.service_id.rpartition("-")[2], 16)
-
-
-async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: Fleet) -> None:
-    cluster, journal = fleet
-    assert await cluster.control.scale({P: 3}) == SIZES | {P: 3}
-    grown = ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
-    await journal.wait_for(event="workers", workers=grown)
-    assert await cluster.control.scale({P: 2, D: 1}) == SIZES | {P: 2}
-    assert (await journal.wait_for(event="drained"))["timeout_s"] == 7.0
-    stopped = await journal.wait_for(event="stopped")
-    await journal.wait_for_newest_workers([name for name in grown if name != stopped["name"]])
-    assert stopped["name"] in ("prefill-1", "prefill-2")
 
 
 async def test_a_roll_replaces_a_worker_before_it_drains_and_a_failed_start_brings_the_old_config_back(

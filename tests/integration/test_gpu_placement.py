@@ -125,18 +125,11 @@ def memory_set_aside_mb() -> float:
     return float(resources[0]["memory"] - resources[1]["memory"]) / 2**20
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_decode": 2}, "the workers need 3 GPUs, but this machine has 2"),
-        ({"decode_accelerator": "H300"}, "'H300' is no accelerator type of Ray: it knows A100, .*H200"),
-    ],
-)
 async def test_a_fleet_that_needs_other_gpus_is_refused_before_anything_starts(
-    ray_here: Cluster, tmp_path: Path, options: dict[str, object], message: str
+    ray_here: Cluster, tmp_path: Path
 ) -> None:
-    spec = fake_fleet(tmp_path / "journal", replace(CONFIG, **options))  # type: ignore[arg-type]
+    spec = fake_fleet(tmp_path / "journal", replace(CONFIG, decode_accelerator="H300"))
     fresh = Cluster(head=ray_here._head)  # as `tandem serve` has it: no fleet has started
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"'H300' is no accelerator type of Ray: it knows A100, .*H200"):
         async with serve_fleet(fresh, replace(spec, gpu_use=GpuUse.IF_PRESENT), print):
             pass

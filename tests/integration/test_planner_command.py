@@ -14,7 +14,7 @@ import pytest_asyncio
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
-from tests.support.command import Served, serving, tandem
+from tests.support.command import Served, said, serving, tandem
 from tests.support.faults import prompt_of
 from tests.support.served_answers import Answer, fleet_with
 
@@ -54,10 +54,9 @@ async def planned(connection: AsyncClient) -> list[cluster_pb2.FleetNote]:
     return [note for note in (await connection.events()).events if note.subject == "planner"]
 
 
-async def status(served: Served) -> dict[str, Any]:
+async def status(served: Served) -> Any:
     _, out, _ = await tandem("status", "--json", "--router", served.address)
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json.loads(out)
 
 
 async def test_an_idle_fleet_has_no_worker_and_a_request_brings_them_back(served: Served) -> None:
@@ -75,8 +74,7 @@ async def test_an_idle_fleet_has_no_worker_and_a_request_brings_them_back(served
 
 
 async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(served: Served) -> None:
-    code, _, err = await tandem("scale", "--decode", "1", "--router", served.address)
-    assert code == 0, err
+    await said("scale", "--decode", "1", "--router", served.address)
     async with client(served) as connection:
         fleet = await fleet_with(connection, 1)
         num_ended = (await status(served))["traffic"]["ended"]
@@ -90,14 +88,3 @@ async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(serv
         code, _, err = await tandem("scale", "--auto", "--router", served.address)
         assert (code, err) == (0, "")
         await fleet_with(connection, 0)
-
-
-async def test_a_planner_that_is_off_cannot_be_given_a_pool(served: Served) -> None:
-    code, _, err = await tandem("apply", "planner.enabled=false", "--router", served.address)
-    assert code == 0, err
-    code, _, err = await tandem("scale", "--auto", "--router", served.address)
-    assert (code, err) == (
-        1, "error: auto: the planner is off; `tandem apply planner.enabled=true` starts it\n",
-    )  # fmt: skip
-    code, out, _ = await tandem("status", "--once", "--router", served.address)
-    assert "no request is served: the decode pool is empty" in out

@@ -41,6 +41,13 @@ async def tandem(
     return process.returncode, out.decode(errors="replace"), err.decode()
 
 
+async def said(*arguments: str) -> str:
+    """What a command that succeeds prints."""
+    code, out, err = await tandem(*arguments)
+    assert code == 0, err
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     process: Process

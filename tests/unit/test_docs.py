@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -80,3 +81,13 @@ def test_every_fault_names_a_file_of_its_tests() -> None:
     rows = [line for line in lines if line.startswith("|") and not line.startswith(("| fault |", "|--"))]
     assert len(rows) > 30
     assert not [row for row in rows if not re.search(r"`tests/[\w/]+\.py`", row)]
+
+
+def test_the_lock_file_of_the_examples_pins_every_module_and_names_no_registry() -> None:
+    """npm takes them from wherever it is told to look."""
+    node = ROOT / "examples/node"
+    packages = json.loads((node / "package-lock.json").read_text())["packages"]
+    wanted = json.loads((node / "package.json").read_text())["dependencies"]
+    assert {name: packages[f"node_modules/{name}"]["version"] for name in wanted} == wanted
+    assert all("resolved" not in package for package in packages.values())
+    assert all("integrity" in package for name, package in packages.items() if name)

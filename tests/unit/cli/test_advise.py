@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-from cli.main import run
 from cli.screens.advise_report import Question, as_json_object, limit_of
 from simulator.advice.advice import Advice, Candidate, Contest
 from simulator.advice.goodput import Load, Slo, Trial
 from simulator.advice.pools import Job
 from simulator.advice.shapes import CostModel, Shape
 from simulator.calibration.costs import BUILT_IN, built_in_widths, write_costs
+from tests.unit.cli.conftest import Tandem
 
 QUICK = ["--gpus", "2", "--slo-ttft-ms", "2000", "--slo-tpot-ms", "100"]
-
-
-def advised(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """The exit code."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["tandem", "advise", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    return ended.value.code
 
 
 def log_of(directory: Path, num_requests: int) -> Path:
@@ -39,11 +29,9 @@ def log_of(directory: Path, num_requests: int) -> Path:
     return path
 
 
-def test_a_log_gets_a_verdict_its_grounds_and_the_price_of_being_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert advised(monkeypatch, str(log_of(tmp_path, 150)), *QUICK) in (0, None)
-    shown = capsys.readouterr().out
+def test_a_log_gets_a_verdict_its_grounds_and_the_price_of_being_wrong(tmp_path: Path, tandem: Tandem) -> None:
+    code, shown, _ = tandem("advise", str(log_of(tmp_path, 150)), *QUICK)
+    assert code in (0, None)
     assert "calls: 150 requests at 1.93/s" in shown
     assert "1P + 1D" in shown
     assert "1 undivided of 2 GPUs" in shown
@@ -51,14 +39,11 @@ def test_a_log_gets_a_verdict_its_grounds_and_the_price_of_being_wrong(
         assert words in shown
 
 
-def test_the_answer_is_also_one_json_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_is_also_one_json_object(tmp_path: Path, tandem: Tandem) -> None:
     costs = tmp_path / "costs.json"
     write_costs(costs, BUILT_IN["h100-8b"])
     by_hand = ["--input-tokens", "8000", "--output-tokens", "20", "--rate", "1"]
-    assert advised(monkeypatch, *QUICK, *by_hand, "--costs", str(costs), "--json") in (0, None)
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(tandem("advise", *QUICK, *by_hand, "--costs", str(costs), "--json").out)
     assert answer["verdict"] == "do not split"
     assert answer["rate"] == 1.0
     assert answer["scenarios"][0]["scenario"] == "as modelled"
@@ -95,22 +80,15 @@ def test_a_chart_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["nowhere.jsonl", "--gpus", "2"], 1, "cannot open nowhere.jsonl: No such file or directory"),
     ],
 )  # fmt: skip
-def test_a_wrong_input_gets_one_line(
-    arguments: list[str],
-    code: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert advised(monkeypatch, *arguments) == code
-    assert message in capsys.readouterr().err
+def test_a_wrong_input_gets_one_line(arguments: list[str], code: int, message: str, tandem: Tandem) -> None:
+    ended = tandem("advise", *arguments)
+    assert ended.code == code
+    assert message in ended.err
 
 
-def test_a_log_that_is_too_short_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert advised(monkeypatch, str(log_of(tmp_path, 99)), *QUICK) == 1
-    assert capsys.readouterr().err == "error: calls has 99 requests, at least 100 are needed\n"
+def test_a_log_that_is_too_short_is_refused(tmp_path: Path, tandem: Tandem) -> None:
+    ended = tandem("advise", str(log_of(tmp_path, 99)), *QUICK)
+    assert (ended.code, ended.err) == (1, "error: calls has 99 requests, at least 100 are needed\n")
 
 
 # ---- words

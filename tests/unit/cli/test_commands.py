@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import io
 import re
@@ -11,6 +10,7 @@ import signal
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rich.console import Console
@@ -26,12 +26,11 @@ from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.service import Metadata
 from fleet.law.events import FleetFailed, FleetMessage
-from fleet.ray.cluster import Cluster
-from fleet.supervisor.notes import FleetUpdate
 from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
 from tandem_client import Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2
+from tests.unit.cli.conftest import connection_to
 
 # ---- tandem key
 
@@ -59,26 +58,15 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
 P = ServiceRole.PREFILL
 
 
-class Switching:
-    """A router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
-
-    def __init__(self, *states: SlotStatus | None) -> None:
-        self._states = list(states)
-
-    async def switch_role(self, slot: str, role: cluster_pb2.ServiceRole) -> cluster_pb2.SwitchRoleResponse:
-        assert (slot, role) == ("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
-        return cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1)
-
-    async def fleet(self) -> cluster_pb2.GetFleetResponse:
-        state = self._states.pop(0)
-        return cluster_pb2.GetFleetResponse(slots=[] if state is None else [encode_slot(state)])
-
-
 async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | None) -> str:
+    """At a router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
     monkeypatch.setattr(role_command, "REFRESH_S", 0.0)
-    out = io.StringIO()
-    connection = contextlib.nullcontext(Switching(*states))
-    await role_command.switch_role(connection, "decode-1", "prefill", Console(file=out))  # type: ignore[arg-type]
+    router, out = Mock(), io.StringIO()
+    router.switch_role = AsyncMock(return_value=cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1))
+    slots = [[] if state is None else [encode_slot(state)] for state in states]
+    router.fleet = AsyncMock(side_effect=[cluster_pb2.GetFleetResponse(slots=each) for each in slots])
+    await role_command.switch_role(connection_to(router), "decode-1", "prefill", Console(file=out))
+    router.switch_role.assert_awaited_once_with("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
     return out.getvalue()
 
 
@@ -163,19 +151,11 @@ def test_ctrl_c_during_the_start_of_the_gateway_drains_what_has_started(monkeypa
 # ---- tandem serve
 
 
-class FakeCluster(Cluster):
-    def __init__(self, *updates: FleetUpdate) -> None:
-        self._waiting = list(updates)
-
-    async def updates(self) -> list[FleetUpdate]:
-        assert self._waiting, "asked again after the failure"
-        return [self._waiting.pop(0)]
-
-
 async def test_a_supervisor_that_fails_ends_the_command() -> None:
     """Nothing else would: requests go on while no worker is started again."""
     printed: list[str] = []
-    cluster = FakeCluster(FleetMessage("decode-0", "serves"), FleetFailed("the supervisor has a bug"))
+    updates = [FleetMessage("decode-0", "serves")], [FleetFailed("the supervisor has a bug")]
+    cluster = Mock(updates=AsyncMock(side_effect=updates))
     with pytest.raises(TandemError, match="the supervisor has a bug"):
         await print_notices(cluster, printed.append)
     assert printed == ["decode-0 serves"]

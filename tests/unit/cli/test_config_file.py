@@ -79,7 +79,13 @@ def test_a_missing_file_is_named() -> None:
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()
-    config = load_config(None, {"model": "model.gguf", "trace_file": "spans.jsonl"})
+    path = write(tmp_path, '[security]\ntls_cert = "c"\ntls_key = "k"\ntls_ca = "a"\n')
+    config = load_config(path, {"model": "model.gguf", "trace_file": "spans.jsonl"})
+    security = config.security
+    assert [Path(each) for each in (security.tls_cert, security.tls_key, security.tls_ca)] == [
+        tmp_path / name for name in "cka"
+    ]
+    assert security.cluster_token_file == "", "an empty path stays empty"
     assert config.engine.model == str(tmp_path / "model.gguf")
     assert config.telemetry.trace_file == str(tmp_path / "spans.jsonl")
     assert load_config(None, {"model": "smollm2-135m"}).engine.model == "smollm2-135m"

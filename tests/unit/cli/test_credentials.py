@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.config_file import load_config
 from cli.credentials import check_token_stays, client_of, find_credentials, token_file, with_cluster_token
 from core.config import MIN_TOKEN_CHARS, SecurityConfig, TandemConfig
 from core.errors import ConfigError
@@ -132,14 +131,6 @@ def test_the_config_file_overrides_the_token_file(tmp_path: Path) -> None:
     config.write_text(f'[security]\ncluster_token_file = "{tmp_path / "token"}"\n')
     with token_file(ROUTER, TOKEN):
         assert find_credentials(config, ROUTER).token == "the-token-in-the-file"
-
-
-def test_relative_paths_of_the_security_table_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tandem.toml").write_text('[security]\ntls_cert = "c"\ntls_key = "k"\ntls_ca = "a"\n')
-    security = load_config(Path("tandem.toml"), {}).security
-    assert (security.tls_cert, security.tls_key) == (str(tmp_path / "c"), str(tmp_path / "k"))
-    assert (security.tls_ca, security.cluster_token_file) == (str(tmp_path / "a"), "")
 
 
 def test_the_api_key_of_a_command_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

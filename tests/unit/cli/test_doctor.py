@@ -225,6 +225,7 @@ def test_a_fault_is_named_and_comes_with_a_fix(facts: GpuFacts, subject: str, he
         ({"torch": "2.13.0+cpu"}, "CUDA", Health.WARN, "torch 2.13.0+cpu is a build for CPUs"),
         ({"torch": "2.11.0+cu128"}, "CUDA", Health.OK, "CUDA 12 of torch 2.11.0+cu128"),
         ({"torch": "2.11.0+cu128"}, "nixl-cu12", Health.WARN, "not installed"),
+        ({"torch": "2.8.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, "CUDA", Health.OK, "CUDA 12 of torch 2.8.0"),
     ],
 )
 def test_the_packages_tell_which_cuda_torch_has(found: dict[str, str], subject: str, health: Health, text: str) -> None:
@@ -232,12 +233,6 @@ def test_the_packages_tell_which_cuda_torch_has(found: dict[str, str], subject: 
     findings = {f.subject: f for f in judge_gpus(GpuFacts((H100,)), packages(version))}
     assert findings[subject].health is health
     assert text in findings[subject].text
-
-
-def test_torch_from_pypi_is_told_by_the_runtime_beside_it() -> None:
-    version = packages({"torch": "2.8.0", "nvidia-cuda-runtime-cu12": "12.8.90"})
-    findings = {f.subject: f for f in judge_gpus(GpuFacts((H100,)), version)}
-    assert "CUDA 12 of torch 2.8.0" in findings["CUDA"].text
 
 
 def test_gpu_kernels_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import tomllib
@@ -18,6 +17,7 @@ from core.config import ApiKeyConfig, ConfigText, RouterConfig, TandemConfig, Vl
 from core.errors import InvalidRequest, TandemError
 from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2
+from tests.unit.cli.conftest import connection_to
 
 CONFIG = TandemConfig(
     router=RouterConfig(max_queued=7, policy="a:b"),
@@ -125,7 +125,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 async def shown(router: Router) -> list[str]:
     out = io.StringIO()
     order = Order(options="{}", expected_revision=7)
-    await fleet_config.apply(contextlib.nullcontext(router), order, Console(file=out))  # type: ignore[arg-type]
+    await fleet_config.apply(connection_to(router), order, Console(file=out))
     return out.getvalue().splitlines()
 
 

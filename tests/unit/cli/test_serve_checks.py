@@ -156,10 +156,7 @@ def test_a_device_with_an_index_is_refused_because_ray_chooses_it() -> None:
 
 def test_in_a_joined_cluster_ports_are_left_alone_and_certificates_are_read() -> None:
     """An earlier fleet may listen on the ports."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         cluster, router = ClusterConfig(address="127.0.0.1:1"), RouterConfig(port=port)
         check_before_start(TandemConfig(cluster=cluster, router=router, gateway=GatewayConfig(port=port)), Console())
         wrong = GatewayConfig(port=port, tls_cert="/nowhere/cert", tls_key="/nowhere/key")

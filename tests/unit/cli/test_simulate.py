@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.commands.simulate import parse_sweep
-from cli.main import run
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
+from tests.unit.cli.conftest import Tandem
 
 SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
 SMALL += ["--prefill", "1", "--decode", "1", "--processes", "1"]
-LINE = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["tandem", "simulate", *arguments])
-    run_ended = pytest.raises(SystemExit)
-    with run_ended as ended:
-        run()
-    assert ended.value.code in (0, None)
+@pytest.fixture
+def simulate(tandem: Tandem) -> Callable[..., str]:
+    """What a simulation that succeeds prints."""
+
+    def simulated(*arguments: str) -> str:
+        ended = tandem("simulate", *arguments)
+        assert ended.code in (0, None), ended.err
+        return ended.out
+
+    return simulated
 
 
-def failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "simulate"
-) -> tuple[object, str]:
-    """The exit code and standard error."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["tandem", command, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        run()
-    return ended.value.code, capsys.readouterr().err
-
-
-def test_a_run_prints_and_writes_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_prints_and_writes_its_figures(tmp_path: Path, simulate: Callable[..., str]) -> None:
     path = tmp_path / "result.json"
-    simulate(monkeypatch, *SMALL, "--json", str(path), "--seeds", "2")
-    shown = capsys.readouterr().out
+    shown = simulate(*SMALL, "--json", str(path), "--seeds", "2")
     for name in ("TTFT", "TPOT", "ITL", "TBT10", "attainment", "goodput", "hit ratio", "median of seeds", "lowest"):
         assert name in shown
     written = json.loads(path.read_text())
@@ -53,14 +43,10 @@ def test_a_run_prints_and_writes_its_figures(
     assert written["seeds"][0]["ttft_s"] != written["seeds"][1]["ttft_s"]
 
 
-def test_a_sweep_names_the_fewest_workers_and_draws_the_front(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_names_the_fewest_workers_and_draws_the_front(tmp_path: Path, simulate: Callable[..., str]) -> None:
     path, chart = tmp_path / "grid.json", tmp_path / "grid.png"
-    simulate(monkeypatch, *SMALL, "--json", str(path), "--plot", str(chart), "--sweep", "prefill=1..2", "decode=1,2")
-    assert "fewest workers that reach attainment 0.9 are 2: 1 prefill and 1 decode" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    shown = simulate(*SMALL, "--json", str(path), "--plot", str(chart), "--sweep", "prefill=1..2", "decode=1,2")
+    assert "fewest workers that reach attainment 0.9 are 2: 1 prefill and 1 decode" in " ".join(shown.split())
     written = json.loads(path.read_text())
     shapes = [(point["prefill"], point["decode"]) for point in written["points"]]
     assert shapes == [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -71,20 +57,20 @@ def test_a_sweep_names_the_fewest_workers_and_draws_the_front(
 @pytest.mark.parametrize(
     "sweep", [["rate=2,8"], ["rate=2,8", "decode=1,2"], []], ids=["rates", "rates and shapes", "no sweep"]
 )
-def test_each_kind_of_result_has_a_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: list[str]) -> None:
+def test_each_kind_of_result_has_a_chart(tmp_path: Path, simulate: Callable[..., str], sweep: list[str]) -> None:
     chart = tmp_path / "chart.svg"
-    simulate(monkeypatch, *SMALL, "--plot", str(chart), *(["--sweep"] if sweep else []), *sweep)
+    simulate(*SMALL, "--plot", str(chart), *(["--sweep"] if sweep else []), *sweep)
     assert b"<svg" in chart.read_bytes()
 
 
-def test_costs_of_a_file_change_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_a_file_change_the_times(tmp_path: Path, simulate: Callable[..., str]) -> None:
     write_costs(tmp_path / "costs.json", BUILT_IN["h100-8b"])
-    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "same.json"), "--costs", str(tmp_path / "costs.json"))
-    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "built_in.json"))
+    simulate(*SMALL, "--json", str(tmp_path / "same.json"), "--costs", str(tmp_path / "costs.json"))
+    simulate(*SMALL, "--json", str(tmp_path / "built_in.json"))
     slow = json.loads((tmp_path / "costs.json").read_text())
     slow["prefill"]["step_s"] = slow["decode"]["step_s"] = 0.04
     (tmp_path / "costs.json").write_text(json.dumps(slow))
-    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "slow.json"), "--costs", str(tmp_path / "costs.json"))
+    simulate(*SMALL, "--json", str(tmp_path / "slow.json"), "--costs", str(tmp_path / "costs.json"))
     found = {
         name: json.loads((tmp_path / f"{name}.json").read_text())["seeds"] for name in ("same", "built_in", "slow")
     }
@@ -92,22 +78,12 @@ def test_costs_of_a_file_change_the_times(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["slow"][0]["tpot_s"]["p50"] > 0.04 > found["same"][0]["tpot_s"]["p50"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("trace.jsonl", json.dumps(LINE)),
-        ("agents.jsonl", json.dumps({"session": 0} | LINE | {"input_length": 20})),
-        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,600,4"),
-    ],
-)
-def test_the_format_of_a_file_is_recognized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
-) -> None:
-    path, result = tmp_path / name, tmp_path / "result.json"
-    path.write_text(text + "\n")
-    simulate(monkeypatch, "--workload", str(path), "--rate", "1", "--processes", "1", "--json", str(result))
+def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..., str]) -> None:
+    path, result = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}) + "\n")
+    simulate("--workload", str(path), "--rate", "1", "--processes", "1", "--json", str(result))
     (request,) = json.loads(result.read_text())["seeds"][0]["requests"]
-    assert request["num_prompt_tokens"] == (20 if name == "agents.jsonl" else 600)
+    assert request["num_prompt_tokens"] == 600
 
 
 @pytest.mark.parametrize(
@@ -126,10 +102,8 @@ def test_the_format_of_a_file_is_recognized(
         (["--prefix-groups", "4"], "num_groups and prefix_tokens"),
     ],
 )
-def test_wrong_input_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    code, shown = failed(monkeypatch, capsys, *arguments)
+def test_wrong_input_is_one_line(arguments: list[str], message: str, tandem: Tandem) -> None:
+    code, _, shown = tandem("simulate", *arguments)
     assert code == 1
     assert shown.startswith("error: ")
     assert message in shown
@@ -137,22 +111,17 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.parametrize("arguments", [["--sweep", "rate=1..2", "many"], ["decode=1..2"]])
-def test_a_bad_sweep_is_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    code, shown = failed(monkeypatch, capsys, *arguments)
+def test_a_bad_sweep_is_wrong_usage(arguments: list[str], tandem: Tandem) -> None:
+    code, _, shown = tandem("simulate", *arguments)
     assert code == 2
     assert arguments[-1] in shown
 
 
-def test_without_matplotlib_a_chart_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_a_chart_names_the_extra(monkeypatch: pytest.MonkeyPatch, tandem: Tandem) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, shown = failed(monkeypatch, capsys, *SMALL, "--plot", "chart.png")
-    assert (code, shown) == (
-        1, "error: charts need matplotlib: install the extra, pip install 'tandem-serve[plots]'\n",
-    )  # fmt: skip
+    code, _, shown = tandem("simulate", *SMALL, "--plot", "chart.png")
+    assert code == 1
+    assert shown == "error: charts need matplotlib: install the extra, pip install 'tandem-serve[plots]'\n"
 
 
 @pytest.mark.parametrize(
@@ -164,28 +133,19 @@ def test_without_matplotlib_a_chart_names_the_extra(
         (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
     ],
 )
-def test_a_wrong_calibration_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
-    found, shown = failed(monkeypatch, capsys, *arguments, command="calibrate")
+def test_a_wrong_calibration_is_refused(arguments: list[str], code: int, message: str, tandem: Tandem) -> None:
+    found, _, shown = tandem("calibrate", *arguments)
     assert found == code
     assert message in shown
 
 
-def test_public_points_become_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_points_become_costs(tmp_path: Path, tandem: Tandem, simulate: Callable[..., str]) -> None:
     points = Path(__file__).resolve().parents[2] / "data/h100_llama_8b_points.csv"
     output = tmp_path / "costs.json"
-    monkeypatch.setattr(
-        sys, "argv",
-        ["tandem", "calibrate", str(output), "--from-points", str(points), "--kv-token-bytes", "131072"],
-    )  # fmt: skip
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert ended.value.code in (0, None)
-    assert "median error of the gap between tokens is 1.8%, the largest 6.5%" in capsys.readouterr().out
-    simulate(monkeypatch, *SMALL, "--costs", str(output))
+    ended = tandem("calibrate", str(output), "--from-points", str(points), "--kv-token-bytes", "131072")
+    assert ended.code in (0, None)
+    assert "median error of the gap between tokens is 1.8%, the largest 6.5%" in ended.out
+    simulate(*SMALL, "--costs", str(output))
 
 
 def point(num_prefill: int, num_decode: int, attainment: float, rate: float = 2.0) -> Point:
@@ -237,24 +197,31 @@ def test_a_bad_sweep_is_named(words: list[str], message: str) -> None:
         parse_sweep(words)
 
 
-def test_the_answer_names_the_fewest_workers() -> None:
-    assert answer([point(1, 1, 0.5), point(2, 1, 0.95), point(2, 2, 0.99)]) == [
-        "At 2 requests/s the fewest workers that reach attainment 0.9 are 3: 2 prefill and 1 decode, with 0.950."
-    ]
-
-
-def test_the_answer_says_that_no_size_is_enough() -> None:
-    (sentence,) = answer([point(1, 1, 0.5), point(2, 1, 0.7)])
-    assert sentence.startswith("At 2 requests/s no simulated size of the pools reaches attainment 0.9; 2 prefill")
-
-
 @pytest.mark.parametrize(
-    ("attainments", "sentence"),
+    ("points", "sentence"),
     [
-        ((1.0, 0.8), "goodput90 is 1.5 requests/s: the highest rate with attainment 0.9."),
-        ((1.0, 0.9), "goodput90 is at least 2 requests/s, the highest simulated rate."),
-        ((0.8, 0.5), "goodput90 is below 1 requests/s, the lowest simulated rate."),
+        (
+            [point(1, 1, 0.5), point(2, 1, 0.95), point(2, 2, 0.99)],
+            "At 2 requests/s the fewest workers that reach attainment 0.9 are 3: 2 prefill and 1 decode, with 0.950.",
+        ),
+        (
+            [point(1, 1, 0.5), point(2, 1, 0.7)],
+            "At 2 requests/s no simulated size of the pools reaches attainment 0.9; 2 prefill",
+        ),
+        (
+            [point(1, 1, 0.8), point(1, 1, 1.0, 1.0)],
+            "goodput90 is 1.5 requests/s: the highest rate with attainment 0.9.",
+        ),
+        (
+            [point(1, 1, 0.9), point(1, 1, 1.0, 1.0)],
+            "goodput90 is at least 2 requests/s, the highest simulated rate.",
+        ),
+        (
+            [point(1, 1, 0.5), point(1, 1, 0.8, 1.0)],
+            "goodput90 is below 1 requests/s, the lowest simulated rate.",
+        ),
     ],
 )
-def test_rates_of_one_shape_give_goodput90(attainments: tuple[float, float], sentence: str) -> None:
-    assert answer([point(1, 1, attainments[1], 2.0), point(1, 1, attainments[0], 1.0)]) == [sentence]
+def test_the_answer_names_the_fewest_workers_or_the_highest_rate(points: list[Point], sentence: str) -> None:
+    (found,) = answer(points)
+    assert found.startswith(sentence)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rich.console import Console
@@ -24,6 +24,7 @@ from core.fleet_control import FleetNote, SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from protos.fleet_codec import SERVICE_ROLES, SLOT_STATES, encode_note, encode_slot
 from tandem_client.stubs import cluster_pb2, worker_pb2
+from tests.unit.cli.conftest import connection_to
 
 P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 
@@ -86,34 +87,21 @@ def test_each_of_several_routers_has_a_row_and_only_the_answering_one_has_its_lo
     assert shown(fleet_table(found, {}, True))[3] == "router-1.5e6f7a8b draining"
 
 
-class Router:
-    """A router whose fleet never changes, and which accepts every size."""
-
-    num_calls = 0
-
-    async def fleet(self) -> cluster_pb2.GetFleetResponse:
-        self.num_calls += 1
-        return fleet(DECODE)
-
-    async def scale(self, *, auto: bool = False, **sizes: int | None) -> cluster_pb2.ScaleResponse:
-        self.sizes, self.auto = sizes, auto
-        return cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1, wanted_routers=2)
-
-
 async def test_scale_without_a_size_names_its_flags_and_with_auto_needs_none() -> None:
-    router, sizes = Router(), dict.fromkeys(("prefill", "decode", "routers"))
+    router, sizes = Mock(), dict.fromkeys(("prefill", "decode", "routers"))
+    router.scale = AsyncMock(return_value=cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1))
     with pytest.raises(InvalidRequest, match="give --prefill, --decode, --routers or --auto"):
-        await status.scale(contextlib.nullcontext(router), sizes, False, Console())  # type: ignore[arg-type]
-    await status.scale(contextlib.nullcontext(router), sizes, True, Console(quiet=True))  # type: ignore[arg-type]
-    assert (router.auto, router.sizes) == (True, sizes)
+        await status.scale(connection_to(router), sizes, False, Console())
+    await status.scale(connection_to(router), sizes, True, Console(quiet=True))
+    router.scale.assert_awaited_once_with(auto=True, **sizes)
 
 
 async def test_status_without_a_terminal_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.01)
-    router, out = Router(), io.StringIO()
+    router, out = Mock(fleet=AsyncMock(return_value=fleet(DECODE))), io.StringIO()
     async with asyncio.timeout(5):
-        await status.status(contextlib.nullcontext(router), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
-    assert router.num_calls == 2
+        await status.status(connection_to(router), Console(file=out), once=False, with_ledger=False)
+    assert router.fleet.await_count == 2
     assert out.getvalue().count("decode-0.0123") == 1
 
 

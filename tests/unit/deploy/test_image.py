@@ -18,12 +18,6 @@ def test_the_image_contains_the_packages_of_pyproject_and_no_others() -> None:
     assert sorted(source for source, _ in copied) == sorted({*packages, "deploy"})
 
 
-def test_the_base_of_the_image_can_be_chosen() -> None:
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
-    (base,) = re.findall(r"^ARG BASE=(\S+)\nFROM \$\{BASE\}$", dockerfile, re.MULTILINE)
-    assert base == "python:3.11-slim", "the version of Python that constraints.txt is made for"
-
-
 def test_the_pins_that_the_image_for_gpus_leaves_out_are_in_constraints() -> None:
     """Else pip takes the pins of CPUs beside a torch that excludes them, and the image cannot be built."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")

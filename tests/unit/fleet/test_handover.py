@@ -14,30 +14,15 @@ from core.config import ConfigText, LiveConfig, RouterConfig, TandemConfig, Work
 from core.errors import WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig
 from core.lifecycle import ServiceRole
-from core.machine import Tick
 from core.service import Endpoint
 from fleet.host.host import Adoption, Host
-from fleet.law.events import (
-    Drained,
-    FleetAdopted,
-    FleetFailed,
-    FleetReady,
-    MachineId,
-    Member,
-    RollLeft,
-    ServiceStarted,
-    SlotId,
-    StartFailed,
-    StartService,
-    StopRoll,
-)
-from fleet.law.machine import FleetMachine
+from fleet.law.events import FleetAdopted, MachineId, Member, RollLeft, ServiceStarted, SlotId
 from fleet.supervisor import handover
 from fleet.supervisor.handover import Handover, KeptRoll, take_over
 from fleet.supervisor.spec import FleetSpec
 from fleet.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
-from tests.unit.fleet.driving_fleet import D, Fleet, P, R
+from tests.unit.fleet.driving_fleet import D, P, R, transcripts
 from tests.unit.fleet.test_supervisor import HERE, SPEC, THERE, FakeHost, Site, make, options
 
 
@@ -47,10 +32,8 @@ def spec_of(drain_s: float = 30.0, max_queued: int = 100) -> FleetSpec:
     return make(ConfigText.of(TandemConfig(worker=worker, router=router)))
 
 
-def serves(
-    pool: ServiceRole, number: int, start: int, role: ServiceRole | None = None
-) -> tuple[MachineId, ServiceStarted]:
-    member = Member(SlotId(pool, number), role or pool, start)
+def serves(pool: ServiceRole, number: int, start: int) -> tuple[MachineId, ServiceStarted]:
+    member = Member(SlotId(pool, number), pool, start)
     return MachineId("m-0", "m-0.local"), ServiceStarted(member, f"{member.name}.{start:x}", f"host:{start}")
 
 
@@ -60,83 +43,67 @@ SIZES = {P: 1, D: 1, R: 1}
 
 # ---- the machine
 
+test_adoption = transcripts(
+    """
+a whole fleet is ready without a start and its routers learn of it
+  config prefill=2 decode=2
+  adopt decode-0 router-0 prefill-1 prefill=1 decode=1 routers=1 -> router-0: decode-0 prefill-1
+                 -> say fleet goes on with the services of an earlier supervisor: 3 serve; ready
+  state decode-0 -> serving
+  configs        -> has 1; router-0 1; prefill-1 1; decode-0 1
+  time 0
 
-def adopting(event: FleetAdopted) -> Fleet:
-    """A fleet of two workers in each pool by its config, with the services and the sizes of an earlier one."""
-    fleet = Fleet(num_prefill=2, num_decode=2)
-    fleet.machine = FleetMachine(fleet.rules)
-    fleet.members = {started.member.name: started.member for _, started in event.services}
-    fleet.send(event)
-    return fleet
+what is missing starts under a new number and a start that cannot succeed does not end the fleet
+  adopt router-0 prefill-1 -> router-0: prefill-1
+                 -> say fleet goes on with the services of an earlier supervisor: 2 serve; start decode-0
+  # A serving slot ignores it.
+  fails router-0 of another life
+  state router-0 -> serving
+  placed decode-0
+  fails decode-0 no such model -> say decode-0 did not start: no such model, starting it again in 1 s
 
+a pool that was scaled keeps its size and a switched worker its role
+  adopt decode-0 router-0 prefill-1 decode-3 decode-1:prefill -> router-0: decode-0 prefill-1 decode-3 decode-1:prefill
+        -> say fleet goes on with the services of an earlier supervisor: 5 serve; ready
+  sizes -> 2 prefill 2 decode 1 routers
 
-def test_a_whole_fleet_is_ready_without_a_start_and_its_routers_hear_of_it() -> None:
-    fleet = adopting(FleetAdopted(SERVICES, SIZES))
-    assert fleet.published() == ["decode-0", "prefill-1"]
-    assert fleet.of(FleetReady)
-    assert fleet.printed() == ["fleet goes on with the services of an earlier supervisor: 3 serve"]
-    assert {name: fleet.state_of(name)[0] for name in fleet.members} == dict.fromkeys(fleet.members, "serving")
-    assert fleet.revisions() == dict.fromkeys(fleet.members, 1)
-    assert fleet.send(Tick()) == []
+sizes are those of the earlier supervisor and a service that died meanwhile starts
+  config prefill=3 decode=2
+  adopt decode-0 router-0 prefill-1 prefill=2 decode=1 routers=1 -> router-0: decode-0 prefill-1
+        -> say fleet goes on with the services of an earlier supervisor: 3 serve; start prefill-0
+  sizes -> 2 prefill 1 decode 1 routers
 
+a roll goes on with the services that have not rolled while the fleet is ready
+  adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 -> router-0: decode-0 prefill-1
+                   -> say fleet goes on with the services of an earlier supervisor: 3 serve
+                   -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
+                   -> say decode-0 is replaced by decode-1: roll to config 4; ready
+  serves decode-1  -> router-0: (decode-0) prefill-1 decode-1; say decode-1 serves; drain decode-0
+  drained decode-0 -> router-0: prefill-1 decode-1; say decode-0 has drained; start router-1 config 4 for router-0
+                   -> say router-0 is replaced by router-1: roll to config 4
+  serves router-1  -> (router-0) router-1: prefill-1 decode-1; say router-1 serves; drain router-0
+  drained router-0 -> router-1: prefill-1 decode-1; say router-0 has drained
+                   -> say fleet has rolled: every service has config 4
+  configs          -> has 4; router-1 4; prefill-1 4; decode-1 4
 
-def test_what_is_missing_starts_under_a_new_number_and_a_start_that_cannot_succeed_does_not_end_the_fleet() -> None:
-    router, prefill, _ = SERVICES
-    fleet = Fleet(router, prefill)
-    fleet.send(StartFailed(router[1].member, "of another life", permanent=True))  # a serving slot ignores it
-    assert fleet.state_of("router-0")[0] == "serving"
-    assert fleet.members["decode-0"].start > prefill[1].member.start
-    fleet.placed("decode-0")
-    fleet.send(StartFailed(fleet.members["decode-0"], "no such model", permanent=True))
-    assert not fleet.of(FleetFailed)
-    assert fleet.printed() == ["decode-0 did not start: no such model; starting it again in 1 s"]
+a failure of that roll restores what the earlier supervisor had rolled
+  adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 -> router-0: decode-0 prefill-1
+          -> say fleet goes on with the services of an earlier supervisor: 3 serve
+          -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
+          -> say decode-0 is replaced by decode-1: roll to config 4; ready
+  placed decode-1
+  fails decode-1 no such option -> say fleet restores config 3: decode-1 did not start: no such option
+          -> start prefill-0 config 3 for prefill-1; say prefill-1 is replaced by prefill-0: roll to config 3
+  configs -> rolls to 3; router-0 3; prefill-0 3; prefill-1 4; decode-0 3
 
-
-def test_a_pool_that_was_scaled_keeps_its_size_and_a_switched_worker_its_role() -> None:
-    fleet = Fleet(*SERVICES, serves(D, 3, 9), serves(D, 1, 8, role=P))
-    assert fleet.machine.wanted == {P: 2, D: 2, R: 1}
-    assert not fleet.names(StartService)
-
-
-def test_sizes_are_those_of_the_earlier_supervisor_smaller_ones_too_and_a_service_that_died_meanwhile_starts() -> None:
-    fleet = adopting(FleetAdopted(SERVICES, {P: 2, D: 1, R: 1}))
-    assert fleet.machine.wanted == {P: 2, D: 1, R: 1}
-    assert fleet.names(StartService) == ["prefill-0"]
-
-
-def roll_left(can_stop: bool = True) -> FleetAdopted:
-    """prefill-1 has rolled to config 4."""
-    rules = Fleet().rules
-    rolled = frozenset({SERVICES[1][1].member})
-    return FleetAdopted(SERVICES, SIZES, {3: rules, 4: rules}, 4, RollLeft(3, can_stop, rolled))
-
-
-def test_a_roll_goes_on_with_the_services_that_have_not_rolled_while_the_fleet_is_ready() -> None:
-    fleet = adopting(roll_left())
-    assert fleet.printed()[1] == "fleet goes on with the roll to config 4"
-    assert fleet.of(FleetReady), "every service serves"
-    assert fleet.names(StartService) == ["decode-1"]
-    fleet.started("decode-1")
-    fleet.send(Drained(fleet.members["decode-0"]))
-    fleet.started("router-1")
-    fleet.send(Drained(fleet.members["router-0"]))
-    assert "fleet has rolled: every service has config 4" in fleet.printed()
-    assert fleet.revisions() == {"prefill-1": 4, "decode-1": 4, "router-1": 4}
-
-
-def test_a_failure_of_that_roll_restores_what_the_earlier_supervisor_had_rolled() -> None:
-    fleet = adopting(roll_left())
-    fleet.placed("decode-1")
-    fleet.send(StartFailed(fleet.members["decode-1"], "no such option", permanent=True))
-    assert fleet.names(StartService) == ["prefill-0"], "prefill-1 rolls back"
-    assert fleet.machine.status(fleet.now).revision == 3
-
-
-def test_a_roll_that_restores_goes_on_and_cannot_be_stopped() -> None:
-    fleet = adopting(roll_left(can_stop=False))
-    assert not fleet.machine.can_stop_roll
-    with pytest.raises(Exception, match="no roll that could be stopped"):
-        fleet.send(StopRoll())
+a roll that restores goes on and cannot be stopped
+  adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 can_stop=0 -> router-0: decode-0 prefill-1
+            -> say fleet goes on with the services of an earlier supervisor: 3 serve
+            -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
+            -> say decode-0 is replaced by decode-1: roll to config 4; ready
+  stop_roll -> refused InvalidRequest: roll: no roll that could be stopped
+"""
+)
 
 
 # ---- the record
@@ -153,6 +120,9 @@ def test_a_record_can_be_read_again_and_one_without_sizes_is_none() -> None:
     written = Handover("{}", {"decode": 2}, ("decode",), 4, {4: "{}"}, KeptRoll(4, True, ("decode-0.1",)))
     assert Handover.from_json(written.as_json()) == written
     assert [Handover.from_json(text) for text in ("", "[]", "{}", '{"texts": 1}')] == [None] * 4
+    without = take_over("[]", spec_of(), SERVICES)
+    assert (without.adopted, without.specs, without.pinned) == (FleetAdopted(SERVICES), {1: spec_of()}, ())
+    assert [note.what for note in without.notes] == ["has no record of its earlier supervisor"]
 
 
 def test_roles_and_fields_of_another_version_are_left_out() -> None:

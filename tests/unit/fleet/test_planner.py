@@ -73,8 +73,10 @@ class PlannedFleet:
         )
         return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
 
-    def run(self, seconds: float, until_action: bool = False) -> list[PlanAction]:
-        """The actions of these seconds, which the fleet takes."""
+    def run(self, seconds: float, until_action: bool = False, **scene: object) -> list[PlanAction]:
+        """The actions of these seconds, which the fleet takes. `scene`: attributes that change before."""
+        for name, value in scene.items():
+            setattr(self, name, value)
         seen: list[PlanAction] = []
         for _ in range(round(seconds)):
             self.now += 1.0
@@ -122,8 +124,7 @@ def scales(actions: list[PlanAction]) -> list[ScaleTo]:
 
 def test_a_step_of_the_traffic_brings_workers_within_seconds_with_the_reason() -> None:
     planned = PlannedFleet(1, 1)
-    planned.rate = 2.0
-    assert not planned.run(70)
+    assert not planned.run(70, rate=2.0)
     before, planned.rate = planned.now, 12.0
     actions = planned.run(30, until_action=True)
     assert planned.now - before <= 15
@@ -135,8 +136,7 @@ def test_a_step_of_the_traffic_brings_workers_within_seconds_with_the_reason() -
 
 def test_the_sizes_are_the_cheapest_that_hold_the_wanted_times() -> None:
     planned = PlannedFleet(1, 1)
-    planned.rate = 16.0
-    planned.run(200)
+    planned.run(200, rate=16.0)
     demand = planned.planner.log.demand(planned.now, START_S)
     assert demand is not None
     model = FleetModel(MODEL, MODEL)
@@ -155,8 +155,7 @@ def test_a_decode_worker_costs_more_where_its_price_is_higher() -> None:
     shapes = []
     for price in (0.2, 5.0):
         planned = PlannedFleet(1, 1, decode_price=price)
-        planned.rate = 10.0
-        planned.run(30)
+        planned.run(30, rate=10.0)
         shapes.append(planned.shape)
     assert shapes[0][1] > shapes[1][1]
 
@@ -164,8 +163,7 @@ def test_a_decode_worker_costs_more_where_its_price_is_higher() -> None:
 @pytest.mark.parametrize("start_s", [20.0, 200.0])
 def test_pools_that_are_too_large_shrink_by_one_each_minute_after_a_quiet_time(start_s: float) -> None:
     planned, quiet_s = PlannedFleet(6, 6, start_s=start_s), max(LEAST_S, 2 * start_s)
-    planned.rate = 2.0
-    planned.run(quiet_s + 300)
+    planned.run(quiet_s + 300, rate=2.0)
     changes = [at for at, action in planned.actions if isinstance(action, ScaleTo)]
     assert changes[0] - 1000.0 >= quiet_s
     assert {later - earlier for earlier, later in itertools.pairwise(changes)} == {SHRINK_INTERVAL_S}
@@ -175,8 +173,7 @@ def test_pools_that_are_too_large_shrink_by_one_each_minute_after_a_quiet_time(s
 def test_traffic_that_swings_about_a_mean_does_not_move_the_pools_back_and_forth() -> None:
     planned = PlannedFleet(1, 1)
     for turn in range(16):
-        planned.rate = 8.0 + (1.0 if turn % 2 else -1.0)
-        planned.run(60)
+        planned.run(60, rate=8.0 + (1.0 if turn % 2 else -1.0))
     directions = [sum(action.sizes.values()) for _, action in planned.actions if isinstance(action, ScaleTo)]
     assert len(directions) <= 4
 
@@ -192,11 +189,9 @@ def test_traffic_that_swings_about_a_mean_does_not_move_the_pools_back_and_forth
 )
 def test_a_worker_switches_its_role_before_another_one_starts(scene: dict[str, object], switched: str | None) -> None:
     planned = PlannedFleet(1, 4, can_switch=bool(scene), max_workers=5)
-    planned.prompt, planned.output, planned.rate = 20_000, 40, 6.0
-    planned.limit_s = 0.009  # steps that leave little time for prompts
-    for name, value in scene.items():
-        setattr(planned, name, value)
-    actions = planned.run(60, until_action=True)
+    # Steps of 9 ms leave little time for prompts.
+    load: dict[str, object] = {"prompt": 20_000, "output": 40, "rate": 6.0, "limit_s": 0.009}
+    actions = planned.run(60, until_action=True, **load, **scene)
     assert actions
     switches = [action for action in actions if isinstance(action, SwitchRole)]
     assert switches[:1] == ([SwitchRole(switched, P)] if switched else [])
@@ -205,28 +200,23 @@ def test_a_worker_switches_its_role_before_another_one_starts(scene: dict[str, o
 
 def test_no_data_is_not_zero_and_a_late_report_is_no_surge() -> None:
     planned = PlannedFleet(3, 3, idle_s=30.0, min_decode=0)
-    planned.is_silent = True
-    assert not planned.run(300)
+    assert not planned.run(300, is_silent=True)
     assert planned.plan == "holds its sizes: no router has reported"
-    planned.is_silent, planned.measured, planned.rate = False, None, 5.0
-    assert not planned.run(50)
+    assert not planned.run(50, is_silent=False, measured=None, rate=5.0)
     assert planned.plan == "holds its sizes: too few requests have ended"
-    planned.measured = COST
-    planned.run(100)
+    planned.run(100, measured=COST)
     shape, planned.is_silent = planned.shape, True
     planned.run(400)
     assert planned.shape == shape
     assert "no router has reported" in planned.plan
-    planned.is_silent = False
-    planned.run(100)
+    planned.run(100, is_silent=False)
     assert sum(planned.shape) <= sum(shape)
     assert planned.planner.log.level(planned.now) == pytest.approx(5.0, rel=0.1)
 
 
 def test_a_fleet_that_cannot_follow_has_the_best_shape_of_its_bounds_and_says_so() -> None:
     planned = PlannedFleet(1, 1, max_workers=4)
-    planned.rate = 80.0
-    planned.run(300)
+    planned.run(300, rate=80.0)
     assert sum(planned.shape) == 4
     assert "no larger size is allowed" in planned.plan
     assert len([action for _, action in planned.actions if isinstance(action, ScaleTo | SwitchRole)]) <= 3
@@ -239,8 +229,7 @@ def test_a_fleet_that_cannot_follow_has_the_best_shape_of_its_bounds_and_says_so
 def test_pinned_pools_stay_until_they_are_released() -> None:
     planned = PlannedFleet(1, 1)
     planned.planner.pin([P, R])
-    planned.rate = 12.0
-    planned.run(120)
+    planned.run(120, rate=12.0)
     assert planned.sizes[P] == 1
     assert planned.planner.status(planned.now).pinned == (P,)
     planned.planner.pin([], only=True)
@@ -251,21 +240,17 @@ def test_pinned_pools_stay_until_they_are_released() -> None:
 
 def test_an_idle_fleet_goes_to_zero_and_a_waiting_request_brings_it_back() -> None:
     planned = PlannedFleet(2, 2, idle_s=100.0, min_decode=0)
-    planned.rate = 3.0
-    planned.run(30)
+    planned.run(30, rate=3.0)
     planned.rate = 0.0
     shape = planned.shape
-    planned.num_open = 1
-    planned.run(250)
+    planned.run(250, num_open=1)
     assert planned.sizes[D] >= 1, "a request is still open"
-    planned.num_open = 0
-    planned.run(101)
+    planned.run(101, num_open=0)
     assert planned.shape == (0, 0)
     planned.run(500)
     assert planned.shape == (0, 0)
     assert planned.plan == "rests until a request comes"
-    planned.num_waiting = 1
-    actions = planned.run(1)
+    actions = planned.run(1, num_waiting=1)
     assert planned.sizes[D] >= 1
     assert sum(planned.shape) <= sum(shape)
     assert messages(actions)[0].reason == "1 requests wait"
@@ -273,10 +258,8 @@ def test_an_idle_fleet_goes_to_zero_and_a_waiting_request_brings_it_back() -> No
 
 def test_a_start_that_hangs_does_not_keep_the_pools_from_shrinking() -> None:
     planned = PlannedFleet(5, 5)
-    planned.rate = 1.0
-    planned.run(5)
-    planned.states = {"prefill-4": SlotState.STARTING}
-    planned.run(300)
+    planned.run(5, rate=1.0)
+    planned.run(300, states={"prefill-4": SlotState.STARTING})
     assert sum(planned.shape) < 10
 
 
@@ -301,9 +284,7 @@ def test_requests_that_wait_for_a_worker_allow_the_expected_start_after_a_quick_
 def test_those_leave_first_that_empty_a_machine_then_those_with_little_to_move() -> None:
     planned = PlannedFleet(0, 5)
     planned.machines = {"decode-0": "a", "decode-1": "a", "decode-2": "b", "decode-3": "c", "decode-4": "c"}
-    planned.held = {0: 1, 1: 9, 2: 9, 3: 2, 4: 5, 5: 0, 6: 0, 7: 0}
-    planned.rate = 0.5
-    actions = planned.run(200, until_action=True)
+    actions = planned.run(200, until_action=True, held={0: 1, 1: 9, 2: 9, 3: 2, 4: 5, 5: 0, 6: 0, 7: 0}, rate=0.5)
     [scale] = scales(actions)
     assert scale.sizes == {D: 4}
     assert scale.first_to_leave == ("decode-2", "decode-0", "decode-3", "decode-4", "decode-1")
@@ -311,10 +292,8 @@ def test_those_leave_first_that_empty_a_machine_then_those_with_little_to_move()
 
 def test_a_decision_is_judged_later() -> None:
     planned = PlannedFleet(1, 1)
-    planned.rate = 2.0
-    planned.run(70)
-    planned.rate = 12.0
-    planned.run(30, until_action=True)
+    planned.run(70, rate=2.0)
+    planned.run(30, until_action=True, rate=12.0)
     planned.run(400)
     judged = [message for message in messages([action for _, action in planned.actions]) if "predicted" in message.what]
     assert judged
@@ -324,8 +303,7 @@ def test_a_decision_is_judged_later() -> None:
 
 def test_it_does_nothing_during_a_roll_or_when_it_is_off() -> None:
     planned = PlannedFleet(1, 1)
-    planned.rate, planned.rolling = 12.0, True
-    assert not planned.run(200)
+    assert not planned.run(200, rate=12.0, rolling=True)
     assert planned.plan == "holds its sizes during a roll"
     planned.rolling, planned.planner.config = False, replace(planned.planner.config, enabled=False)
     assert not planned.run(200)
@@ -335,8 +313,7 @@ def test_it_does_nothing_during_a_roll_or_when_it_is_off() -> None:
 
 def test_traffic_that_is_rare_is_still_traffic() -> None:
     planned = PlannedFleet(4, 4)
-    planned.rate = 3.0
-    planned.run(30)
+    planned.run(30, rate=3.0)
     planned.rate = 0.02  # six requests in five minutes
     planned.run(1500)
     assert sum(planned.shape) <= 2
@@ -345,14 +322,11 @@ def test_traffic_that_is_rare_is_still_traffic() -> None:
 def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
     planned = PlannedFleet(2, 2, idle_s=100.0, min_decode=0)
     planned.planner.pin([P])
-    planned.rate = 3.0
-    planned.run(30)
-    planned.rate = 0.0
-    planned.run(150)
+    planned.run(30, rate=3.0)
+    planned.run(150, rate=0.0)
     assert planned.shape == (2, 0)
     planned.planner.pin([D])
-    planned.num_waiting = 1
-    assert not planned.run(5)
+    assert not planned.run(5, num_waiting=1)
     assert planned.plan == "holds its sizes: the decode pool is pinned at 0"
     planned.planner.pin([P], only=True)
     planned.run(1)
@@ -387,21 +361,16 @@ async def test_the_fleet_may_refuse_a_plan_and_serves_on_when_the_planner_has_a_
 
 def test_a_router_that_does_not_report_keeps_the_pools_from_shrinking() -> None:
     planned = PlannedFleet(4, 4)
-    planned.rate = 2.0
-    planned.run(30)
-    planned.other_routers = ("router-1",)
-    assert not planned.run(400)
-    planned.other_routers = ()
-    planned.run(200)
+    planned.run(30, rate=2.0)
+    assert not planned.run(400, other_routers=("router-1",))
+    planned.run(200, other_routers=())
     assert sum(planned.shape) < 8
 
 
 def test_a_fleet_that_starts_is_not_idle_and_a_minimum_above_zero_fills_an_empty_pool() -> None:
     planned = PlannedFleet(1, 1, idle_s=20.0, min_decode=0)
-    planned.states = {"decode-0": SlotState.STARTING}
-    assert not planned.run(100)
-    planned.states = {}
-    planned.run(2)
+    assert not planned.run(100, states={"decode-0": SlotState.STARTING})
+    planned.run(2, states={})
     assert planned.shape == (0, 0)
     planned.planner.config = replace(planned.planner.config, min_decode=1)
     planned.run(1)
@@ -431,8 +400,7 @@ def test_the_queue_that_grows_while_workers_start_orders_no_more_of_them() -> No
 def test_a_fleet_that_can_work_off_no_backlog_still_takes_the_best_shape_for_the_rate() -> None:
     planned = PlannedFleet(1, 1, max_prefill=2)
     planned.planner.pin([D])
-    planned.rate, planned.num_waiting = 30.0, 1000
-    planned.run(60)
+    planned.run(60, rate=30.0, num_waiting=1000)
     assert planned.shape == (2, 1)
 
 
@@ -440,9 +408,7 @@ def test_no_worker_switches_its_role_while_requests_wait() -> None:
     shapes = []
     for num_waiting in (0, 1):
         planned = PlannedFleet(1, 6)
-        planned.num_waiting = num_waiting
-        planned.prompt, planned.output, planned.limit_s, planned.rate = 20_000, 40, 0.009, 4.0
-        planned.run(60, until_action=True)
+        planned.run(60, until_action=True, num_waiting=num_waiting, prompt=20_000, output=40, limit_s=0.009, rate=4.0)
         shapes.append(planned.shape)
     assert shapes == [(3, 4), (2, 6)]
 
@@ -451,8 +417,7 @@ def test_traffic_that_falls_and_rises_again_and_again_keeps_its_workers_longer_e
     planned = PlannedFleet(1, 1)
     kept_s = []
     for _ in range(4):
-        planned.rate = 20.0
-        planned.run(200)
+        planned.run(200, rate=20.0)
         begun, largest, planned.rate = planned.now, sum(planned.shape), 2.0
         while sum(planned.shape) == largest:
             planned.run(1)

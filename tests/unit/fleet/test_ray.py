@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -15,7 +16,6 @@ import ray.exceptions
 from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import PoolSizes
 from fleet.host.host import LocalRank
 from fleet.host.service_host import StartFault
 from fleet.law.claims import Claim, Claims, GpuUse
@@ -26,6 +26,9 @@ from fleet.ray.hosts import HostActor, RayHost
 from fleet.ray.supervisor_control import SupervisorControl
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
+
+NO_SERVICE = Mock()  # is never started
+SPEC = FleetSpec(ClusterConfig(), NO_SERVICE, NO_SERVICE, NO_SERVICE, lambda _: "", 0, 1.0, 1.0)
 
 
 async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
@@ -45,74 +48,33 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
 
 @pytest.mark.parametrize(
     ("role", "name"),
-    [
-        (ServiceRole.ROUTER, "Router"),
-        (ServiceRole.PREFILL, "PrefillWorker"),
-        (ServiceRole.DECODE, "DecodeWorker"),
-    ],
+    [(ServiceRole.ROUTER, "Router"), (ServiceRole.PREFILL, "PrefillWorker"), (ServiceRole.DECODE, "DecodeWorker")],
 )
 def test_an_actor_carries_the_role_of_its_service_in_its_name(
     monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str
 ) -> None:
     """`ps` shows ray:: and the name of the class: each service was a ray::HostActor."""
-    made: list[type] = []
-
-    class Remote:
-        def options(self, **_: object) -> Remote:
-            return self
-
-        def remote(self, *_: object) -> Remote:
-            return self
-
-    def remote(actor: type) -> Remote:
-        made.append(actor)
-        return Remote()
-
+    remote = Mock()
     monkeypatch.setattr("ray.remote", remote)
     monkeypatch.setattr(hosts, "live_nodes", list)
-    monkeypatch.setattr(hosts, "on_this_machine", lambda: None)
-    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
-    service: Any = None  # is never started
-    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
-    RayHost(Member(SlotId(role, 0), role, 1), spec)
-    assert [actor.__name__ for actor in made] == [name]
-    assert issubclass(made[0], HostActor)
+    monkeypatch.setattr(hosts, "on_this_machine", Mock())
+    monkeypatch.setattr(hosts, "this_supervisor", Mock())
+    RayHost(Member(SlotId(role, 0), role, 1), SPEC)
+    (actor,) = remote.call_args.args
+    assert (actor.__name__, issubclass(actor, HostActor)) == (name, True)
 
 
 async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Actor:
-        adopt: Any
-
-        async def remote(self, *_: object) -> None:
-            raise ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments"))
-
-    actor, killed = Actor(), list[object]()
-    actor.adopt = actor
+    actor, kill = Mock(), Mock()
+    actor.adopt.remote = AsyncMock(side_effect=ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments")))
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
-    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr("ray.kill", kill)
     monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0"])
-    monkeypatch.setattr(hosts, "this_supervisor", lambda: None)
-    service: Any = None
-    spec = FleetSpec(ClusterConfig(), service, service, service, lambda _: "", 0, 1.0, 1.0)
-    assert await hosts.find_services(spec) == []
-    assert killed == [actor]
-
-
-class Supervisor:
-    """An actor handle: `scale.remote(...)` gives something to wait for."""
-
-    def __init__(self, answer: PoolSizes | Refusal | None) -> None:
-        self._answer = answer  # None: never
-
-    @property
-    def scale(self) -> Supervisor:
-        return self
-
-    async def remote(self, sizes: PoolSizes, auto: bool) -> PoolSizes | Refusal | None:
-        del sizes, auto
-        return self._answer or await asyncio.Future()
+    monkeypatch.setattr(hosts, "this_supervisor", Mock())
+    assert await hosts.find_services(SPEC) == []
+    kill.assert_called_once_with(actor)
 
 
 async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +82,24 @@ async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeyp
         raise AssertionError("ray.get_actor blocks the loop")
 
     monkeypatch.setattr("ray.get_actor", get_actor)
-    assert await SupervisorControl(Supervisor({ServiceRole.DECODE: 2})).scale({}) == {ServiceRole.DECODE: 2}
+    supervisor = Mock()
+    supervisor.scale.remote = AsyncMock(return_value={ServiceRole.DECODE: 2})
+    assert await SupervisorControl(supervisor).scale({}) == {ServiceRole.DECODE: 2}
 
 
 async def test_a_refusal_names_the_field() -> None:
+    supervisor = Mock()
+    supervisor.scale.remote = AsyncMock(return_value=Refusal("decode", "at most 4"))
     with pytest.raises(InvalidRequest, match="decode: at most 4"):
-        await SupervisorControl(Supervisor(Refusal("decode", "at most 4"))).scale({ServiceRole.DECODE: 5})
+        await SupervisorControl(supervisor).scale({ServiceRole.DECODE: 5})
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_control, "CALL_TIMEOUT_S", 0.01)
+    supervisor = Mock()
+    supervisor.scale.remote = lambda *_: asyncio.Event().wait()
     with pytest.raises(WorkerUnavailable, match="does not answer within"):
-        await SupervisorControl(Supervisor(None)).scale({})
+        await SupervisorControl(supervisor).scale({})
 
 
 # Prints the process id of its child in place of an address.

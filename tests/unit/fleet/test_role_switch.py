@@ -3,181 +3,128 @@ fleet gets the sizes that are wanted."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from tests.unit.fleet.driving_fleet import transcripts
 
-import pytest
+test_switches = transcripts(
+    """
+a switch drains then serves in the other role and starts nothing
+  state decode-1    -> switching: becomes a prefill worker
+  sizes             -> 2 prefill 1 decode 1 routers
+  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
+  state decode-1    -> serving
+  notes             -> fleet is scaled: 2 to 1 decode, 1 to 2 prefill; decode-1 becomes a prefill worker
 
-from core.errors import InvalidRequest
-from core.lifecycle import ServiceRole
-from core.machine import Tick
-from fleet.law.events import (
-    Drained,
-    DrainService,
-    KillService,
-    NewConfig,
-    PublishFleet,
-    RoleSwitched,
-    ScaleTo,
-    Shutdown,
-    StartService,
-    SwitchFailed,
-    SwitchRole,
-    SwitchService,
+the pools scale as before
+  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
+  scale decode=2    -> start decode-2
+  scale prefill=1   -> router-0: prefill-0 decode-0 (decode-1:prefill); drain decode-1
+  drained decode-1  -> router-0: prefill-0 decode-0; say decode-1 has drained
+  scale prefill=2   -> start prefill-1
+
+a switched worker that dies starts again in its new role
+  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
+  died decode-1     -> router-0: prefill-0 decode-0; say decode-1 died: killed, starting it again in 1 s
+  time 1            -> start decode-1
+  serves decode-1   -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
+
+a switch that fails ends with a start in the new role
+  cannot_switch decode-1 still has work -> router-0: prefill-0 decode-0
+                  -> say decode-1 did not switch: still has work, starting it again in 1 s
+  state decode-1  -> waiting: did not switch: still has work
+  time 1          -> start decode-1
+  serves decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
+
+a switch whose worker dies ends with a start in the new role
+  died decode-1   -> router-0: prefill-0 decode-0; say decode-1 died: killed, starting it again in 1 s
+  time 1          -> start decode-1
+  serves decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
+
+a switch that takes too long ends with a start in the new role
+  time 31.9
+  time 0.1        -> router-0: prefill-0 decode-0; kill decode-1
+                  -> say decode-1 did not switch: its drain took too long, starting it again in 1 s
+  time 1          -> start decode-1
+  serves decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
+
+scaling down the pool that it joins ends the switch and the worker leaves
+  scale prefill=1
+  state decode-1    -> draining: not wanted any more
+  switched decode-1 -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 has drained
+
+a roll waits for the end of a switch and then replaces the worker too
+  roll              -> say fleet rolls to config 2
+  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
+                    -> start prefill-1 config 2 for prefill-0
+                    -> say prefill-0 is replaced by prefill-1: roll to config 2
+  serves prefill-1  -> router-0: (prefill-0) decode-0 decode-1:prefill prefill-1; say prefill-1 serves
+                    -> drain prefill-0
+  drained prefill-0 -> router-0: decode-0 decode-1:prefill prefill-1; say prefill-0 has drained
+                    -> start prefill-0 config 2 for decode-1
+                    -> say decode-1 is replaced by prefill-0: roll to config 2
+  serves prefill-0  -> router-0: decode-0 (decode-1:prefill) prefill-1 prefill-0; say prefill-0 serves
+                    -> drain decode-1
+  drained decode-1  -> router-0: decode-0 prefill-1 prefill-0; say decode-1 has drained
+                    -> start decode-1 config 2 for decode-0; say decode-0 is replaced by decode-1: roll to config 2
+  serves decode-1   -> router-0: (decode-0) prefill-1 prefill-0 decode-1; say decode-1 serves; drain decode-0
+
+a shutdown ends a switch in the time of the last drains
+  shutdown         -> (router-0): prefill-0 decode-0 (decode-1); drain router-0
+  drained router-0 -> drain prefill-0 2 s; drain decode-0 2 s
+  state decode-1   -> draining: the fleet stops
+  time 3.9
+  time 0.1         -> kill prefill-0; say prefill-0 did not drain in time and was killed; kill decode-0
+                   -> say decode-0 did not drain in time and was killed; kill decode-1
+                   -> say decode-1 did not drain in time and was killed; stopped
+""",
+    setup="""
+  fleet decode=2
+  switch decode-1 prefill -> router-0: prefill-0 decode-0 (decode-1); switch decode-1 to prefill
+""",
 )
-from fleet.law.machine import LAST_DRAIN_S, FleetMachine
-from fleet.law.services import DRAIN_GRACE_S
-from tests.unit.fleet.driving_fleet import D, Fleet, P
 
+test_switches_that_end_or_do_not_begin = transcripts(
+    """
+a worker on a machine that leaves drains and one of the new role starts elsewhere
+  fleet decode=2 decode-1=m-1
+  switch decode-1 prefill -> router-0: prefill-0 decode-0 (decode-1); switch decode-1 to prefill
+  leaves m-1     -> start prefill-1
+  state decode-1 -> draining: m-1.local leaves
+  time 31.9      -> say prefill-1 waits for a machine: Ray has not placed it yet
+  time 0.1       -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 did not drain in time and was killed
 
-def switching(**options: object) -> Fleet:
-    """decode-1 of two decode workers and one prefill worker becomes a prefill worker."""
-    fleet = Fleet(num_decode=2, **options).all_started()
-    fleet.send(SwitchRole("decode-1", P))
-    return fleet
+a worker on a machine that ends soon has until then
+  fleet decode=2 decode-1=m-1
+  switch decode-1 prefill -> router-0: prefill-0 decode-0 (decode-1); switch decode-1 to prefill
+  leaves m-1 8 -> start prefill-1
+  time 7.9
+  time 0.1     -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 did not drain in time and was killed
 
+a switch out of place is refused
+  fleet
+  scale decode=2     -> start decode-1
+  switch d-9 prefill -> refused InvalidRequest: slot: 'd-9' is no slot of this fleet, `tandem status` lists them
+  switch decode-0 decode -> refused InvalidRequest: role: decode-0 is a decode worker already
+  switch router-0 decode -> refused InvalidRequest: role: router-0 is a router and stays one
+  switch decode-1 prefill -> refused InvalidRequest: slot: decode-1 does not serve, it is placing
 
-def roles(fleet: Fleet) -> dict[str, tuple[ServiceRole, bool]]:
-    """The workers as the routers have last learned: role, and whether it drains."""
-    (published,) = [action for action in fleet.actions if isinstance(action, PublishFleet)]
-    return {serving.member.name: (serving.role, serving.draining) for serving in published.workers}
+a switch is refused beside a replacement and a roll and a shutdown and above the limit of a pool
+  fleet prefill=4
+  switch decode-0 prefill -> refused InvalidRequest: prefill: must be in [0, 4] (cluster.max_workers), is 5
+  leaves m-0 -> start prefill-4 for prefill-0; say prefill-0 is replaced by prefill-4: m-0.local leaves
+             -> start prefill-5 for prefill-1; say prefill-1 is replaced by prefill-5: m-0.local leaves
+             -> start prefill-6 for prefill-2; say prefill-2 is replaced by prefill-6: m-0.local leaves
+             -> start prefill-7 for prefill-3; say prefill-3 is replaced by prefill-7: m-0.local leaves
+             -> start decode-1 for decode-0; say decode-0 is replaced by decode-1: m-0.local leaves
+             -> start router-1 for router-0; say router-0 is replaced by router-1: m-0.local leaves
+  switch decode-0 prefill -> refused InvalidRequest: slot: decode-0 is being replaced: m-0.local leaves
+  roll       -> say fleet rolls to config 2; kill prefill-4.7; start prefill-4 config 2 for prefill-0
+  switch prefill-0 decode -> refused InvalidRequest: role: the fleet rolls, switch afterwards
+  shutdown   -> (router-0): prefill-0 decode-0 prefill-1 prefill-2 prefill-3; drain router-0; kill prefill-4
+             -> kill prefill-5; kill prefill-6; kill prefill-7; kill decode-1; kill router-1
+  switch prefill-0 decode -> refused InvalidRequest: role: the fleet stops
 
-
-def test_a_switch_drains_then_serves_in_the_other_role_and_starts_nothing() -> None:
-    fleet = switching()
-    assert fleet.of(SwitchService) == [SwitchService(fleet.members["decode-1"], 30.0)]
-    assert roles(fleet) == {"prefill-0": (P, False), "decode-0": (D, False), "decode-1": (D, True)}
-    assert fleet.state_of("decode-1") == ("switching", "becomes a prefill worker")
-    before = next(slot for slot in fleet.machine.status(fleet.now).slots if slot.name == "decode-1")
-    fleet.send(RoleSwitched(fleet.members["decode-1"]))
-    assert roles(fleet) == {"prefill-0": (P, False), "decode-0": (D, False), "decode-1": (P, False)}
-    assert not fleet.of(StartService) + fleet.of(DrainService)
-    slot = next(slot for slot in fleet.machine.status(fleet.now).slots if slot.name == "decode-1")
-    assert (slot.role, slot.service_id, slot.reason) == (P, before.service_id, "")
-    assert fleet.machine.wanted[P] == 2
-    assert fleet.machine.wanted[D] == 1
-
-
-def test_the_pools_scale_as_before_after_a_switch() -> None:
-    fleet = switching()
-    fleet.send(RoleSwitched(fleet.members["decode-1"]))
-    fleet.send(ScaleTo({D: 2}))
-    assert fleet.names(StartService) == ["decode-2"]
-    fleet.send(ScaleTo({P: 1}))
-    assert fleet.names(DrainService) == ["decode-1"], "the newest start of the pool"
-    fleet.send(Drained(fleet.members["decode-1"]))
-    fleet.send(ScaleTo({P: 2}))
-    assert fleet.names(StartService) == ["prefill-1"]
-
-
-def test_a_switched_worker_that_dies_starts_again_in_its_new_role() -> None:
-    fleet = switching()
-    fleet.send(RoleSwitched(fleet.members["decode-1"]))
-    fleet.died("decode-1", after_s=1.0)
-    fleet.send(Tick(), after_s=1.0)
-    (start,) = fleet.of(StartService)
-    assert (start.member.name, start.member.role) == ("decode-1", P)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("end", ["fails", "dies", "takes too long"])
-def test_a_switch_that_fails_ends_with_a_start_in_the_new_role(end: str) -> None:
-    fleet = switching()
-    match end:
-        case "fails":
-            fleet.send(SwitchFailed(fleet.members["decode-1"], "still has work"))
-        case "dies":
-            fleet.died("decode-1")
-        case _:
-            assert not fleet.send(Tick(), after_s=30.0)
-            fleet.send(Tick(), after_s=DRAIN_GRACE_S)
-            assert fleet.names(KillService) == ["decode-1"]
-    assert fleet.state_of("decode-1")[0] == "waiting"
-    assert "decode-1" not in roles(fleet)
-    fleet.send(Tick(), after_s=1.0)
-    fleet.started("decode-1")
-    assert roles(fleet)["decode-1"] == (P, False)
-
-
-def test_scaling_down_the_pool_that_it_joins_ends_the_switch_and_the_worker_leaves() -> None:
-    fleet = switching()
-    fleet.send(ScaleTo({P: 1}))
-    assert fleet.state_of("decode-1") == ("draining", "not wanted any more")
-    assert fleet.send(RoleSwitched(fleet.members["decode-1"]))
-    assert fleet.names(KillService) == ["decode-1"]
-    assert roles(fleet) == {"prefill-0": (P, False), "decode-0": (D, False)}
-
-
-@pytest.mark.parametrize("in_s", [None, 8.0])
-def test_a_machine_that_leaves_ends_the_switch_and_a_worker_of_the_new_role_starts_elsewhere(
-    in_s: float | None,
-) -> None:
-    fleet = Fleet(num_decode=2)
-    for name in list(fleet.members):
-        fleet.started(name, machine="m-1" if name == "decode-1" else "m-0")
-    fleet.send(SwitchRole("decode-1", P))
-    fleet.leaves("m-1", in_s)
-    assert fleet.state_of("decode-1") == ("draining", "m-1.local leaves")
-    assert fleet.names(StartService) == ["prefill-1"]
-    assert not fleet.send(Tick(), after_s=7.5)
-    fleet.send(Tick(), after_s=0.5)
-    assert fleet.names(KillService) == ([] if in_s is None else ["decode-1"])
-
-
-def test_a_roll_waits_for_the_end_of_a_switch_and_then_replaces_the_worker_too() -> None:
-    fleet = switching()
-    fleet.send(NewConfig(fleet.rules, restarts=True))
-    assert not fleet.of(StartService)
-    fleet.send(RoleSwitched(fleet.members["decode-1"]))
-    for old, new in (("prefill-0", "prefill-1"), ("decode-1", "prefill-0"), ("decode-0", "decode-1")):
-        assert fleet.names(StartService) == [new]
-        fleet.started(new)
-        assert fleet.names(DrainService) == [old]
-        fleet.send(Drained(fleet.members[old]))
-
-
-def test_a_shutdown_ends_a_switch_in_the_time_of_the_last_drains() -> None:
-    fleet = switching()
-    fleet.send(Shutdown())
-    fleet.send(Drained(fleet.members["router-0"]))
-    assert fleet.state_of("decode-1") == ("draining", "the fleet stops")
-    fleet.send(Tick(), after_s=LAST_DRAIN_S + DRAIN_GRACE_S)
-    assert "decode-1" in fleet.names(KillService)
-
-
-@pytest.mark.parametrize(
-    ("slot", "role", "reason"),
-    [
-        ("decode-9", P, "slot: 'decode-9' is no slot of this fleet; `tandem status` lists them"),
-        ("decode-0", D, "role: decode-0 is a decode worker already"),
-        ("router-0", D, "role: router-0 is a router and stays one"),
-        ("decode-1", P, "slot: decode-1 does not serve, it is placing"),
-    ],
+the option that keeps workers in their roles is named
+  fleet role_option=vllm
+  switch decode-0 prefill -> refused InvalidRequest: role: cannot change with vllm: start a worker of that role instead
+"""
 )
-def test_a_switch_out_of_place_is_refused(slot: str, role: ServiceRole, reason: str) -> None:
-    fleet = Fleet().all_started()
-    fleet.send(ScaleTo({D: 2}))
-    with pytest.raises(InvalidRequest) as refused:
-        fleet.send(SwitchRole(slot, role))
-    assert str(refused.value) == reason
-    fleet.machine.check()
-
-
-def test_a_switch_is_refused_beside_a_roll_a_replacement_a_shutdown_and_above_the_limit_of_a_pool() -> None:
-    fleet = Fleet(num_prefill=4, num_decode=1).all_started()
-    with pytest.raises(InvalidRequest, match=r"^prefill: must be in \[0, 4\] \(cluster.max_workers\), is 5"):
-        fleet.send(SwitchRole("decode-0", P))
-    fleet.leaves("m-0", None)
-    with pytest.raises(InvalidRequest, match=r"decode-0 is being replaced: m-0\.local leaves"):
-        fleet.send(SwitchRole("decode-0", P))
-    for event, reason in ((NewConfig(fleet.rules, restarts=True), "the fleet rolls"), (Shutdown(), "the fleet stops")):
-        fleet.send(event)
-        with pytest.raises(InvalidRequest, match=reason):
-            fleet.send(SwitchRole("prefill-0", D))
-
-
-def test_the_option_that_keeps_workers_in_their_roles_is_named() -> None:
-    fleet = Fleet().all_started()
-    fleet.machine = FleetMachine(replace(fleet.rules, role_option="[engine] name = vllm"))
-    fleet.send(Tick())
-    fleet.all_started()
-    with pytest.raises(InvalidRequest, match=r"^role: cannot change with \[engine\] name = vllm"):
-        fleet.send(SwitchRole("decode-0", P))

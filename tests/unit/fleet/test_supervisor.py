@@ -4,6 +4,7 @@ when Ray fails a kill or a member dies early, and reports its own failure."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, RouterConfig
+from core.config import ClusterConfig, ConfigText, LiveConfig, RouterConfig
 from core.cost.step_cost import StepCost
 from core.errors import TandemError, WorkerUnavailable
 from core.fleet_control import ConfigChange
@@ -37,6 +38,7 @@ from fleet.supervisor.notes import FleetUpdate
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 from fleet.supervisor.supervisor import Supervisor
+from runtime.shared_port import PortClaim
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, P, R
 
@@ -180,7 +182,7 @@ def router_host(machine: str) -> str:
 def make(text: ConfigText) -> FleetSpec:
     config = text.config
     full = ConfigText.of(config, text.flags, text.steps)
-    return replace(SPEC, text=full, drain_timeout_s=config.worker.drain_timeout_s)
+    return replace(SPEC, text=full, drain_timeout_s=config.worker.drain_timeout_s, planner=config.planner)
 
 
 def options(max_queued: int) -> str:
@@ -213,6 +215,19 @@ async def test_a_fleet_that_is_stopped_before_its_start_has_stopped() -> None:
     supervisor = Site(SPEC).supervisor
     assert await supervisor.shutdown() == 0.0
     assert await supervisor.updates() == [FleetStopped()]
+
+
+async def test_a_fleet_whose_port_another_fleet_has_claimed_starts_nothing() -> None:
+    """A port that all routers share with SO_REUSEPORT keeps out every other fleet, also before a router serves."""
+    with contextlib.closing(PortClaim("127.0.0.1", 0)) as claim:
+        site = Site(replace(SPEC, router_port=claim.port))
+        await site.supervisor.start()
+        assert await site.supervisor.updates() == [
+            FleetFailed(f"cannot listen on {claim.address} (Address already in use); choose another port with --port")
+        ]
+        await site.supervisor.shutdown()
+        assert await site.supervisor.updates() == [FleetStopped()]
+    assert not site.hosts
 
 
 async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
@@ -392,11 +407,10 @@ async def test_a_supervisor_that_has_failed_refuses_new_sizes(site: Site, monkey
 
 
 async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) -> None:
-    off = await site.supervisor.scale({}, auto=True)
-    assert isinstance(off, Refusal)
-    assert off.field == "auto"
-    planned = replace(SPEC, planner=PlannerConfig(enabled=True, max_prefill=2, max_decode=2))
-    site.supervisor._specs[1] = planned
+    off = Refusal("auto", "the planner is off; `tandem apply planner.enabled=true` starts it")
+    assert await site.supervisor.scale({}, auto=True) == off
+    bounds = {"enabled": True, "max_prefill": 2, "max_decode": 2}
+    assert not isinstance(await site.supervisor.apply("", json.dumps({"planner": bounds}), restart=False), Refusal)
     assert await site.supervisor.scale({D: 1}) == {P: 1, D: 1, R: 1}
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0")
     status = (await site.supervisor.status()).planner
@@ -406,3 +420,5 @@ async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) 
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
     notes = [note for note in await site.supervisor.notes(100, 0) if note.subject == "planner"]
     assert "requests/s of 8000 + 300 tokens" in notes[0].reason
+    await site.supervisor.apply("", json.dumps({"planner": {"enabled": False}}), restart=False)
+    assert await site.supervisor.scale({}, auto=True) == off

@@ -304,10 +304,6 @@ def test_many_gpus_are_asked_as_groups(num_gpus: int, group: int) -> None:
     assert group_of(num_gpus) == group
 
 
-def test_no_shape_may_keep_the_limits() -> None:
-    assert advise(load(500, 20, 100), MODEL, Slo(1.0, 0.001), 2).verdict is Verdict.NEITHER
-
-
 def test_a_queue_that_grows_without_end_is_not_hidden_by_loose_limits() -> None:
     """A decode worker that runs 256 sequences cannot end 300 requests/s, however long each may take."""
     search = Search(load(200, 200), MODEL, Slo(5.0, 0.2))

@@ -146,12 +146,13 @@ def test_a_malformed_file_is_named(tmp_path: Path, change: Callable[[dict[str, A
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"cheap", "Expecting value"),
         (b"[" * 100_000, "recursion"),
         (b"\xff", "invalid start byte"),
         (b" " * (MAX_FILE_BYTES + 1), "longer than 1,000,000 bytes"),
     ],
 )
-def test_a_hostile_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_json_and_a_hostile_one_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
@@ -161,12 +162,6 @@ def test_a_hostile_file_is_named(tmp_path: Path, content: bytes, message: str) -
 def test_a_device_is_no_file_of_costs() -> None:
     with pytest.raises(ValueError, match="/dev/zero: must be a regular file"):
         read_costs("/dev/zero")
-
-
-def test_a_file_without_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text("cheap")
-    with pytest.raises(ValueError, match=r"costs\.json: Expecting value"):
-        read_costs(str(tmp_path / "costs.json"))
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "data/h100_llama_8b_points.csv"

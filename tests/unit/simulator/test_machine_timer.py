@@ -47,14 +47,7 @@ class Clock:
         self.timer.update()
 
 
-def test_a_tick_comes_at_the_deadline_on_the_clock_of_the_machine() -> None:
-    clock = Clock()
-    clock.set(105.0)
-    clock.world.run_until(20.0)
-    assert clock.ticks == [105.0]
-
-
-def test_a_deadline_may_move_both_ways() -> None:
+def test_a_tick_comes_at_the_deadline_on_the_clock_of_the_machine_also_after_moves_both_ways() -> None:
     clock = Clock()
     clock.set(105.0)
     clock.set(103.0)

@@ -1,12 +1,13 @@
-"""A router that stands still costs itself and nobody else.
+"""A router that stands still costs itself and nobody else. One without file descriptors serves what is connected.
 
-The worker keeps a bounded number of tokens for the router, then ends the token stream and its calls. The other router
-does not notice.
+The worker keeps a bounded number of tokens for a router that stands still, then ends the token stream and its calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,11 @@ import pytest
 from core.lifecycle import ServiceRole
 from decode_worker import token_stream
 from decode_worker.servicer import DecodeServicer
+from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import Answer, deploy, make_request
-from tests.support.faults import Stream, expected, fault_config, prompt_of
+from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
+from tests.support.limits import no_more_descriptors
 from tests.support.processes import Fleet
 from tests.support.steps import slow_down
 from tests.support.waiting import until
@@ -65,4 +69,27 @@ async def test_a_router_that_stands_still_is_cut_off_and_continues_its_requests_
                 assert answer.finished.attempts > 1
             await bystander.right()
             assert bystander.finished.attempts == 1
+        await deployment.settle()
+
+
+# ---- a process that has used up its file descriptors serves what is connected, and accepts connections again later
+
+NUM_REQUESTS = 5
+
+
+@pytest.mark.usefixtures("fabric")
+async def test_without_descriptors_open_connections_are_served_and_later_ones_when_descriptors_are_back() -> None:
+    async with deploy(fault_config()) as deployment:
+        host, _, port = deployment.router_address.rpartition(":")
+        await Stream(deployment.inference, prompt_of(0)).right()
+        with socket.socket() as refused:
+            refused.setblocking(False)
+            with no_more_descriptors():
+                with pytest.raises(OSError, match="Too many open files"):
+                    os.open(os.devnull, os.O_RDONLY)
+                await asyncio.get_running_loop().sock_connect(refused, (host, int(port)))  # the router cannot accept
+                for seed in range(1, 1 + NUM_REQUESTS):
+                    await Stream(deployment.inference, prompt_of(seed)).right()
+        async with open_channel(deployment.router_address, 4 << 20) as channel:
+            await serves_on(inference_pb2_grpc.InferenceStub(channel))
         await deployment.settle()

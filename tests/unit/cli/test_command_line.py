@@ -1,0 +1,207 @@
+"""Flags set the fields of a request. Wrong input and interrupts end with one line and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import grpc
+import grpc.aio
+import pytest
+import typer
+from rich.console import Console
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from cli import entry
+from cli.commands import demo
+from cli.commands.chat import Conversation, chat
+from cli.commands.demo_config import demo_config
+from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
+from cli.main import app
+from core.errors import InvalidRequest
+from tandem_client import CallFailed
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import Choices, GenerateRequest, OutputFormat, SamplingParams, StopConditions
+from tests.unit.cli.conftest import Tandem
+
+# A command line, and the message that it makes.
+TYPED = [
+    ("--max-tokens 7", GenerateRequest(stop=StopConditions(max_tokens=7))),
+    ("--temperature 0.5", GenerateRequest(sampling=SamplingParams(temperature=0.5))),
+    ("--top-k 5", GenerateRequest(sampling=SamplingParams(top_k=5))),
+    ("--top-p 0.5", GenerateRequest(sampling=SamplingParams(top_p=0.5))),
+    ("--min-p 0.25", GenerateRequest(sampling=SamplingParams(min_p=0.25))),
+    ("--repetition-penalty 1.5", GenerateRequest(sampling=SamplingParams(repetition_penalty=1.5))),
+    ("--presence-penalty 0.5", GenerateRequest(sampling=SamplingParams(presence_penalty=0.5))),
+    ("--frequency-penalty 0.5", GenerateRequest(sampling=SamplingParams(frequency_penalty=0.5))),
+    ("--seed 3", GenerateRequest(sampling=SamplingParams(seed=3))),
+    ("--stop a --stop b", GenerateRequest(stop=StopConditions(stop_strings=["a", "b"]))),
+    ("--stop-token-id 4 --stop-token-id 5", GenerateRequest(stop=StopConditions(stop_token_ids=[4, 5]))),
+    ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
+    ("--min-tokens 3", GenerateRequest(stop=StopConditions(min_tokens=3))),
+    ("--json-schema {}", GenerateRequest(output_format=OutputFormat(json_schema="{}"))),
+    ("--regex a+", GenerateRequest(output_format=OutputFormat(regex="a+"))),
+    ("--choice a --choice b", GenerateRequest(output_format=OutputFormat(choices=Choices(texts=["a", "b"])))),
+    ("--model red", GenerateRequest(model="red")),
+    ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
+    ("--user me", GenerateRequest(user="me")),
+    ("--priority -3", GenerateRequest(priority=-3)),
+    ("--min-interval-ms 50", GenerateRequest(min_interval_ms=50)),
+    ("--n 2", GenerateRequest(n=2)),
+    ("--logprobs 4", GenerateRequest(logprobs=4)),
+]
+
+
+@pytest.mark.parametrize(("typed", "wanted"), TYPED, ids=[typed.split()[0] for typed, _ in TYPED])
+def test_each_flag_sets_its_field_and_no_other(typed: str, wanted: GenerateRequest) -> None:
+    request = GenerateRequest()
+    small = typer.Typer()
+
+    @small.command()
+    @with_flags((*REQUEST_FLAGS, *CHOICE_FLAGS))
+    def ask(**flags: object) -> None:
+        fill_request(request, flags)
+
+    result = CliRunner().invoke(small, typed.split())
+    assert result.exit_code == 0, result.output
+    assert request == wanted
+
+
+def commands(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands(each, *path, name)
+
+
+def test_every_command_and_each_of_its_options_has_a_help_text_and_shows_every_word_of_it() -> None:
+    for path, command in commands(get_command(app)):
+        result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "1000"})
+        assert result.exit_code == 0, result.output
+        assert command.help, path
+        shown = " ".join(result.output.split())
+        for parameter in command.params:
+            written = " ".join((getattr(parameter, "help", "") or "").replace("\\[", "[").split())
+            assert written, (path, parameter.name)
+            assert written in shown, (path, parameter.name)
+
+
+def test_every_flag_has_a_row() -> None:
+    assert {f"--{flag.name}" for flag in (*REQUEST_FLAGS, *CHOICE_FLAGS)} == {typed.split()[0] for typed, _ in TYPED}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("seed", -1, r"^seed: must be in \[0, 18446744073709551615\], is -1$"),
+        ("max_tokens", 2**32, r"^max_tokens: must be in \[0, 4294967295\], is 4294967296$"),
+        ("priority", 2**31, r"^priority: must be in \[-2147483648, 2147483647\], is 2147483648$"),
+    ],
+)
+def test_a_number_out_of_the_range_of_its_field_names_field_and_limit(flag: str, value: int, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        fill_request(GenerateRequest(), {flag: value})
+
+
+def test_two_forms_of_one_output_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^choice: cannot be combined with regex$"):
+        fill_request(GenerateRequest(), {"regex": "a", "choice": ["b"]})
+
+
+# ---- wrong input and interrupts end the `tandem` command with one line and an exit code, never with a traceback
+
+
+@pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
+def test_text_that_is_not_utf_8_is_an_error_of_one_line(command: list[str], tandem: Tandem) -> None:
+    assert tandem(*command) == (1, "", "error: the given text is not UTF-8\n")
+
+
+def test_a_call_without_the_token_is_an_error_that_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, tandem: Tandem
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise CallFailed(grpc.StatusCode.UNAUTHENTICATED, "no token", retryable=False)
+
+    monkeypatch.setattr("cli.commands.status.scale", refuse)
+    code, _, shown = tandem("scale", "--decode", "1")
+    assert (code, shown) == (1, "error: no token; give the config file with the token in [security] by --config\n")
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
+def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
+    assert tandem("generate", "x", "--timeout", seconds).code == 2
+
+
+def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
+    command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_an_interrupted_demo_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "pull_if_listed", lambda *_: None)
+    monkeypatch.setattr(demo, "run_interruptible", lambda *_: True)  # as after a Ctrl-C
+    with pytest.raises(KeyboardInterrupt):
+        demo.demo(demo_config(), MagicMock(), Console(file=io.StringIO()))
+
+
+class LosingClient:
+    """The first request fails because its worker is lost; the second one succeeds."""
+
+    address = "router:1"
+    num_requests = 0
+
+    async def model(self) -> inference_pb2.GetModelResponse:
+        return inference_pb2.GetModelResponse(name="fake")
+
+    async def generate(self, _: inference_pb2.GenerateRequest, __: float):  # type: ignore[no-untyped-def]
+        self.num_requests += 1
+        if self.num_requests == 1:
+            raise CallFailed(grpc.StatusCode.UNAVAILABLE, "the decode worker is gone", retryable=True)
+        yield inference_pb2.GenerateResponse(tokens=inference_pb2.TokenChunk(text="here"))
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def talk(stdin: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> tuple[Conversation, str]:
+    """Chat with the lines of `stdin`. Returns the conversation and the output."""
+    monkeypatch.setattr(sys, "stdin", stdin)
+    conversation, console = Conversation(inference_pb2.GenerateRequest(), "", 5.0), Console(file=io.StringIO())
+    chat(contextlib.nullcontext(LosingClient()), conversation, console)  # type: ignore[arg-type]
+    return conversation, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_failed_request_does_not_end_the_conversation_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation, shown = talk(Terminal("one\ntwo\n"), monkeypatch)
+    assert "error: the decode worker is gone" in shown
+    assert [(message.role, message.content) for message in conversation.messages] == [
+        ("user", "two"), ("assistant", "here"),
+    ]  # fmt: skip
+
+
+def test_a_failed_request_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CallFailed):
+        talk(io.StringIO("one\ntwo\n"), monkeypatch)
+
+
+class InterruptedImport(ModuleType):
+    def __getattr__(self, _: str) -> object:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cli.main", InterruptedImport("cli.main"))
+    with pytest.raises(SystemExit) as ended:
+        entry.run()
+    assert ended.value.code == 130
