@@ -79,7 +79,7 @@ bench-goodput: setup  ## Measure requests inside their limits beside the undivid
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE)) $(OPTIONS)
 
-bench-vllm: vllm  ## A worker beside bare AsyncLLM, hand-offs, cancels, prefixes and drains (10 minutes); TRACE=f: goodput beside vLLM alone (50 minutes)
+bench-vllm: vllm  ## A worker beside bare AsyncLLM, hand-offs, cancels, prefixes and drains (8 minutes); TRACE=f: goodput beside vLLM alone (50 minutes)
 	$(BIN)/python -m benchmarks.vllm $(PARTS_OF)
 	$(if $(TRACE),$(BIN)/python -m benchmarks.goodput --systems vllm-1P1D vllm-0P2D vllm 1P1D 0P2D --rates 1 2 3 --trace $(TRACE))
 

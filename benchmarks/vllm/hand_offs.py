@@ -27,11 +27,12 @@ from tests.support.vllm_fleet import CONFIG, VllmProcess, routed
 
 Workers = Mapping[str, VllmProcess]
 PLACES = (("prefill", 0), ("decode", 0), ("decode", 1))
+CHUNK = 256  # tokens of a step
 CHANGES = {
     "vllm": {
         "connector": "tandem",
         "lease_s": 60.0,
-        "args": [*CONFIG["vllm"]["args"], "--max-num-batched-tokens", "256", "--max-num-seqs", "32"],
+        "args": [*CONFIG["vllm"]["args"], "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "32"],
     }
 }
 TIMEOUT_S = 180.0
@@ -60,13 +61,13 @@ async def cancel(report: Report, workers: Workers, _: int) -> None:
     owner = workers["prefill-0"]
     prompts = random_prompts(NUM_CANCELS + 1, NUM_TOKENS, seed=2)
     async with routed([owner, workers["decode-0"]], local_prefill="never") as (client, _router):
-        whole = (await _answer(client, prompts[0], NUM_OUTPUTS)).times[-1]
+        times = (await _answer(client, prompts[0], NUM_OUTPUTS)).times
         await _until_free(owner)
         seconds = []
         for number, prompt in enumerate(prompts[1:]):
             async with client.stream(prompt, TIMEOUT_S, max_tokens=NUM_OUTPUTS, ignore_eos=True) as stream:
                 try:
-                    async with asyncio.timeout(whole * (number + 0.5) / NUM_CANCELS):
+                    async with asyncio.timeout(times[-1] * (number + 0.5) / NUM_CANCELS):
                         async for _piece in stream:
                             pass
                 except TimeoutError:
@@ -77,6 +78,8 @@ async def cancel(report: Report, workers: Workers, _: int) -> None:
     name = f"blocks of P free after a cancel, {NUM_CANCELS} moments"
     report.add(Line(f"{name}: median", statistics.median(seconds) * 1e3, "ms"))
     report.add(Line("... the longest", max(seconds) * 1e3, "ms", most=MOST_FREE_MS))
+    step = times[0] / -(-NUM_TOKENS // CHUNK)
+    report.add(Line("... a step of P, which vLLM does not interrupt", step * 1e3, "ms"))
 
 
 async def prefix(report: Report, workers: Workers, repeats: int) -> None:
