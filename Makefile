@@ -104,7 +104,7 @@ clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.clients
 
-check-matrix: vllm  ## Run `tandem check` against Tandem, Tandem with vLLM inside, and vLLM's own pair: STACKS="float32 vllm-pair" (40 minutes)
+check-matrix: vllm  ## Run `tandem check` against Tandem, Tandem with vLLM inside, and vLLM's own pair: STACKS="float32 vllm-pair" (50 minutes)
 	$(BIN)/python -m tools.check_matrix $(if $(STACKS),--stacks $(STACKS)) $(OPTIONS)
 
 soak: setup  ## Send 40,000 requests through faults and rolls, 1,000,000 odd messages, then 5,000 seeds and the slow tests (2.5 hours; SEEDS=100..299: 45 minutes)
