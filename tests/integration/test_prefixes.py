@@ -24,9 +24,9 @@ from core.request import Request, SamplingParams
 from kv_transfer.protocol.events import Actions
 from kv_transfer.transports.nixl_transport import NixlTransport
 from router.requests import open_dispatches
-from router.routing import policy
 from tests.support.deployment import Answer, Deployment, busy_blocks, deploy, machine_of, make_request, tiny_config
 from tests.support.device_runner import put_pools_on_devices
+from tests.support.eager_reads import route_eagerly
 from tests.support.faults import fault_config
 from tests.support.processes import Fleet
 from tests.support.reference import CoLocatedEngine
@@ -58,8 +58,7 @@ def expected(engine: EngineConfig, prompt: tuple[int, ...] = PROMPT, **sampling:
 @pytest_asyncio.fixture(params=MODELS)
 async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
     """A tiny model computes a prefix faster than any call takes, so here the router reads wherever it can."""
-    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
-    monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)  # a busy machine delays messages
+    route_eagerly(monkeypatch, late_s=30.0)
     config = tiny_config(request.param, transport="nixl", peer_prefixes="auto")
     transfer = replace(config.transfer, max_blocks_per_read=2, max_reads_in_flight=1)  # several reads of one prefix
     async with deploy(replace(config, transfer=transfer)) as running:

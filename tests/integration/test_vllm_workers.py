@@ -23,11 +23,10 @@ from core.errors import TandemError
 from core.lifecycle import ServiceRole
 from gateway.fleets import Fleets
 from protos import kserve_pb2, kserve_pb2_grpc
-from router.requests import open_dispatches
-from router.routing import policy
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import make_request
+from tests.support.eager_reads import route_eagerly
 from tests.support.gateway import serving_gateway
 from tests.support.vllm_workers import FakeEngineFleet, deploy_fakes, expected
 from tests.support.waiting import until
@@ -68,8 +67,7 @@ async def test_engines_with_agents_get_both_calls_at_once_and_the_first_token_is
 
 async def test_turn_two_reads_the_history_from_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not for an adapter, of which a source does not know."""
-    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)  # the router reads wherever it can
-    monkeypatch.setattr(open_dispatches, "LATE_S", 30.0)
+    route_eagerly(monkeypatch, late_s=30.0)
     async with deploy_fakes(have_agents=True, step_s=0.02, peer_prefixes="auto") as fleet:
         for model, can_read in (("", True), ("red", False)):
             first = await fleet.generate(PROMPT, 40, model=model)

@@ -7,15 +7,32 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from router.requests import open_dispatches
 from router.routing import policy
-from router.routing.policy import PrefixRead
+from router.routing.policy import Candidate, PrefixRead, RoutingQuestion, SecondsPolicy
 from router.routing.source_trial import SourceTrial
 from worker.tier import disk_tier
 
 COMPUTE_S = 2.0  # that a read from disk seems to save: so a read has about a second
 PAUSE_S = 0.05
 LATE_S = 0.5  # a busy machine delays messages
+
+
+_all_candidates = SecondsPolicy._all
+
+
+def _those_that_read(routing: SecondsPolicy, question: RoutingQuestion) -> list[Candidate]:
+    found = _all_candidates(routing, question)
+    return [candidate for candidate in found if candidate.read.source is not None] or found
+
+
+def route_eagerly(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """A router of this process sends every prompt where a prefix of it is read, and gives up a read after `late_s`."""
+    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
+    monkeypatch.setattr(SecondsPolicy, "_all", _those_that_read)
+    monkeypatch.setattr(open_dispatches, "LATE_S", late_s)
 
 
 def eager_reads() -> list[Any]:
@@ -30,6 +47,7 @@ def eager_reads() -> list[Any]:
 
     return [
         patch.object(policy, "LEAST_GAIN_S", -1e6),
+        patch.object(SecondsPolicy, "_all", _those_that_read),
         patch.object(policy, "prefix_read", lambda *args: free(prefix_read(*args))),
         patch.object(policy, "disk_read", lambda *args: free(disk_read(*args))),
         patch.object(open_dispatches, "LATE_S", LATE_S),

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from core.scheduling.block_pool import Column
-from router.requests import open_dispatches
-from router.routing import policy
 from tandem_client import AsyncClient, Completion
+from tests.support.eager_reads import route_eagerly
 from tests.support.vllm_fleet import BLOCK_SIZE, VllmProcess, require_vllm, routed, started_workers
 from tests.support.waiting import until
 
@@ -95,8 +94,7 @@ async def test_a_cancelled_hand_off_leaves_no_block_behind(workers: Workers) -> 
 async def test_turn_two_reads_the_history_from_the_decode_worker(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)  # the router reads wherever it can
-    monkeypatch.setattr(open_dispatches, "LATE_S", 60.0)
+    route_eagerly(monkeypatch, late_s=60.0)
     pools = [workers["prefill-0"], workers["decode-0"]]
     options: dict[str, Any] = {"max_tokens": 2 * BLOCK_SIZE, "ignore_eos": True, "temperature": 0.0}
     async with routed(pools, local_prefill="never", peer_prefixes="auto") as (client, router):
