@@ -79,6 +79,7 @@ async def test_nine_more_runs_fail_nothing(plan: CheckPlan) -> None:
 @pytest.mark.parametrize("fault", FOUND_BY)
 async def test_a_fault_is_found(plan: CheckPlan, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behaviour_probes, "SETTLE_S", 1.0)
+    monkeypatch.setattr(behaviour_probes, "LEASE_S", 1.0)
     found = [
         one
         for one in await findings_of(replace(plan, limit_s=1.5 if fault == "hangs" else 8.0), fault)

@@ -91,6 +91,7 @@ def adversary(seed: int) -> Send:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behaviour_probes, "SETTLE_S", 0.0)
+    monkeypatch.setattr(behaviour_probes, "LEASE_S", 0.0)
     monkeypatch.setattr(stack, "POLL_S", 0.0)
     monkeypatch.setattr(behaviour_probes, "POLL_S", 0.0)
 
