@@ -1,7 +1,7 @@
 """A worker with vLLM inside beside the bare engine, and what Tandem's connector does: `make bench-vllm`.
 
     worker                           32 streams go through a decode worker, over gRPC, and the same streams through its
-                                     AsyncLLM: one engine, in turns; `bare` runs in the process of the worker
+                                     AsyncLLM: one engine, in turns (benchmarks/vllm/bare.py)
     handoff, cancel, prefix, drain   between workers (benchmarks/vllm/hand_offs.py)
 
 Prompts are new each time, so nothing comes from a cache.
@@ -18,11 +18,9 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks.asking import random_prompts
 from benchmarks.dataplane.load import ask_worker
@@ -38,26 +36,6 @@ STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 128
 LEAST_SHARE, MOST_MS = 0.95, 1.0  # the goals: of the bare engine's tokens/s, and of a token's time
 
 
-async def bare(service: Any, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> list[list[float]]:
-    """The times of the tokens that AsyncLLM gives, without the worker; as `ask_worker`."""
-    from vllm import SamplingParams, TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-    )
-    start = time.perf_counter()
-
-    async def one(number: int, prompt: Sequence[int]) -> list[float]:
-        times: list[float] = []
-        tokens = TokensPrompt(prompt_token_ids=list(prompt))
-        async for output in service._engine._llm.generate(tokens, sampling, f"bare-{repeat}-{number}"):
-            times += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
-        return times
-
-    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-
-
 def measure_worker(report: Report, repeats: int) -> None:
     python = python_of(VllmConfig())
     role = Role("decode", config=CONFIG, cores=(min(os.sched_getaffinity(0)),), step_s=None)
@@ -67,7 +45,7 @@ def measure_worker(report: Report, repeats: int) -> None:
     try:
         for repeat in range(repeats + 1):
             alone = {"prompts": random_prompts(*sizes, 2 * repeat), "max_tokens": OUTPUT_TOKENS, "repeat": repeat}
-            times = worker.call("apply", function="benchmarks.vllm.__main__:bare", **alone)
+            times = worker.call("apply", function="benchmarks.vllm.bare:bare", **alone)
             prompts = random_prompts(*sizes, 2 * repeat + 1)
             through = ask_worker(worker.address, prompts, OUTPUT_TOKENS)
             if repeat:  # the first one warms up
