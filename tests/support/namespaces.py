@@ -123,7 +123,9 @@ class Machines:
                 host, _, port = address.rpartition(":")
                 inside = ThreadPoolExecutor(1, initializer=_enter, initargs=(self.namespace(machine_of[host]),))
                 stack.callback(inside.shutdown, False)
-                server = await asyncio.start_server(_Tunnel(inside, host, int(port)).serve, "127.0.0.1", 0)
+                tunnel = _Tunnel(inside, host, int(port))
+                stack.push_async_callback(tunnel.ended)
+                server = await asyncio.start_server(tunnel.serve, "127.0.0.1", 0)
                 stack.callback(server.close)
                 return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -174,13 +176,31 @@ class Machines:
         return int(link["stats64"]["rx"]["bytes"])
 
 
+END_S = 10.0
+
+
 class _Tunnel:
     """A socket belongs to the namespace of the thread that made it; then any thread may use it."""
 
     def __init__(self, inside: ThreadPoolExecutor, host: str, port: int) -> None:
         self._inside, self._host, self._port = inside, host, port
+        self._open: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._serve(reader, writer)
+        finally:
+            self._open.discard(task)
+
+    async def ended(self) -> None:
+        """Both ends of every connection are gone: wait until their sockets are closed."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=END_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             made = await asyncio.get_running_loop().run_in_executor(self._inside, self._connect)
             far_reader, far_writer = await asyncio.open_connection(sock=made)
@@ -201,6 +221,8 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             writer.write(data)
             await writer.drain()
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 def _enter(namespace: str) -> None:

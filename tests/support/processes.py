@@ -78,8 +78,8 @@ class FleetProcess(ServiceProcess):
             await asyncio.gather(self._watching, return_exceptions=True)
         if self.channel is not None:
             await self.channel.close(None)
-        self.kill()
-        self.stop()
+        await asyncio.to_thread(self.kill)  # meanwhile the loop sees its connections end
+        await asyncio.to_thread(self.stop)
 
 
 @dataclass(eq=False)
