@@ -62,7 +62,8 @@ def test_a_server_runs_with_its_children_from_its_ready_line_to_the_end_of_the_b
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
-    program = "import subprocess; subprocess.Popen(['sleep', '600']); print('serving at once', flush=True); input()"
+    sleeps = "import subprocess, time; subprocess.Popen(['sleep', '600'])"
+    program = f"{sleeps}; print('serving at once', flush=True); time.sleep(600)"
     with serving([sys.executable, "-c", f"print('warms up'); {program}"], "^serving ") as process_id:
         server = psutil.Process(process_id)
         (child,) = server.children()
