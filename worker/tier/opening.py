@@ -72,7 +72,7 @@ def open_tier(
         identity = identity_of(memory.layout, model())
 
         def open_file() -> Opened:
-            disk = OpenFile.locked(place.directory, f"{worker}.kv", num_slots * slot_bytes)
+            disk = OpenFile.locked(place.directory, f"{worker}.kv", num_slots * slot_bytes, place.directory_option)
             file = SlotFile(disk, num_slots, block_bytes, identity)
             if place.in_memory and disk.capacity_bytes < num_slots * slot_bytes:
                 file.remove()
@@ -120,6 +120,10 @@ class _Place:
     directory: str
     in_memory: bool
     max_unused_s: float
+
+    @property
+    def directory_option(self) -> str:
+        return "host_dir" if self.in_memory else "disk_dir"
 
 
 def _place_of(config: CacheConfig) -> _Place | None:

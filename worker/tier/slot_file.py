@@ -81,21 +81,21 @@ class OpenFile:
         self._descriptor, self._path = descriptor, path
 
     @classmethod
-    def locked(cls, disk_dir: str, file_name: str, max_bytes: int) -> Self:
-        """Open or create a file that no other process has open, cut to `max_bytes`.
+    def locked(cls, place: str, file_name: str, max_bytes: int, option: str = "disk_dir") -> Self:
+        """Open or create a file that no other process has open, cut to `max_bytes`. `option`: whose value `place` is.
 
         Raises `ConfigError` if the directory has a wrong name or others may read it, `BlockingIOError` if another
         process has the file, and `OSError` where the directory or the file cannot be made.
         """
         try:
-            directory = Path(disk_dir).expanduser() / DIRECTORY
+            directory = Path(place).expanduser() / DIRECTORY
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (ValueError, RuntimeError) as error:  # a zero byte; a home of nobody
-            raise ConfigError(f"[cache] disk_dir: {error}") from error
+            raise ConfigError(f"[cache] {option}: {error}") from error
         status = os.lstat(directory)
         is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
         if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
-            raise ConfigError(f"[cache] disk_dir: {directory} must be a directory of this user alone, with mode 0700")
+            raise ConfigError(f"[cache] {option}: {directory} must be a directory of this user alone, with mode 0700")
         path = directory / file_name
         descriptor = _open_locked(path)
         try:

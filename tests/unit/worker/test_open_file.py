@@ -104,6 +104,12 @@ def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
         OpenFile.locked(str(tmp_path), "w.kv", SIZE)
 
 
+def test_a_directory_in_memory_that_others_may_read_is_named_by_its_option(tmp_path: Path) -> None:
+    (tmp_path / DIRECTORY).mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=r"\[cache\] host_dir: .* with mode 0700"):
+        open_in_memory(tmp_path)
+
+
 def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / DIRECTORY).mkdir(mode=0o700)
     (tmp_path / DIRECTORY / "w.kv").symlink_to(tmp_path / "elsewhere")
