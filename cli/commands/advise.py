@@ -74,22 +74,27 @@ def _model(options: Mapping[str, Any]) -> CostModel:
 def _load(log: Path | None, options: Mapping[str, Any]) -> Load:
     if options["prometheus"] is not None:
         load = read_prometheus(options["prometheus"], options["labels"], options["window_s"], NUM_SYNTHETIC)
-        return replace(load, rate=options["rate"] or load.rate)
-    if log is None:
-        if options["input_tokens"] > MAX_INPUT_TOKENS:
-            raise ConfigError(f"--input-tokens must be at most {MAX_INPUT_TOKENS:,}, is {options['input_tokens']:,}")
-        config = Synthetic(
-            num_requests=min(NUM_SYNTHETIC, MAX_PROMPT_TOKENS // max(1, options["input_tokens"])),
-            rate=options["rate"] or 1.0,
-            prompt_tokens=options["input_tokens"],
-            output_tokens=options["output_tokens"],
-            spread=options["spread"],
-            num_groups=int(options["prefix_tokens"] > 0),
-            prefix_tokens=options["prefix_tokens"],
-        )
-        return replace(load_of(synthetic(config), is_random=True), rate=options["rate"])
-    load = load_of(read_workload(log, options["requests"]), is_random=False)
+    elif log is not None:
+        load = load_of(read_workload(log, options["requests"]), is_random=False)
+    else:
+        load = _load_by_hand(options)
     return replace(load, rate=options["rate"]) if options["rate"] else load
+
+
+def _load_by_hand(options: Mapping[str, Any]) -> Load:
+    """Without a rate."""
+    if options["input_tokens"] > MAX_INPUT_TOKENS:
+        raise ConfigError(f"--input-tokens must be at most {MAX_INPUT_TOKENS:,}, is {options['input_tokens']:,}")
+    config = Synthetic(
+        num_requests=min(NUM_SYNTHETIC, MAX_PROMPT_TOKENS // max(1, options["input_tokens"])),
+        rate=1.0,
+        prompt_tokens=options["input_tokens"],
+        output_tokens=options["output_tokens"],
+        spread=options["spread"],
+        num_groups=int(options["prefix_tokens"] > 0),
+        prefix_tokens=options["prefix_tokens"],
+    )
+    return replace(load_of(synthetic(config), is_random=True), rate=None)
 
 
 @contextmanager

@@ -393,7 +393,7 @@ class WorkerTable:
         block_size = self._block_sizes[ServiceRole.DECODE]
         matched = self.index.match(prompt.chain(block_size))
         decode_options = _options(decode, matched, block_size)
-        # A source is told tokens and salt, no adapter.
+        # `OfferPrefix` names tokens and a salt, but no adapter.
         sources = [] if prompt.has_adapter else self._sources(matched, (*decode, *prefill), avoid, version, now)
         on_disk = self._on_disk(prompt, decode)
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:

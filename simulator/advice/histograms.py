@@ -1,7 +1,8 @@
 """A load from what a metrics server keeps of a running fleet: two histograms of lengths, and sums.
 
-What the server has not kept is made up: which prompt had which output (none follows the other), when requests came (a
-Poisson process: the bursts are lost), and which prompts hit the cache (each by the same share).
+The server does not keep which prompt had which output, when the requests came, and which prompts hit the cache. So the
+lengths of prompts and outputs are independent, requests come by a Poisson process, without the bursts of the real ones,
+and each prompt hits the cache by the same share.
 """
 
 from __future__ import annotations
