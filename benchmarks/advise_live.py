@@ -13,7 +13,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.goodput.__main__ import SHAPES, Limits, alone_s, row_at, started, summarise
+from benchmarks.goodput.__main__ import (
+    SHAPES,
+    TTFT_FACTOR,
+    Limits,
+    alone_s,
+    long_prompt_of,
+    row_at,
+    started,
+    summarise,
+)
 from benchmarks.goodput.systems import ADDRESS, KV_MEMORY_MB
 from benchmarks.report import Report
 from benchmarks.traces import CONVERSATION, TRACES
@@ -27,7 +36,7 @@ from simulator.replay.workloads import mooncake
 
 NUM_REQUESTS, INPUT_DIVISOR, OUTPUT_DIVISOR = 100, 32, 4  # as `make bench-goodput`
 RATES = (1.0, 2.0, 3.0, 4.0, 5.0)
-TPOT_LIMIT_S, TTFT_FACTOR = 0.1, 1.5
+TPOT_LIMIT_S = 0.1
 LONGEST_PROMPT, LARGEST_BATCH = 1024, 16
 
 
@@ -79,8 +88,7 @@ def _calibrated(trace: Sequence[TraceRequest]) -> tuple[CostModel, Limits]:
             check=True, stdout=sys.stderr,
         )  # fmt: skip
         costs = read_costs(str(path))
-        long_prompt = sorted(trace, key=lambda request: request.num_tokens)[len(trace) * 9 // 10]
-        limits = Limits(TTFT_FACTOR * alone_s(system, long_prompt), TPOT_LIMIT_S)
+        limits = Limits(TTFT_FACTOR * alone_s(system, long_prompt_of(trace)), TPOT_LIMIT_S)
     return CostModel({1: costs}, KV_MEMORY_MB * 2**20 // costs.token_bytes), limits
 
 

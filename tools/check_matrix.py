@@ -32,8 +32,9 @@ from conformance.check import CheckPlan, check
 from conformance.findings import Outcome
 from conformance.http_exchange import Endpoint
 from conformance.stack import StackError
+from tests.support.ports import free_port
 from tests.support.vllm_proxy import proxy
-from tests.support.vllm_server import MODEL, VllmServer, free_port, started
+from tests.support.vllm_server import MODEL, VllmServer, started
 
 LIMIT_S = 120.0  # of an answer, a command, and of the time until the stack serves again
 DRAIN_S = 60  # of vLLM, after SIGTERM

@@ -115,6 +115,11 @@ def row_at(rate: float, trace: Sequence[TraceRequest]) -> Row:
     return Row([replace(request, arrives_at=at) for request, at in zip(trace, times, strict=True)], times[-1] + TAIL_S)
 
 
+def long_prompt_of(trace: Sequence[TraceRequest]) -> TraceRequest:
+    """Whose time alone gives the limit of TTFT."""
+    return sorted(trace, key=lambda request: request.num_tokens)[len(trace) * TTFT_PERCENT // 100]
+
+
 def alone_s(system: System, request: TraceRequest) -> float:
     """Seconds to the first token of a prompt alone: the median of a few, none from a cache."""
     row = Row([replace(request, arrives_at=0.0, num_output_tokens=2)], TAIL_S)
@@ -194,8 +199,7 @@ def main() -> None:
         sys.exit(f"no trace at {arguments.trace}: benchmarks/traces.py says where it is from")
     divisors = arguments.input_divisor, arguments.output_divisor
     trace = mooncake(arguments.trace, arguments.requests, *divisors).requests
-    long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
-    report = Report("goodput")
+    long_prompt, report = long_prompt_of(trace), Report("goodput")
     limits = Limits(1.0, arguments.tpot_limit)
     with started("0P2D", limits) as system:
         alone_s(system, trace[0])  # connects the workers

@@ -19,7 +19,6 @@ COMPUTE_S = 2.0  # that a read from disk seems to save: so a read has about a se
 PAUSE_S = 0.05
 LATE_S = 0.5  # a busy machine delays messages
 
-
 _all_candidates = SecondsPolicy._all
 
 
@@ -28,11 +27,18 @@ def _those_that_read(routing: SecondsPolicy, question: RoutingQuestion) -> list[
     return [candidate for candidate in found if candidate.read.source is not None] or found
 
 
+def _changes_of_routers(late_s: float) -> tuple[tuple[Any, str, Any], ...]:
+    return (
+        (policy, "LEAST_GAIN_S", -1e6),
+        (SecondsPolicy, "_all", _those_that_read),
+        (open_dispatches, "LATE_S", late_s),
+    )
+
+
 def route_eagerly(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
     """A router of this process sends every prompt where a prefix of it is read, and gives up a read after `late_s`."""
-    monkeypatch.setattr(policy, "LEAST_GAIN_S", -1e6)
-    monkeypatch.setattr(SecondsPolicy, "_all", _those_that_read)
-    monkeypatch.setattr(open_dispatches, "LATE_S", late_s)
+    for change in _changes_of_routers(late_s):
+        monkeypatch.setattr(*change)
 
 
 def eager_reads() -> list[Any]:
@@ -46,11 +52,9 @@ def eager_reads() -> list[Any]:
         return None if read is None else read._replace(seconds=0.0)
 
     return [
-        patch.object(policy, "LEAST_GAIN_S", -1e6),
-        patch.object(SecondsPolicy, "_all", _those_that_read),
+        *(patch.object(*change) for change in _changes_of_routers(LATE_S)),
         patch.object(policy, "prefix_read", lambda *args: free(prefix_read(*args))),
         patch.object(policy, "disk_read", lambda *args: free(disk_read(*args))),
-        patch.object(open_dispatches, "LATE_S", LATE_S),
         patch.object(SourceTrial, "begin", lambda *_: None),
         patch.object(SourceTrial, "end", lambda *_: None),
         patch.object(disk_tier.DiskTier, "limit_s", limit_beside_slow_steps),

@@ -18,3 +18,10 @@ def kept_port(host: str) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for servers that share their port
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])
+
+
+def free_port() -> int:
+    """A port that nobody uses now, for a server that starts several times on it."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

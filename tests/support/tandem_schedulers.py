@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -38,12 +37,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.utils import allocate_kv_cache
 
 import vllm_worker.kv.connector
 from cli.diagnosis.vllm_environment import default_model_dir
@@ -53,6 +49,7 @@ from core.handoff import PrefixSource
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory
+from tests.support.vllm_caches import allocate_caches
 from vllm_worker.engine import EngineTransfer
 from vllm_worker.engine_reports import decode_pulled
 from vllm_worker.kv.handoffs import Handoffs
@@ -149,16 +146,7 @@ class Engine:
                 kv_connector_extra_config={"tandem": options},
             ),
         ).create_engine_config()  # fmt: skip
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        model, layers = config.model_config, [f"layer.{number}" for number in range(NUM_LAYERS)]
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=model.get_total_num_kv_heads(), head_size=model.get_head_size(),
-            dtype=torch.float32,
-        )  # fmt: skip
-        page = spec.page_size_bytes
-        tensor = KVCacheTensor(NUM_LAYERS * NUM_BLOCKS * page, layers, NUM_BLOCKS * page, page)
-        caches = KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, spec)])
-        views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, [BLOCK_SIZE])
+        caches, views = allocate_caches(config, NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE)
         self.layers = list(views.values())  # [num_blocks, heads, rows, content] each
         self.rank = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.rank.register_kv_caches(views)

@@ -1,4 +1,4 @@
-"""What the installed vLLM does with its own offloading beside a connector of hand-offs; run in vLLM's environment.
+"""How the installed vLLM offloads by itself, beside a connector of hand-offs; run in vLLM's environment.
 
     python -m tests.support.vllm_offloading
 
@@ -12,17 +12,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from cli.diagnosis.vllm_environment import default_model_dir
+from tests.support.vllm_caches import allocate_caches
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 16, 32, 2
 HAND_OFF = {
@@ -46,16 +43,7 @@ def refusal(offloading: str) -> str:
     """Of a rank. `MultiConnector` hands the caches to each of its connectors."""
     options = {"cpu_bytes_to_use": 1 << 24}
     config = config_of({"kv_connector": offloading, "kv_role": "kv_both", "kv_connector_extra_config": options})
-    config.cache_config.num_gpu_blocks = NUM_BLOCKS
-    model, layers = config.model_config, [f"layer.{number}" for number in range(NUM_LAYERS)]
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=model.get_total_num_kv_heads(), head_size=model.get_head_size(),
-        dtype=torch.float32,
-    )  # fmt: skip
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(NUM_LAYERS * NUM_BLOCKS * page, layers, NUM_BLOCKS * page, page)
-    caches = KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, spec)])
-    views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC, [BLOCK_SIZE])
+    caches, views = allocate_caches(config, NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE)
     try:
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches).register_kv_caches(views)
     except Exception as error:  # noqa: BLE001  vLLM has no class for it

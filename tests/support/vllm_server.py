@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +23,10 @@ from benchmarks.processes import START_TIMEOUT_S
 from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
+from tests.support.ports import free_port
 
 MODEL = "m"
 END_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass
