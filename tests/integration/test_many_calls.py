@@ -28,7 +28,8 @@ def calls(deployment: Deployment, count: int) -> list[Stream]:
 
 
 async def test_of_a_thousand_calls_each_ends_with_tokens_or_a_retry_hint_and_leaves_nothing_behind() -> None:
-    config = fault_config(lease_s=1.0, max_queued=40, max_in_flight_per_worker=2)
+    # A first read of a prefix from a peer connects two workers, which stay connected.
+    config = fault_config(lease_s=1.0, max_queued=40, max_in_flight_per_worker=2, peer_prefixes="never")
     async with deploy(config, num_prefill=2, num_decode=2) as deployment:
         for stream in calls(deployment, NUM_PROMPTS):
             await stream.right()
