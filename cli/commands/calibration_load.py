@@ -86,8 +86,12 @@ class CalibrationLoad:
         return await asyncio.gather(*(self._send(length, num_output) for length in lengths))
 
     async def _send(self, num_prompt_tokens: int, num_output: int) -> MeasuredRequest:
-        """Raises `CallFailed`, and `ConfigError` for an answer without a token."""
+        """Without drafts, which the costs and the simulator do not know.
+
+        Raises `CallFailed`, and `ConfigError` for an answer without a token.
+        """
         request = inference_pb2.GenerateRequest(
+            speculation=False,
             sampling=inference_pb2.SamplingParams(temperature=0.0),
             stop=inference_pb2.StopConditions(max_tokens=num_output, ignore_eos=True),
         )
