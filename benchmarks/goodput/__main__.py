@@ -126,13 +126,14 @@ def alone_s(system: System, request: TraceRequest) -> float:
     return statistics.median(system.serve(row)[0].times[0] for _ in range(ALONE_REPEATS))
 
 
-def started(name: str, limits: Limits) -> AbstractContextManager[System]:
+def started(name: str, limits: Limits, config: str = "") -> AbstractContextManager[System]:
+    """`config`: the text of a fleet's config file."""
     if name == "vllm":
         return vllm()
     prefill, decode = map(str, SHAPES[name.removeprefix(INSIDE)])
     slo = ["--slo-ttft-ms", str(round(limits.ttft_s * 1e3)), "--slo-itl-ms", str(round(limits.tpot_s * 1e3))]
     engine = ["--engine", "vllm"] if name.startswith(INSIDE) else []
-    return fleet(["--prefill", prefill, "--decode", decode, *engine, *slo])
+    return fleet(["--prefill", prefill, "--decode", decode, *engine, *slo], config)
 
 
 def report_rows(report: Report, results: Results, systems: Sequence[str]) -> None:

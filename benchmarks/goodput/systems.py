@@ -71,9 +71,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(flags: Sequence[str]) -> Iterator[Fleet]:
+def fleet(flags: Sequence[str], config: str = "") -> Iterator[Fleet]:
     """`tandem serve` with these flags, from its ready line to its end. Raises `RuntimeError` if it does not start."""
-    with tandem(PORT, "--kv-memory-mb", str(KV_MEMORY_MB), *flags):
+    with tandem(PORT, "--kv-memory-mb", str(KV_MEMORY_MB), *flags, config=config):
         yield Fleet()
 
 
