@@ -17,7 +17,7 @@ class Recorder:
         self.requests: list[inference_pb2.GenerateRequest] = []
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float
+        self, request: inference_pb2.GenerateRequest, _timeout_s: float
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         tokens = inference_pb2.TokenChunk(token_ids=[1] * request.stop.max_tokens)
