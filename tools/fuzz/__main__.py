@@ -23,6 +23,7 @@ from functools import partial
 
 from tools.fuzz import machines, servers
 from tools.fuzz.costs import BUSY_SLACK, costs
+from tools.fuzz.parsers import PARSERS
 
 BATCH = 100  # messages
 TOLD_EVERY = 10_000  # messages of a surface between two lines of progress
@@ -102,7 +103,7 @@ def fuzz(
     run = Run(seed, first_batch, "" if slack == BUSY_SLACK else f" --slack {slack:g}", tell)
     total = sum(SHARES[surface] for surface in surfaces)
     num_batches = {name: max(1, round(num_messages * SHARES[name] / total / BATCH)) for name in surfaces}
-    for surface, batch in (MACHINES | {"costs": partial(costs, slack=slack)}).items():
+    for surface, batch in (MACHINES | {"costs": partial(costs, parsers=PARSERS, slack=slack)}).items():
         if surface in num_batches:
             run.fuzz_machine(surface, batch, num_batches[surface])
     of_servers = {surface: number for surface, number in num_batches.items() if surface in SERVERS}

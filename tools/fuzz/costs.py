@@ -55,14 +55,8 @@ class Cost:
     longest_s: float  # turn, or hold of the lock
 
 
-def costs(
-    rng: random.Random, count: int, parsers: dict[str, Parser] | None = None, slack: float = 10.0
-) -> Counter[str]:
+def costs(rng: random.Random, count: int, parsers: dict[str, Parser], slack: float) -> Counter[str]:
     """Parse inputs of up to `count` sizes. Raises `AssertionError` for a parser outside the law times `slack`."""
-    if parsers is None:
-        from tools.fuzz.parsers import PARSERS
-
-        parsers = PARSERS
     names = rng.sample(list(parsers), len(parsers))
     for parser in parsers.values():
         _on_the_loop(parser, parser.grow(random.Random(0)).of(64))  # what is loaded once counts for nothing
