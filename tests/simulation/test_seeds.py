@@ -38,7 +38,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "completed pull", "failed pull", "cancelled pull", "refused",
     "half-pulled together", "half-pulled while another is blocked", "hand-off gives way", "tenants share a worker",
     "finished disaggregated", "finished local", "finished recomputed", "finished migrated",
-    "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused move",
+    "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused MoveArrived",
     "resumed by the router",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
