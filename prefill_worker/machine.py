@@ -128,7 +128,7 @@ class PrefillMachine:
             case PrefillCancelled(request_id):
                 actions += self._end(request_id, RequestCancelled("the router cancelled the call"), now)
             case OfferWithdrawn(transfer_id):
-                actions += self._apply_results(self.transfers.owner.abort(transfer_id, AbortReason.CANCELLED), now)
+                actions += self._apply_results(self.transfers.owner.withdraw(transfer_id), now)
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):

@@ -60,7 +60,7 @@ class PrefillWorkerServicer:
 
     def Withdraw(self, request, context):
         """End the offer of a transfer that no decode worker will read: its Decode call has ended, perhaps on the way. Does
-        nothing after the end of the offer, and without one.
+        nothing after the end of the offer. Before the offer, the worker refuses the Prefill call that follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

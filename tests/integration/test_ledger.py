@@ -69,7 +69,7 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
             assert list(listed.ledger.holders) == []
 
 
-async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_ends(
+async def test_an_offer_that_nobody_reads_stands_in_the_ledger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config()

@@ -18,7 +18,7 @@ from simulator.search.scenario import make_scenario
 from simulator.search.simulation import Result, run_scenario, run_seed
 
 NUM_SEEDS = 30
-STILL_SEED = 123  # without its fleet, an answer ends as its router dies, before its client resumes it
+STILL_SEED = 273  # without its fleet, an answer ends as its router dies, before its client resumes it
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
 VLLM_SEEDS = range(15)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10

@@ -86,7 +86,6 @@ an offer that is withdrawn frees its blocks, and one that is read waits for its 
   withdraw 1                  -> abort 1 cancelled
   withdraw 2                  -> abort 2 cancelled
   withdraw 2
-  withdraw 9
   blocks                      -> leased 4
   release 2 cancelled
   withdraw 2
@@ -97,6 +96,10 @@ an offer that is withdrawn before its prompt is computed gets no block
   withdraw 1                  -> abort 1 cancelled
   run                         -> done a 0: 14
   blocks
+
+an offer that follows its own withdrawal is refused
+  withdraw 1
+  arrive a 14                 -> refused TransferFailed: transfer 00000000 was offered before
 
 cancelling an ended call does nothing
   arrive a 6                  -> first step a 0+6; connect peer
