@@ -192,11 +192,11 @@ class Broken:
     patches: tuple[tuple[Any, str, Any], ...]  # (class or module, attribute, value)
     change: Callable[[Scenario], Scenario] = unchanged
     make: Callable[[int], Scenario] = make_scenario
-    first_seed: int = 1  # the first that shows it today; the search goes on with all others
+    first_seed: int = 1  # the first that shows it today; the search goes on with the next ones
 
     def first_failure(self) -> str:
         """The message of the first seed that fails; empty where none does."""
-        for seed in (*range(self.first_seed, MAX_SEEDS), *range(1, self.first_seed)):
+        for seed in range(self.first_seed, self.first_seed + MAX_SEEDS):
             try:
                 run_scenario(self.change(self.make(seed)))
             except SimulationError as error:
@@ -547,7 +547,7 @@ def a_router_that_resumes_the_source_of_a_target_with_tokens(
     method=RouterMachine._retry_dispatches,
     change=dying_targets,
     make=make_fleet_scenario,
-    first_seed=59,
+    first_seed=154,
 )
 def a_router_that_takes_the_loss_of_a_moved_request_for_that_of_its_prompt(
     retry: Any, self: RouterMachine, record: WorkerRecord, error: TandemError, now: float
