@@ -260,8 +260,8 @@ def _worker_parts(
         runner.start_background_work()
         eos = runner.info.eos_token_ids
         scheduler = Scheduler(step, pool, runner.layout.block_size, eos)
-        peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
-        core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak), tier=tier)
+        stats = StepStats(runner.sizes, Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9))
+        core = WorkerCore(scheduler, pool, vocab_size=runner.info.vocab_size, costs=costs, stats=stats, tier=tier)
         transfers = TransferMachine(transfer, pool, address)
 
         def make_machine(role: ServiceRole) -> WorkerMachine:

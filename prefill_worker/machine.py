@@ -56,9 +56,17 @@ class PrefillCancelled:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class OfferWithdrawn:
+    """No reader will come."""
+
+    transfer_id: TransferId
+
+
 PrefillEvent = (
     PrefillArrived
     | PrefillCancelled
+    | OfferWithdrawn
     | StepFinished
     | StepFailed
     | ConfigChanged
@@ -119,6 +127,8 @@ class PrefillMachine:
                 actions += self._on_arrived(event, now)
             case PrefillCancelled(request_id):
                 actions += self._end(request_id, RequestCancelled("the router cancelled the call"), now)
+            case OfferWithdrawn(transfer_id):
+                actions += self._apply_results(self.transfers.owner.withdraw(transfer_id), now)
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):

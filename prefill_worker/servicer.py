@@ -10,6 +10,7 @@ import grpc.aio
 from core.errors import InvalidRequest, TandemError
 from core.lifecycle import Stage
 from prefill_worker.machine import (
+    OfferWithdrawn,
     PrefillAction,
     PrefillArrived,
     PrefillCancelled,
@@ -60,6 +61,15 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             read_bytes=0 if done.prefix is None else done.prefix.num_bytes,
             read_tokens=None if done.prefix is None else done.prefix.num_tokens,
         )
+
+    async def Withdraw(
+        self, request: worker_pb2.WithdrawRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.WithdrawResponse:
+        try:
+            self._driver.ask(OfferWithdrawn(codec.decode_transfer_id(request.transfer_id)))
+        except TandemError as error:
+            await abort(context, error)
+        return worker_pb2.WithdrawResponse()
 
     def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:
         computed: dict[str, object] = {

@@ -219,6 +219,8 @@ class RouterShell:
                 self.links[worker_id].update_peers(changes)
             case events.HandOver():
                 self.links[action.worker_id].hand_over(action)
+            case events.WithdrawOffer():
+                self.links[action.worker_id].withdraw(action)
             case events.OfferPrefix():
                 if action.worker_id in self.links:  # else the reader computes the prefix
                     self.links[action.worker_id].offer_prefix(action)

@@ -18,7 +18,7 @@ from decode_worker.events import (
     MoveArrived,
     ResumeArrived,
 )
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from vllm_worker.engine import EngineReport, EngineTransfer, Prompt
 from vllm_worker.handshakes import ShakeHands
 from vllm_worker.moves import MoveOut, Stay
@@ -59,6 +59,7 @@ class Fail:
 VllmEvent = (
     PrefillArrived
     | PrefillCancelled
+    | OfferWithdrawn
     | DecodeArrived
     | DecodeCancelled
     | HandoffArrived

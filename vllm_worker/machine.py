@@ -50,7 +50,7 @@ from decode_worker.events import (
     ResumeArrived,
 )
 from decode_worker.move_asks import MIN_TOKENS_LEFT
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillFailed
+from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillFailed
 from vllm_worker.awaited_handoffs import AwaitedHandoffs
 from vllm_worker.call_ends import decode_done, error_of, lost_move, prefill_done
 from vllm_worker.engine import (
@@ -148,6 +148,8 @@ class VllmMachine:
                 return self._on_arrived(event, call, now)
             case PrefillCancelled(request_id) | DecodeCancelled(request_id):
                 return self._end(request_id, RequestCancelled("the router cancelled the call"))
+            case OfferWithdrawn():
+                raise InvalidRequest("transfer_id", "the engine of this worker keeps an offer until its lease ends")
             case MoveArrived():
                 return [self._move_out(event)]
             case ResumeArrived():

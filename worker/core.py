@@ -121,6 +121,7 @@ class WorkerCore:
     scheduler: Scheduler
     pool: BlockPool
     plans_ahead: bool = True
+    vocab_size: int = 1 << 32  # of the model
     costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
     stats: StepStats = field(default_factory=StepStats)
     held_blocks: BlockMeter = field(default_factory=BlockMeter)
@@ -148,8 +149,11 @@ class WorkerCore:
     ) -> Sequence:
         """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
-        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter.
+        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter or a biased token
+        that the model does not have.
         """
+        if (biased := max(request.sampling.logit_bias, default=0)) >= self.vocab_size:
+            raise InvalidRequest("logit_bias", f"token id {biased} is outside the vocabulary [0, {self.vocab_size})")
         if request.adapter:
             raise InvalidRequest("model", "the engine of this worker has no adapters; workers with `--engine vllm` do")
         # A sequence that is aborted during a step stays in the scheduler until the step ends.

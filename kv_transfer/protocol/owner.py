@@ -143,6 +143,12 @@ class Owner:
             actions += self._end(offer, OwnerState.ABORTED, reason)
         return actions
 
+    def withdraw(self, transfer_id: TransferId) -> Actions:
+        """No puller will come: abort the offer, and refuse one that follows."""
+        if transfer_id not in self.offers:
+            self._note_ended(transfer_id, self._ended.get(transfer_id, AbortReason.CANCELLED))
+        return self.abort(transfer_id, AbortReason.CANCELLED)
+
     # ---- from the puller
 
     def on_want(self, sender: str, want: Want, now: float) -> Actions:
@@ -361,11 +367,14 @@ class Owner:
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
-        self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
-        while len(self._ended) > self.config.max_transfers:
-            self._ended.popitem(last=False)
+        self._note_ended(offer.transfer_id, reason or AbortReason.UNKNOWN_TRANSFER)
         self._peers.counters.offers[state.value] += 1
         return [OfferEnded(offer.transfer_id, state, reason, is_released)]
+
+    def _note_ended(self, transfer_id: TransferId, reason: AbortReason) -> None:
+        self._ended[transfer_id] = reason
+        while len(self._ended) > self.config.max_transfers:
+            self._ended.popitem(last=False)
 
     def check(self) -> None:
         """The leases of the offers are the leases of the pool, block for block; tables are bounded."""

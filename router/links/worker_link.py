@@ -239,6 +239,9 @@ class WorkerLink:
     def offer_prefix(self, action: events.OfferPrefix) -> None:
         self._call_shortly(self._call_offer_prefix(action), f"{action.dispatch_id} prefix")
 
+    def withdraw(self, action: events.WithdrawOffer) -> None:
+        self._call_shortly(self._call_withdraw(action), f"{action.dispatch_id} withdraw")
+
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
         if call is not None:
@@ -299,6 +302,13 @@ class WorkerLink:
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             failed = TransferFailed(f"the decode worker did not take the hand-off: {_failure(error)}")
             self._post(events.DecodeReturned(action.dispatch_id, failed))
+
+    async def _call_withdraw(self, action: events.WithdrawOffer) -> None:
+        request = worker_pb2.WithdrawRequest(transfer_id=encode_transfer_id(action.transfer_id))
+        try:
+            await self._prefill.Withdraw(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
+        except grpc.aio.AioRpcError as error:  # the blocks are free at the end of their lease
+            logger.debug("worker %s keeps %s: %s", self.endpoint.service_id, action.dispatch_id, error_from(error))
 
     async def _call_offer_prefix(self, action: events.OfferPrefix) -> None:
         request = worker_pb2.OfferPrefixRequest(

@@ -299,6 +299,15 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawOffer:
+    """Tell a prefill worker that no decode worker will read its offer."""
+
+    dispatch_id: str
+    worker_id: str
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
 class CancelDispatch:
     """Cancel the open calls of a dispatch."""
 
@@ -406,6 +415,7 @@ RouterAction = (
     | StartMove
     | ResumeSequence
     | HandOver
+    | WithdrawOffer
     | CancelDispatch
     | UpdatePeers
     | Deliver

@@ -138,7 +138,7 @@ class OpenDispatches:
         return [events.HandOver(dispatch.dispatch_id, worker_id, dispatch.transfer_id, result.handoff, timeout_s)]
 
     def end(self, routed: RoutedRequest) -> list[RouterAction]:
-        """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""
+        """Remove the current attempt, if any, from its workers. Cancel its open calls, and withdraw its offer."""
         dispatch, routed.dispatch = routed.dispatch, None
         if dispatch is None:
             return []
@@ -147,9 +147,23 @@ class OpenDispatches:
         if dispatch.prefill_open:
             assert dispatch.candidate.prefill_worker is not None
             self._workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
-        if dispatch.prefill_open or dispatch.decode_open:
-            return [events.CancelDispatch(dispatch.dispatch_id)]
-        return []
+        is_open = dispatch.prefill_open or dispatch.decode_open
+        cancels: list[RouterAction] = [events.CancelDispatch(dispatch.dispatch_id)] if is_open else []
+        return cancels + self._withdraw(routed, dispatch)
+
+    def _withdraw(self, routed: RoutedRequest, dispatch: Dispatch) -> list[RouterAction]:
+        """A cancelled or failed Decode call may never have reached its worker. Then no reader ends the offer.
+
+        Only the decode worker sends a second token, so such an attempt has a reader. Each attempt has its own ticket.
+        """
+        worker_id, ticket = dispatch.candidate.prefill_worker, dispatch.transfer_id
+        if worker_id is None or ticket is None or worker_id != dispatch.source or self._workers.get(worker_id) is None:
+            return []  # no offer of a prefill worker that serves
+        has_offer = dispatch.prefill_open or dispatch.prefill is not None
+        num_tokens = len(routed.delivered) + len(routed.early_tokens) - dispatch.first_index
+        if not has_offer or dispatch.decode is not None or num_tokens > 1:
+            return []
+        return [events.WithdrawOffer(dispatch.dispatch_id, worker_id, ticket)]
 
     def __len__(self) -> int:
         return len(self.by_id)

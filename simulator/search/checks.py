@@ -5,7 +5,8 @@
 3. No request ends after its deadline.
    Nor does the death of a router end the request of a client that resumes.
 4. A request moves at most once for each drain, and without other faults a drain has nothing computed again.
-5. At the end, no worker has a held, leased or incoming block, and the router has no open request.
+5. Without faults, no lease expires: each offer is read, withdrawn, or aborted at its deadline.
+6. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 
 simulator/shells/authorship.py checks who computes the tokens, simulator/shells/fairness.py checks each machine after
 its events.
@@ -26,6 +27,7 @@ from core.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from core.handoff import OwnerState
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
@@ -263,6 +265,13 @@ def check_paths(seed: int, nodes: Iterable[WorkerShell]) -> None:
         movers = {node.name for node in nodes if node.spec.role is ServiceRole.DECODE}
         if not owners <= fine <= owners | movers:
             raise SimulationError(f"seed {seed}: {reader.name} has fine paths to {fine}, not to {owners}")
+
+
+def check_leases(seed: int, nodes: Iterable[WorkerShell]) -> None:
+    """Without faults, no lease has expired: the messages at the end of a request have freed its blocks."""
+    for node in nodes:
+        if not node.spec.has_vllm and node.machine.transfers.counters.offers[OwnerState.EXPIRED.value]:
+            raise SimulationError(f"seed {seed}: a lease of {node.name} has expired")
 
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShell]) -> None:

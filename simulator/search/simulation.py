@@ -12,7 +12,7 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.law.events import Member
 from router.requests.machine import RouterMachine
-from simulator.search.checks import Oracle, check_left_clean, check_paths
+from simulator.search.checks import Oracle, check_leases, check_left_clean, check_paths
 from simulator.search.clients import ResumingClients
 from simulator.search.scenario import SCENARIOS, Scenario
 from simulator.search.world_fleet import NOTICE_S, PUBLISH_S, WorldFleet
@@ -127,6 +127,7 @@ class Simulation:
                 check_left_clean(scenario.seed, router.machine, alive)
         if scenario.calm:
             check_paths(scenario.seed, alive)
+            check_leases(scenario.seed, alive)
         self._count(alive + self._ended)
         return Result(scenario.seed, world.counts, world.log_hash, world.num_events, ended_at)
 

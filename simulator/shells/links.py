@@ -18,15 +18,14 @@ from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
-from decode_worker.events import HandoffArrived, MoveArrived, ResumeArrived
+from decode_worker.events import HandoffArrived
 from router.requests import events
 from simulator.shells.router_shell import Arrived, Refuse, RouterShell
-from simulator.shells.worker_shell import WorkerShell
+from simulator.shells.worker_shell import Asked, WorkerShell
 from simulator.virtual.calls import Call, CallState
 from simulator.virtual.line import Line, independent_line
 from simulator.virtual.network import Network
 from simulator.virtual.world import SimulationError, World
-from worker.prefixes import PrefixRequested
 
 RECONNECT_S = 0.3
 CONNECT_TIMEOUT_S = 2.0
@@ -64,7 +63,7 @@ class StreamLinks:
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
         self._to_worker[worker_id].send(partial(self._workers[worker_id].post, arrived))
 
-    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None:
+    def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None:
         worker, line = self._workers[worker_id], self._to_router[worker_id]
         answer = lambda error: line.send(partial(refuse, error))  # noqa: E731
         self._to_worker[worker_id].send(partial(worker.ask, event, answer))
@@ -169,7 +168,9 @@ class BreakableLinks:
         self._calls[(dispatch_id, worker_id)] = call
 
         def deliver() -> None:
-            if node.alive:
+            if call.caller is CallState.ENDED and self._world.chance(0.5):
+                self._world.counts["cancelled on its way"] += 1  # gRPC may drop it, or start its handler
+            elif node.alive:
                 node.accept(call, arrived)
             elif not node.silent:
                 self._on_broken(call)
@@ -180,7 +181,7 @@ class BreakableLinks:
         node = self._linked(worker_id)
         self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
 
-    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None:
+    def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None:
         """Reliable while the worker lives. A dead worker refuses."""
         node = self._linked(worker_id)
         back = self._network.line(worker_id, self._router.name)

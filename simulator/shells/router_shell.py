@@ -16,10 +16,11 @@ from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import CallId
 from decode_worker.events import DecodeArrived, HandoffArrived, MoveArrived, ResumeArrived
-from prefill_worker.machine import PrefillArrived
+from prefill_worker.machine import OfferWithdrawn, PrefillArrived
 from router.requests import events
 from router.requests.machine import RouterMachine
 from router.routing.policy import Policy
+from simulator.shells.worker_shell import Asked
 from simulator.virtual.machine_timer import MachineTimer
 from simulator.virtual.memory import EOS_TOKEN_IDS
 from simulator.virtual.world import World
@@ -51,7 +52,7 @@ class Links(Protocol):
 
     def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
 
-    def ask(self, worker_id: str, event: MoveArrived | ResumeArrived | PrefixRequested, refuse: Refuse) -> None: ...
+    def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None: ...
 
     def cancel(self, dispatch_id: str) -> None: ...
 
@@ -150,6 +151,9 @@ class RouterShell:
                 self._world.counts["prefix asked of a peer"] += 1
                 asked = PrefixRequested(ticket, reader, token_ids, salt, limit_s)
                 self.links.ask(worker_id, asked, lambda e: self.post(events.PrefixRefused(dispatch_id, worker_id, e)))
+            case events.WithdrawOffer(dispatch_id, worker_id, transfer_id):
+                note(f"router: {worker_id} has no reader for {dispatch_id}")
+                self.links.ask(worker_id, OfferWithdrawn(transfer_id), lambda _: None)
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
                 note(f"router: hand-off of {dispatch_id} to {worker_id}")
                 self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))

@@ -41,7 +41,14 @@ from decode_worker.moves import Moves, MoveState
 from decode_worker.pull_queue import PullQueue
 from kv_transfer.protocol.events import AgentAction
 from kv_transfer.protocol.machine import TransferMachine
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
+from prefill_worker.machine import (
+    OfferWithdrawn,
+    PrefillArrived,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillMachine,
+)
 from router.requests import events
 from simulator.shells.agent import SimulatedAgent
 from simulator.shells.authorship import Authorship
@@ -65,6 +72,7 @@ from worker.view import WorkerMachineView
 
 TOLERANCE_S = 0.001  # of a timer
 
+Asked = MoveArrived | ResumeArrived | PrefixRequested | OfferWithdrawn
 SendReport = Callable[[events.WorkerJoined | events.WorkerReported], None]
 
 
@@ -280,7 +288,7 @@ class WorkerShell:
 
     def ask(
         self,
-        event: MoveArrived | ResumeArrived | PrefixRequested,
+        event: Asked,
         refuse: Callable[[TandemError], None] = lambda _: None,
     ) -> None:
         """`refuse` gets the error of a move, or of an offer, that cannot begin."""
@@ -288,11 +296,11 @@ class WorkerShell:
             self._inbox.append((event, refuse))
             return
         try:
-            if self.is_prefill and not isinstance(event, PrefixRequested):
-                raise WorkerDrains("this worker serves as prefill worker")
+            if not isinstance(event, PrefixRequested) and self.is_prefill is not isinstance(event, OfferWithdrawn):
+                raise WorkerDrains(f"this worker serves as {self.spec.role.value} worker")
             self.post(event)
         except TandemError as error:
-            self._world.counts["refused prefix" if isinstance(event, PrefixRequested) else "refused move"] += 1
+            self._world.counts[f"refused {type(event).__name__}"] += 1
             refuse(error)
 
     def accept(self, call: Call, arrived: Callable[[float], PrefillArrived | DecodeArrived]) -> None:
@@ -438,7 +446,7 @@ class WorkerShell:
                 case (Call() as call, arrived):
                     if self.calls.get(call.call_id) is call:
                         self._accept(call, arrived)
-                case (MoveArrived() | ResumeArrived() | PrefixRequested() as event, refuse):
+                case (MoveArrived() | ResumeArrived() | PrefixRequested() | OfferWithdrawn() as event, refuse):
                     self.ask(event, refuse)
                 case _:
                     self.post(item)

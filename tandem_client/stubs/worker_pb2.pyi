@@ -288,6 +288,16 @@ class PrefillResponse(_message.Message):
     read_bytes: int
     def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_block_seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., handoff: _Optional[bytes] = ..., read_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
+class WithdrawRequest(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    def __init__(self, transfer_id: _Optional[bytes] = ...) -> None: ...
+
+class WithdrawResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class HandOverRequest(_message.Message):
     __slots__ = ("transfer_id", "handoff")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]

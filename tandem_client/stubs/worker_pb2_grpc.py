@@ -40,6 +40,11 @@ class PrefillWorkerStub:
                 request_serializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/tandem.v1.PrefillWorker/Withdraw',
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WithdrawResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillWorkerServicer:
@@ -53,6 +58,14 @@ class PrefillWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Withdraw(self, request, context):
+        """End the offer of a transfer that no decode worker will read: its Decode call has ended, perhaps on the way. Does
+        nothing after the end of the offer. Before the offer, the worker refuses the Prefill call that follows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WithdrawRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.WithdrawResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class PrefillWorker:
             '/tandem.v1.PrefillWorker/Prefill',
             tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.SerializeToString,
             tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillWorker/Withdraw',
+            tandem__client_dot_stubs_dot_worker__pb2.WithdrawRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.WithdrawResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,9 +10,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from core.scheduling.block_pool import Column
 from tandem_client.stubs import cluster_pb2, worker_pb2
-from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
 from tests.support.steps import slow_down
+from tests.support.waiting import until
 
 COLUMN_OF_KIND = {
     worker_pb2.HOLDER_KIND_SEQUENCE: "held",
@@ -67,7 +69,7 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
             assert list(listed.ledger.holders) == []
 
 
-async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_ends(
+async def test_an_offer_that_nobody_reads_stands_in_the_ledger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config()
@@ -89,6 +91,25 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
         assert len(offer.name) == 8, "a whole transfer id would be a ticket"
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+        await deployment.settle()
+
+
+async def test_a_decode_call_that_is_cancelled_on_its_way_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deploy(tiny_config()) as deployment:
+
+        async def stay_on_the_way(*_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+        (prefill,), (decode,) = deployment.prefill, deployment.decode
+        link = deployment.router._shell.links[deployment.id_of(decode)]
+        monkeypatch.setattr(link._decode, "Decode", stay_on_the_way)
+        call = asyncio.create_task(deployment.generate(text="an offer for nobody", max_tokens=4))
+        await until(lambda: machine_of(prefill).core.pool.ledger()[Column.LEASED], "the blocks are offered")
+        await until(lambda: not machine_of(prefill).load().num_calls, "the prompt is computed")
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        within_s = deployment.config.transfer.heartbeat_s
+        await until(lambda: not transfers(prefill).alive, "the offer has ended", within_s)
         await deployment.settle()
 
 

@@ -18,7 +18,7 @@ from simulator.search.scenario import make_scenario
 from simulator.search.simulation import Result, run_scenario, run_seed
 
 NUM_SEEDS = 30
-STILL_SEED = 123  # without its fleet, an answer ends as its router dies, before its client resumes it
+STILL_SEED = 273  # without its fleet, an answer ends as its router dies, before its client resumes it
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
 VLLM_SEEDS = range(15)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10
@@ -38,7 +38,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "completed pull", "failed pull", "cancelled pull", "refused",
     "half-pulled together", "half-pulled while another is blocked", "hand-off gives way", "tenants share a worker",
     "finished disaggregated", "finished local", "finished recomputed", "finished migrated",
-    "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused move",
+    "asks for a move: room", "move copying", "move pausing", "move handed_over", "refused MoveArrived",
     "resumed by the router",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",

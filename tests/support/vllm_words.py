@@ -27,7 +27,7 @@ from core.scheduling.ledger import BlockHolder, Claim
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, HandoffArrived, MoveArrived, ResumeArrived
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
+from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillDone
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
@@ -138,6 +138,9 @@ class VllmReplay(Replay):
 
     def resume(self, name: str, ticket: int) -> Actions:
         return self.post(ResumeArrived(name, ticket))
+
+    def withdraw(self, ticket: int) -> Actions:
+        return self.post(OfferWithdrawn(ticket))
 
     def handoff(self, ticket: int) -> Actions:
         return self.post(HandoffArrived(ticket, b"kv"))

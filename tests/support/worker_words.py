@@ -24,7 +24,7 @@ from core.scheduling.ledger import SequenceState
 from decode_worker import events
 from decode_worker.machine import DecodeMachine
 from kv_transfer.protocol.events import MessageReceived, PeerLost, ReadFailed, ReadFinished, StartRead
-from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
+from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed
 from tests.support.driven_worker import LAYOUT, DrivenWorker, address, request
 from tests.support.transcripts import Replay, counts, error_words, numbers_of, runs, transcripts_of
 from tests.support.transfer_words import seen_transfer
@@ -88,6 +88,9 @@ class WorkerReplay(DrivenWorker, Replay):
     def cancel(self, name: str) -> Actions:
         is_decode = isinstance(self.machine, DecodeMachine)
         return self.post(events.DecodeCancelled(name) if is_decode else PrefillCancelled(name))
+
+    def withdraw(self, ticket: int) -> Actions:
+        return self.post(OfferWithdrawn(ticket))
 
     def move(self, name: str, ticket: int, known: int) -> Actions:
         return self.post(events.MoveArrived(name, ticket, self.peer, known))

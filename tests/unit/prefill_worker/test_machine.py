@@ -76,6 +76,31 @@ a call cancelled during a step keeps its blocks until the step ends
   idle                        -> yes
   arrive a 16 ticket=3        -> first step a 0+8
 
+an offer that is withdrawn frees its blocks, and one that is read waits for its reader
+  prefill blocks=8
+  arrive a 14                 -> first step a 0+8; connect peer
+  run                         -> digests 2; digests 2; done a 0: 14
+  arrive b 14 first=30 ticket=2 -> first step b 0+8
+  want 2 0..3                 -> ready 2:
+  run                         -> digests 2; ready 2: 0 1; digests 2; ready 2: 2 3 last 14; done b 0: 14
+  withdraw 1                  -> abort 1 cancelled
+  withdraw 2                  -> abort 2 cancelled
+  withdraw 2
+  blocks                      -> leased 4
+  release 2 cancelled
+  withdraw 2
+  blocks
+
+an offer that is withdrawn before its prompt is computed gets no block
+  arrive a 14                 -> first step a 0+8; connect peer
+  withdraw 1                  -> abort 1 cancelled
+  run                         -> done a 0: 14
+  blocks
+
+an offer that follows its own withdrawal is refused
+  withdraw 1
+  arrive a 14                 -> refused TransferFailed: transfer 00000000 was offered before
+
 cancelling an ended call does nothing
   arrive a 6                  -> first step a 0+6; connect peer
   step                        -> digests 2; done a 0: 6

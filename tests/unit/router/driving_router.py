@@ -273,6 +273,8 @@ def seen(action: RouterAction) -> str:
             return f"resume {dispatch_id} {worker_id}/{ticket}"
         case events.HandOver(dispatch_id, worker_id, ticket, handoff, _):
             return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()}"
+        case events.WithdrawOffer(dispatch_id, worker_id, ticket):
+            return f"withdraw {dispatch_id} {worker_id}/{ticket}"
         case events.CancelDispatch(dispatch_id):
             return f"cancel {dispatch_id}"
         case events.Deliver(request_id, first_index, token_ids, logprobs):

@@ -54,14 +54,16 @@ a request finishes if its decode worker dies after its result and before the fir
 a prompt does not end at a token that its worker did not send
   fleet P1 P2 D
   arrives r                            -> decode r#1 D from P1/1; prefill r#1 P1 for D/1
-  prefilled r#1 11 index=3 ends=length -> cancel r#1; decode r#2 D from P2/2; prefill r#2 P2 for D/2
-  prefilled r#2 11 ends=length         -> deliver r 0: 11; cancel r#2
+  prefilled r#1 11 index=3 ends=length -> cancel r#1; withdraw r#1 P1/1
+                                       -> decode r#2 D from P2/2; prefill r#2 P2 for D/2
+  prefilled r#2 11 ends=length         -> deliver r 0: 11; cancel r#2; withdraw r#2 P2/2
                                        -> finish r length, recomputed, 1 tokens, attempts 2, recomputed 8
 
 after a failed hand-off the next attempt avoids both workers
   fleet P1 P2 D1 D2
   arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
-  decode_error r#1 TransferFailed lease expired -> cancel r#1; decode r#2 D2 from P2/2; prefill r#2 P2 for D2/2
+  decode_error r#1 TransferFailed lease expired -> cancel r#1; withdraw r#1 P1/1
+                                                -> decode r#2 D2 from P2/2; prefill r#2 P2 for D2/2
 
 tokens that came too early in a failed attempt are not used
   fleet D1 D2
@@ -94,7 +96,7 @@ a resumed request waits for room beyond max_attempts
 after a failed hand-off of the only pair the decode worker computes the prompt
   fleet P D
   arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
-  decode_error r#1 TransferFailed lease expired -> cancel r#1; decode r#2 D
+  decode_error r#1 TransferFailed lease expired -> cancel r#1; withdraw r#1 P/1; decode r#2 D
 
 after progress max_attempts without a token end the request
   fleet D
@@ -141,7 +143,7 @@ a restarted worker with another layout is refused and changes nothing
   arrives r                           -> decode r#1 D from P/1; prefill r#1 P for D/1
   enter D incarnation=2 model=another -> refused LayoutMismatch: KV layouts differ in model: 'm' here, 'another' there
   counts                              -> queued 0; in flight 1; deadlines 1
-  lost D                              -> peers P left D; cancel r#1
+  lost D                              -> peers P left D; cancel r#1; withdraw r#1 P/1
 
 the second attempt starts at once and the third after a pause
   config max_attempts=4
@@ -175,7 +177,7 @@ a prompt that a worker has computed goes back to it
   arrives r               -> decode r#1 D1 from P2/1; prefill r#1 P2 for D1/1
   reports P1
   prefilled r#1 7         -> deliver r 0: 7
-  decode_error r#1 WorkerDrains the worker drains -> decode r#2 D2 from P2/2 behind 7
+  decode_error r#1 WorkerDrains the worker drains -> withdraw r#1 P2/1; decode r#2 D2 from P2/2 behind 7
                           -> prefill r#2 P2 for D2/2 behind 7
   prefilled r#2 8 index=1 -> deliver r 1: 8
   tokens_from r#2 2 9 10  -> deliver r 2: 9 10
@@ -201,7 +203,7 @@ a retry goes to the decode worker alone that has nearly all of its blocks
   arrives r prompt=32                     -> decode r#1 D1 from P/1; prefill r#1 P for D1/1
   prefilled r#1 33                        -> deliver r 0: 33
   caches D2 32
-  decode_error r#1 WorkerUnavailable died -> decode r#2 D2 behind 33
+  decode_error r#1 WorkerUnavailable died -> withdraw r#1 P/1; decode r#2 D2 behind 33
 
 tokens that are computed again are counted
   fleet P D1 D2

@@ -24,7 +24,8 @@ the other choices start after a first choice of one token
   # The prefill worker ends it, and no decode worker ever speaks.
   fleet P D
   arrives a max_tokens=1 others=b -> decode a#1 D from P/1; prefill a#1 P for D/1
-  prefilled a#1 11 ends=length    -> deliver a 0: 11; cancel a#1; finish a length, disaggregated, 1 tokens
+  prefilled a#1 11 ends=length    -> deliver a 0: 11; cancel a#1; withdraw a#1 P/1
+                                  -> finish a length, disaggregated, 1 tokens
                                   -> decode b#1 D
 
 a call is admitted or refused as a whole

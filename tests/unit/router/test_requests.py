@@ -42,7 +42,8 @@ a request is retried if both calls end and a token is missing
 a first token that is also the last one cancels the decode call and drops its hand-off
   fleet P D
   arrives r max_tokens=1                  -> decode r#1 D from P/1; prefill r#1 P for D/1
-  prefilled r#1 11 ends=length handoff=kv -> deliver r 0: 11; cancel r#1; finish r length, disaggregated, 1 tokens
+  prefilled r#1 11 ends=length handoff=kv -> deliver r 0: 11; cancel r#1; withdraw r#1 P/1
+                                          -> finish r length, disaggregated, 1 tokens
 
 the hand-off of an engine goes to the decode worker before the first token to the client
   fleet P D
@@ -54,7 +55,8 @@ a stop string ends the request and its calls
   arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
   prefilled r#1 11 -> deliver r 0: 11
   time 2
-  stopped r        -> cancel r#1; finish r stop, disaggregated, 1 tokens, block seconds 6, decode 2
+  stopped r        -> cancel r#1; withdraw r#1 P/1
+                   -> finish r stop, disaggregated, 1 tokens, block seconds 6, decode 2
   tokens_from r#1 1 12
   ends r#1
 
@@ -138,7 +140,8 @@ a request ends at its deadline during its prompt
   fleet P D
   arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
   time 4.9
-  time 0.2              -> cancel r#1; fail r DeadlineExceeded: the deadline passed in stage prefill
+  time 0.2              -> cancel r#1; withdraw r#1 P/1
+                        -> fail r DeadlineExceeded: the deadline passed in stage prefill
   counts                -> queued 0; in flight 0; deadlines 0
 
 a retry gets the time that remains to the deadline
@@ -156,11 +159,21 @@ a request that is cancelled in the queue ends at once
 a cancelled request ends with its calls
   fleet P D
   arrives r   -> decode r#1 D from P/1; prefill r#1 P for D/1
-  cancelled r -> cancel r#1; fail r RequestCancelled: cancelled by the client
+  cancelled r -> cancel r#1; withdraw r#1 P/1; fail r RequestCancelled: cancelled by the client
   tokens_from r#1 1 12
   ends r#1
   cancelled r
   counts      -> queued 0; in flight 0; deadlines 0
+
+a second token shows that an offer has a reader
+  fleet P D
+  arrives a        -> decode a#1 D from P/1; prefill a#1 P for D/1
+  prefilled a#1 11 -> deliver a 0: 11
+  arrives b        -> decode b#1 D from P/2; prefill b#1 P for D/2
+  prefilled b#1 21 -> deliver b 0: 21
+  tokens_from a#1 1 12 -> deliver a 1: 12
+  cancelled a      -> cancel a#1; fail a RequestCancelled: cancelled by the client
+  cancelled b      -> cancel b#1; withdraw b#1 P/2; fail b RequestCancelled: cancelled by the client
 
 a cancelled request ends with the call that is still open
   fleet P D

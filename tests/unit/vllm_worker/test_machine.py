@@ -116,6 +116,9 @@ a refused call changes nothing
   decode c                    -> refused QueueFull: 2 requests are open already (max_waiting + max_running)
   load                        -> serving; waiting 1; queued tokens 6; calls 2; of the router 2; backlog 3; free 100
 
+the engine keeps an offer that the router withdraws
+  withdraw 5 -> refused InvalidRequest: transfer_id: the engine of this worker keeps an offer until its lease ends
+
 a call for the hand-off of another call is refused
   decode a ticket=5
   decode b ticket=5           -> refused InvalidRequest: transfer_id: another call waits for this hand-off
