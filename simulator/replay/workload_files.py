@@ -25,7 +25,7 @@ def read_workload(
     seed: int = 0,
 ) -> Workload:
     """The first `limit` requests. Raises `ValueError` naming file, line and field, and `OSError`."""
-    if path.suffix == ".csv":
+    if path.name.removesuffix(".gz").endswith(".csv"):
         return azure(path, limit, divisor, output_divisor)
     first = next((line for _, line in lines(path, 1)), "")
     is_dynamo = f'"{SCHEMA}"' in first

@@ -274,6 +274,12 @@ def test_a_malformed_row_of_a_trace_of_dynamo_is_refused_by_line_and_field(
         request_trace(written(tmp_path, traced(), row))
 
 
+def test_a_trace_of_azure_may_be_gzipped(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50.99,4000,109\n"))
+    assert read_workload(path).requests[0].num_tokens == 4000
+
+
 def test_a_gzip_file_that_is_none_or_ends_early_is_refused_by_line(tmp_path: Path) -> None:
     path, whole = tmp_path / "log.jsonl.gz", gzip.compress((json.dumps(traced()) + "\n").encode() * 9)
     for content, line in ((b"{}", 1), (whole[:-30], r"\d"), (whole[:20] + b"\xff" * 40, 1)):
