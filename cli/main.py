@@ -239,7 +239,7 @@ def simulate(
 @with_flags(ADVISE_FLAGS)
 def advise(
     log: Annotated[
-        Path | None, typer.Argument(help="Calls of OpenAI's API, .jsonl; or a trace of Mooncake or Azure.")
+        Path | None, typer.Argument(help="Calls of OpenAI's API, .jsonl; or a trace of Mooncake, Azure or Dynamo.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
     **flags: Any,

@@ -32,6 +32,7 @@ class End(Enum):
     TOO_LARGE = "too large"
     MALFORMED = "not one answer of HTTP/1.1"
     UNREACHABLE = "no connection"
+    UNTRUSTED = "no TLS with a valid certificate"
     LEFT = "left by this check"
 
 
@@ -51,6 +52,8 @@ class Endpoint:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL of HTTP")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("a URL must have no user, query or fragment: they would not be sent")
         if any(ord(character) < 33 or ord(character) > 126 for character in url + key):
             raise ValueError("a URL and a key have printable ASCII characters only")
         parts.hostname.encode("idna")  # what a resolver would do; an empty label is a `ValueError`
@@ -168,6 +171,8 @@ async def exchange(endpoint: Endpoint, call: Call, limit_s: float, observe: Obse
         reply.end, reply.seconds = End.LATE, clock.time() - start
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         reply.end = End.MALFORMED
+    except ssl.SSLError:
+        reply.end = End.CUT if reply.status else End.UNTRUSTED
     except OSError:
         reply.end = End.CUT if reply.status else End.UNREACHABLE
     return reply

@@ -98,7 +98,7 @@ class Stack:
             record = await self._send(Ask("The sky is", 4))
             if record.reply.status != 400:  # all other faults are findings
                 break
-        if record.reply.end is End.UNREACHABLE or 400 <= record.reply.status < 500:
+        if record.reply.end in (End.UNREACHABLE, End.UNTRUSTED) or 400 <= record.reply.status < 500:
             raise StackError(f"{self.endpoint.url}{COMPLETIONS}: {record.what}"[:MAX_WHY])
 
     def call_of(self, ask: Ask) -> Call:

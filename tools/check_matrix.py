@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ from tests.support.vllm_server import MODEL, VllmServer, started
 LIMIT_S = 120.0  # of an answer, a command, and of the time until the stack serves again
 DRAIN_S = 60  # of vLLM, after SIGTERM
 POLL_S = 0.2
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 NIXL: dict[str, object] = {
     "kv_connector": "NixlConnector", "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"num_threads": 1},  # each takes a core in a loop
@@ -200,7 +202,16 @@ async def run(name: str, directory: Path, whole_s: float, console: Terminal) -> 
     )  # fmt: skip
 
 
+def stop(*_: object) -> None:
+    """End the stack, whatever waits for it. Servers have groups of their own, which no signal of a terminal reaches."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind; each end has a deadline
+    raise KeyboardInterrupt
+
+
 def main() -> None:
+    for number in STOPS:
+        signal.signal(number, stop)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS))
     parser.add_argument("--whole", type=float, default=450.0, help="longest time of one check, in seconds")

@@ -50,8 +50,6 @@ def advise(log: Path | None, options: Mapping[str, Any], as_json: bool, console:
         model, load = _model(options), _load(log, options)
         with _progress(console) as count:
             advice = find_advice(load, model, slo, options["gpus"], count)
-        if options["plot"] is not None:
-            plot_advice(options["plot"], advice)
     except OSError as error:
         raise ConfigError(f"cannot open {error.filename}: {error.strerror}") from error
     except ValueError as error:
@@ -61,6 +59,11 @@ def advise(log: Path | None, options: Mapping[str, Any], as_json: bool, console:
         print(json.dumps(as_json_object(question, advice)))
     else:
         print_advice(question, advice, console)
+    if options["plot"] is not None:
+        try:
+            plot_advice(options["plot"], advice)
+        except OSError as error:
+            raise ConfigError(f"--plot: cannot write {options['plot']}: {error.strerror}") from error
 
 
 def _model(options: Mapping[str, Any]) -> CostModel:

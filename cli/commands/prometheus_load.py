@@ -20,69 +20,105 @@ from simulator.advice.histograms import Histogram, load_of_histograms
 PROMPTS, OUTPUTS = "vllm[:_]request_prompt_tokens", "vllm[:_]request_generation_tokens"
 HITS, ASKED = "vllm[:_]prefix_cache_hits_total", "vllm[:_]prefix_cache_queries_total"  # tokens
 KEY_VARIABLE = "PROMETHEUS_TOKEN"  # environment variable with a bearer token of the server
-ANSWER_S = 30.0  # seconds of Prometheus for each of seven queries; beyond: `ConfigError`
+ANSWER_S = 30.0  # seconds of Prometheus for each of eight queries; beyond: `ConfigError`
+MAX_WINDOW_S = 315_360_000.0  # seconds of `tandem advise --window-s`, ten years; beyond: `ConfigError`
 MAX_SHOWN = 300  # characters of the server's own error
+# Share of the requests by which counts that must be equal or rise may differ: the server extrapolates each, and a vLLM
+# that starts again in the window takes some of each bucket with it.
+MAX_DIFFERENCE = 0.01
 
-Series = list[tuple[str, float]]  # label `le` of each, or empty
+Series = list[tuple[str, float]]  # one label of each, or empty
 
 
 def read_prometheus(url: str, labels: str, window_s: float, num: int) -> Load:
-    """`num` requests like those of the last `window_s` seconds. `labels` select series, as `model_name="llama"`.
+    """`num` requests like those of the last `window_s` seconds, rounded up. `labels` select series, as
+    `model_name="llama"`.
 
     Raises `ConfigError`.
     """
+    if not 0 < window_s <= MAX_WINDOW_S:
+        raise ConfigError(f"--window-s must be in (0, {MAX_WINDOW_S:,.0f}], is {window_s:g}")
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(f"{KEY_VARIABLE} must have printable ASCII characters only, without spaces")
     try:
-        endpoint = Endpoint.parse(url, os.environ.get(KEY_VARIABLE, ""))
-        return asyncio.run(_read(endpoint, labels, window_s, num))
+        return asyncio.run(_read(Endpoint.parse(url, key), labels, math.ceil(window_s), num))
     except ValueError as error:
         raise ConfigError(f"--prometheus: {error}") from error
 
 
-async def _read(endpoint: Endpoint, labels: str, window_s: float, num: int) -> Load:
+async def _read(endpoint: Endpoint, labels: str, window_s: int, num: int) -> Load:
     at = _sum(await _ask(endpoint, "vector(time())"))  # all queries ask for the same time, so that their answers agree
+    if not at:
+        raise ValueError(f"{endpoint.url} does not tell its time")
 
     async def increase(metric: str, by: str = "") -> Series:
-        series = f'{{__name__=~"{metric}",{labels}}}[{math.ceil(window_s)}s]'
-        return await _ask(endpoint, f"sum{by}(increase({series}))", time=f"{at}")
+        series = f'{{__name__=~"{metric}",{labels}}}[{window_s}s]'
+        grouped = f" by ({by}) " if by else ""
+        return await _ask(endpoint, f"sum{grouped}(increase({series}))", by, time=f"{at}")
 
     async def histogram(metric: str) -> Histogram:
-        buckets = sorted((_bound(bound), count) for bound, count in await increase(f"{metric}_bucket", " by (le) "))
-        bounds = [bound for bound, _ in buckets]
-        counts = list(accumulate((count for _, count in buckets), max))  # sums of rounded numbers may fall a little
+        buckets = sorted((_bound(bound), count) for bound, count in await increase(f"{metric}_bucket", "le"))
+        found = [count for _, count in buckets]
+        counts = list(accumulate(found, max))
         if (num_requests := counts[-1] if counts else 0.0) < MIN_REQUESTS:
             raise ValueError(
-                f"{metric}{{{labels}}} has {num_requests:.0f} requests in the last {window_s:g} s, at least "
+                f"{metric}{{{labels}}} has {num_requests:.0f} requests in the last {window_s} s, at least "
                 f"{MIN_REQUESTS} are needed"
             )
-        return Histogram(metric, bounds, counts, _sum(await increase(f"{metric}_sum")))
+        if buckets[-1][0] != math.inf:
+            raise ValueError(f'{metric} has no bucket le="+Inf"')
+        if any(rising - count > MAX_DIFFERENCE * num_requests for rising, count in zip(counts, found, strict=True)):
+            raise ValueError(f"{metric} is no histogram: counts of its buckets fall by more than {MAX_DIFFERENCE:.0%}")
+        return Histogram(metric, [bound for bound, _ in buckets], counts, _sum(await increase(f"{metric}_sum")))
 
+    if "model_name" not in labels:
+        names = sorted(name for name, count in await increase(f"{PROMPTS}_count", "model_name") if count)
+        if len(names) > 1:
+            raise ValueError(
+                f"there are requests of {len(names)} models, such as {escaped(', '.join(names)[:MAX_SHOWN])}: "
+                "choose one by --labels 'model_name=\"...\"'"
+            )
     prompts, outputs = await histogram(PROMPTS), await histogram(OUTPUTS)
     hits, asked = _sum(await increase(HITS)), _sum(await increase(ASKED))
+    for more, less, larger, smaller in (
+        (OUTPUTS, PROMPTS, outputs.num_requests, prompts.num_requests),
+        (PROMPTS, OUTPUTS, prompts.num_requests, outputs.num_requests),
+        (HITS, ASKED, hits, asked),
+    ):
+        if larger > smaller * (1 + MAX_DIFFERENCE):
+            raise ValueError(f"{more} has {larger:g}, which must be at most {less}, {smaller:g}")
     return load_of_histograms(endpoint.authority, prompts, outputs, hits / asked if asked else 0.0, window_s, num)
 
 
-async def _ask(endpoint: Endpoint, query: str, **parameters: str) -> Series:
+async def _ask(endpoint: Endpoint, query: str, label: str = "", **parameters: str) -> Series:
     """Raises `ValueError` with the reason."""
     call = Call(f"/api/v1/query?{urlencode({'query': query} | parameters)}")
     reply = await exchange(endpoint, call, ANSWER_S)
     if reply.end is not End.COMPLETE:
         raise ValueError(f"{endpoint.url} does not answer: {reply.end.value}")
     try:
-        return series_of(reply.status, bytes(reply.body))
+        return series_of(reply.status, bytes(reply.body), label)
     except ValueError as error:
-        raise ValueError(f"{endpoint.url} answers with status {reply.status}: {error}") from error
+        raise ValueError(f"{endpoint.url} answers with status {reply.status}: {error} (to {query})") from error
 
 
-def series_of(status: int, body: bytes) -> Series:
+def series_of(status: int, body: bytes, label: str) -> Series:
     """The answer to a query. Raises `ValueError` with the server's reason, or for what no Prometheus server says."""
+    reason = "this is not what a Prometheus server answers"
     try:
         answer = json.loads(body)
         if status == 200:
-            return [(str(one["metric"].get("le", "")), _number(one["value"][1])) for one in answer["data"]["result"]]
-        reason = escaped(str(answer["error"])[:MAX_SHOWN])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        reason = "this is not what a Prometheus server answers"
-    raise ValueError(reason)
+            series = [(str(one["metric"].get(label, "")), float(one["value"][1])) for one in answer["data"]["result"]]
+            wrong = next((one for one in series if not 0.0 <= one[1] < math.inf), None)
+            if wrong is None:
+                return series
+            reason = f"a value must be in [0, inf), is {wrong[1]:g}" + f" for {label} {wrong[0]!r:.40}" * bool(label)
+        else:
+            reason = str(answer["error"])[:MAX_SHOWN]
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        pass
+    raise ValueError(escaped(reason))
 
 
 def _bound(text: str) -> float:
@@ -90,13 +126,6 @@ def _bound(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan  # which no histogram has
-
-
-def _number(text: str) -> float:
-    """Raises `ValueError` unless it is one from 0 on."""
-    if not 0.0 <= (number := float(text)) < math.inf:
-        raise ValueError(text)
-    return number
 
 
 def _sum(series: Series) -> float:

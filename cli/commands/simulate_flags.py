@@ -22,7 +22,7 @@ def flag_of(name: str, default: Any, help: str, type_: Any = None) -> DefaultedF
 
 SIMULATE_FLAGS = (
     flag_of("workload", "synthetic",
-          "synthetic, or a file: .jsonl of Mooncake, of agent sessions or of calls of OpenAI's API, .csv of Azure."),
+          "synthetic, or a file: .jsonl of Mooncake, Dynamo, agent sessions or calls of OpenAI's API, .csv of Azure."),
     flag_of("requests", None, "Requests to replay. (default: the whole file; 1000 synthetic ones)", int),
     flag_of("divisor", 1, "Divide the lengths of the prompts of a file by this."),
     flag_of("output-divisor", 1, "Divide the lengths of the outputs of a file by this."),

@@ -17,13 +17,16 @@ from simulator.advice.goodput import Load
 from simulator.advice.pools import Job
 from simulator.replay.trace_rows import MAX_TOKENS
 
+LEAST_BOUND, LARGEST = 1e-3, 2.0**53  # of bounds and counts: a larger one is not exact
+LEAST_MEAN = 0.5  # tokens: what a length of 1 is rounded from
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """Of a length in tokens, as Prometheus has it: requests up to each bound, by rising bound.
 
-    Raises `ValueError` unless the bounds rise from above 0, the counts never fall, and the last is above 0. The last
-    bound may be infinite; what lies beyond the one before it is taken to be that long.
+    Raises `ValueError` unless the bounds rise from above 0, the counts never fall, the last is above 0, and the mean is
+    a length. The last bound may be infinite; what lies beyond the one before it is taken to be that long.
     """
 
     name: str
@@ -36,10 +39,19 @@ class Histogram:
         falling = any(low > high for low, high in zip((0.0, *self.counts), self.counts, strict=False))
         if not self.bounds or not rising or falling or len(self.bounds) != len(self.counts):
             raise ValueError(f"{self.name} is no histogram: bounds must rise from above 0, and counts never fall")
-        if not 0.0 < self.num_requests < math.inf or not 0.0 <= self.total < math.inf:
-            raise ValueError(f"{self.name} has {self.num_requests:g} requests with {self.total:g} tokens")
         if math.isinf(self.bounds[0]):
             raise ValueError(f"{self.name} has no finite bound")
+        largest = next(bound for bound in reversed(self.bounds) if bound < math.inf)
+        if not self.bounds[0] >= LEAST_BOUND or not max(largest, self.num_requests) <= LARGEST:
+            raise ValueError(
+                f"{self.name} must have bounds in [{LEAST_BOUND:g}, {LARGEST:g}] and counts up to there, has bounds of "
+                f"{self.bounds[0]:g} to {largest:g} and {self.num_requests:g} requests"
+            )
+        if not self.num_requests or not LEAST_MEAN <= self.total / self.num_requests <= MAX_TOKENS:
+            raise ValueError(
+                f"{self.name} has {self.num_requests:g} requests with {self.total:g} tokens: their mean must be in "
+                f"[{LEAST_MEAN:g}, {MAX_TOKENS:,}]"
+            )
 
     @property
     def num_requests(self) -> float:

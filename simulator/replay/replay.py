@@ -21,7 +21,7 @@ from core.request import Request, SamplingParams
 from simulator.replay.replay_config import ReplayConfig
 from simulator.replay.replay_result import PERCENTS, GapHistogram, ReplayResult, RequestRecord, rising, worst_tenth_mean
 from simulator.replay.served import Served, ServedRequests
-from simulator.replay.trace import TraceRequest, at_rate, infinite_cache_tokens, poisson_arrivals
+from simulator.replay.trace import TraceRequest, at_rate, first_turns, infinite_cache_tokens, poisson_arrivals
 from simulator.replay.workloads import Workload
 from simulator.shells.agent import SimulatedAgent
 from simulator.shells.links import StreamLinks
@@ -90,7 +90,8 @@ class Replay:
         """Runs with other numbers of routers and workers have the same arrivals, scaled."""
         config, requests = self.config, workload.requests
         chance = random.Random(f"arrivals of {config.seed}")
-        duration_s = requests[-1].arrives_at - requests[0].arrives_at
+        starts = [request.arrives_at for request in first_turns(requests)]
+        duration_s = max(starts) - min(starts)
         if config.rate is not None:
             duration_s = len(requests) / config.rate
         elif config.load is not None:

@@ -41,19 +41,19 @@ def at_rate(
     A trace rounds its times to `granularity_s`: each request arrives at a random time of its interval.
     """
     spread = [replace(r, arrives_at=r.arrives_at + chance.uniform(0.0, granularity_s)) for r in requests]
-    starts = [request.arrives_at for request in _first_turns(spread)]
+    starts = [request.arrives_at for request in first_turns(spread)]
     first, scale = min(starts), duration_s / max(max(starts) - min(starts), 1e-9)
     return _moved(spread, lambda start: (start - first) * scale)
 
 
 def poisson_arrivals(requests: Sequence[TraceRequest], duration_s: float, chance: random.Random) -> list[TraceRequest]:
     """As `at_rate`, with random gaps from one start to the next in their order, of about `duration_s` in all."""
-    gap_s = duration_s / max(1, len(_first_turns(requests)) - 1)
+    gap_s = duration_s / max(1, len(first_turns(requests)) - 1)
     times = accumulate((chance.expovariate(1.0) * gap_s for _ in requests), initial=0.0)
     return _moved(requests, lambda _: next(times))
 
 
-def _first_turns(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+def first_turns(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """The requests without a session, and the first one of each session."""
     first = {request.session: request for request in reversed(requests)}
     return [request for request in requests if request.session is None or first[request.session] is request]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
@@ -26,7 +28,7 @@ Row = Mapping[str, object]
 
 def json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
     """(place, object) of the first `limit` lines. Raises `ValueError` and `OSError`."""
-    for number, line in _lines(path, limit):
+    for number, line in lines(path, limit):
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
@@ -39,7 +41,7 @@ def json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
 
 def csv_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
     """As `json_rows`, of a file whose first line names the fields."""
-    rows = csv.DictReader(line for _, line in _lines(path, None if limit is None else limit + 1))
+    rows = csv.DictReader(line for _, line in lines(path, None if limit is None else limit + 1))
     try:
         for row in rows:
             yield f"{path}, line {rows.line_num}", row
@@ -55,11 +57,16 @@ def open_regular(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, str]]:
-    with open_regular(path) as file:
+def lines(path: Path, limit: int | None) -> Iterator[tuple[int, str]]:
+    """(number, text) of the first `limit` lines, of a gzip file those inside. Raises `ValueError` and `OSError`."""
+    with open_regular(path) as stored:
+        file = gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
         number = 0
         while limit is None or number < limit:
-            line = file.readline(MAX_ROW_BYTES + 1)
+            try:
+                line = file.readline(MAX_ROW_BYTES + 1)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path}, line {number + 1}: {error}") from error
             if not line:
                 return
             number += 1

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulator.replay.request_log import request_log
-from simulator.replay.trace_rows import MAX_ROW_BYTES, open_regular
+from simulator.replay.request_trace import SCHEMA, request_trace
+from simulator.replay.trace_rows import lines
 from simulator.replay.workloads import Workload, agent_sessions, azure, mooncake
 
-NO_FORMAT = "must have usage (a log of calls), hash_ids (a trace of Mooncake) or session (a trace of agents)"
-NO_DIVISOR = "divisors are for traces: a log of calls has the lengths of its own model"
+NO_FORMAT = (
+    "must have usage (a log of calls), hash_ids (a trace of Mooncake), session (a trace of agents) or "
+    f"schema {SCHEMA} (a trace of Dynamo)"
+)
+NO_DIVISOR = "divisors are for published traces: logs of calls and traces of Dynamo have the lengths of their model"
 
 
 def read_workload(
@@ -21,16 +25,16 @@ def read_workload(
     seed: int = 0,
 ) -> Workload:
     """The first `limit` requests. Raises `ValueError` naming file, line and field, and `OSError`."""
-    if path.suffix == ".csv":
+    if path.name.removesuffix(".gz").endswith(".csv"):
         return azure(path, limit, divisor, output_divisor)
-    with open_regular(path) as file:
-        first = file.readline(MAX_ROW_BYTES)
-    if b'"session"' in first:
+    first = next((line for _, line in lines(path, 1)), "")
+    is_dynamo = f'"{SCHEMA}"' in first
+    if '"session"' in first and not is_dynamo:
         return agent_sessions(path, sessions_per_s, seed, limit, divisor, output_divisor)
-    if b'"usage"' in first or b'"error"' in first:
+    if is_dynamo or '"usage"' in first or '"error"' in first:
         if (divisor, output_divisor) != (1, 1):
             raise ValueError(f"{path}: {NO_DIVISOR}")
-        return request_log(path, limit)
-    if first.lstrip().startswith(b"{") and b'"hash_ids"' not in first:
+        return request_trace(path, limit) if is_dynamo else request_log(path, limit)
+    if first.lstrip().startswith("{") and '"hash_ids"' not in first:
         raise ValueError(f"{path}, line 1: {NO_FORMAT}")
     return mooncake(path, limit, divisor, output_divisor)

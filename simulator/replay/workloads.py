@@ -2,6 +2,7 @@
 
     conversations of Mooncake    `mooncake`        shared prefixes; times in whole 3 s
     calls of OpenAI's API        `simulator/replay/request_log.py`
+    requests of Dynamo           `simulator/replay/request_trace.py`
     conversations of Azure       `azure`           lengths only: every prompt is distinct
     coding agents                `agent_sessions`  turns of sessions, which begin at random times
     synthetic                    `synthetic`       random times and lengths, groups with a common prefix

@@ -190,7 +190,8 @@ def has_number(result: list[dict[str, Any]]) -> bool:
 async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(tmp_path: Path, metrics_port: int) -> None:
     """vLLM stands here as the series that it exports (vllm/v1/metrics/loggers.py, 0.32)."""
     page = CollectorRegistry()
-    prompts = Histogram(name_of(PROMPTS), "", ("model_name",), registry=page, buckets=(1000, 2000, 5000)).labels("a")
+    of_models = Histogram(name_of(PROMPTS), "", ("model_name",), registry=page, buckets=(1000, 2000, 5000))
+    prompts, other_prompts = of_models.labels("a"), of_models.labels("b")
     outputs = Histogram(name_of(OUTPUTS), "", ("model_name",), registry=page, buckets=(10, 20, 50, 100)).labels("a")
     hits, asked = (Counter(name_of(metric), "", ("model_name",), registry=page).labels("a") for metric in (HITS, ASKED))
     server, thread = start_http_server(metrics_port, "127.0.0.1", page)
@@ -201,8 +202,13 @@ async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(tmp_path: Pat
                 outputs.observe(30)
                 asked.inc(1200 + number)
             hits.inc(140_000)  # a quarter of 559,800
-            load = await until_given(lambda: read_prometheus(url, 'model_name="a"', 60.0, 500))
-            with pytest.raises(ConfigError, match=r'prompt_tokens\{model_name="b"\} has 0 requests in the last 60 s'):
+            load = await until_given(lambda: read_prometheus(url, "", 60.0, 500))
+            other_prompts.observe(1)
+            await until_refused(
+                lambda: read_prometheus(url, "", 60.0, 500), "there are requests of 2 models, such as a, b"
+            )
+            assert len((await asyncio.to_thread(read_prometheus, url, 'model_name="a"', 60.0, 500)).jobs) == 500
+            with pytest.raises(ConfigError, match=r'prompt_tokens\{model_name="b"\} has \d requests in the last 60 s'):
                 await asyncio.to_thread(read_prometheus, url, 'model_name="b"', 60.0, 500)
             with pytest.raises(ConfigError, match="answers with status 400: invalid parameter"):
                 await asyncio.to_thread(read_prometheus, url, "model_name=", 60.0, 500)
@@ -218,6 +224,19 @@ async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(tmp_path: Pat
 
 def name_of(metric: str) -> str:
     return metric.replace("[:_]", ":").removesuffix("_total")
+
+
+async def until_refused(read: Callable[[], Load], message: str) -> None:
+    """Once the requests have been scraped."""
+    refused = ""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while message not in refused:
+        assert asyncio.get_running_loop().time() < deadline, refused
+        try:
+            await asyncio.to_thread(read)
+        except ConfigError as error:
+            refused = str(error)
+        await asyncio.sleep(0.1)
 
 
 async def until_given(read: Callable[[], Load]) -> Load:

@@ -100,6 +100,12 @@ def test_a_turn_of_a_session_waits_for_the_end_of_the_turn_before_it(has_session
     assert result.arrivals_s == pytest.approx(clients[-1].arrived_at - clients[0].arrived_at)
 
 
+def test_without_a_rate_sessions_begin_when_they_did() -> None:
+    workload = Workload("sessions", [TraceRequest(float(at), (at,), 512, 4, session=at % 2) for at in range(9)])
+    arrived = Replay(workload, replace(ONE_OF_EACH, load=None))._arrivals(workload)
+    assert [request.arrives_at for request in arrived] == [request.arrives_at for request in workload.requests]
+
+
 def test_one_worker_hits_every_full_block_of_earlier_turns() -> None:
     """Three prompts of 1,000, 1,500 and 1,024 tokens; the last two begin with the first 1,000 tokens."""
     trace = (

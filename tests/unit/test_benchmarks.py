@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,38 @@ def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, m
     assert [line["measure"] for line in written["lines"]] == ["before", "after"]
     assert written["failed"] == {"broken": "RuntimeError: no luck"}
     assert "| broken | failed: RuntimeError: no luck |" in Path("build/bench/trial.md").read_text()
+
+
+BLOCKED_STACK = """
+import contextlib, sys, time
+from benchmarks.processes import serving
+from tools import check_matrix
+
+@contextlib.asynccontextmanager
+async def blocked(_):
+    with serving(["sh", "-c", "echo serving; exec sleep 600"], "^serving") as process_id:
+        print(process_id, flush=True)
+        time.sleep(600)
+        yield
+
+check_matrix.STACKS["blocked"] = blocked
+sys.argv = ["check_matrix", "--stacks", "blocked"]
+check_matrix.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_server_of_the_matrix_behind(number: signal.Signals) -> None:
+    """While the stack starts and the loop is blocked."""
+    command = [sys.executable, "-c", BLOCKED_STACK]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as tool:
+        assert tool.stdout is not None
+        server = psutil.Process(int(tool.stdout.readline()))
+        try:
+            tool.send_signal(number)
+            assert tool.wait(TIMEOUT_S) == -signal.SIGINT
+            assert not server.is_running()
+        finally:
+            tool.kill()
+            if server.is_running():
+                server.kill()

@@ -50,9 +50,16 @@ def test_the_answer_is_also_one_json_object(tmp_path: Path, tandem: Tandem) -> N
     assert any("Wider workers were not measured" in sentence for sentence in answer["sentences"])
 
 
-def test_a_chart_is_drawn(tmp_path: Path, tandem: Tandem) -> None:
+def test_a_chart_is_drawn_after_the_answer(tmp_path: Path, tandem: Tandem) -> None:
     chart = tmp_path / "attainment.svg"
-    tandem("advise", *QUICK, "--input-tokens", "8000", "--output-tokens", "20", "--plot", str(chart))
+    command = ("advise", *QUICK, "--input-tokens", "8000", "--output-tokens", "20", "--plot", str(chart))
+    chart.mkdir()
+    code, shown, error = tandem(*command)
+    assert code == 1
+    assert "Do not split" in shown, "a chart that cannot be written costs no answer"
+    assert error == f"error: --plot: cannot write {chart}: Is a directory\n"
+    chart.rmdir()
+    tandem(*command)
     drawn = chart.read_text()
     assert drawn.startswith("<?xml")
     assert "<!-- 1P + 1D -->" in drawn

@@ -118,13 +118,34 @@ async def test_nobody_there_and_enough_seen_are_ends_too() -> None:
     assert (await exchange(endpoint, Call("/"), 10.0)).end is End.UNREACHABLE
 
 
+async def test_a_server_without_tls_is_named() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as started:
+        endpoint = Endpoint("127.0.0.1", started.sockets[0].getsockname()[1], tls=True)
+        assert (await exchange(endpoint, Call("/"), 10.0)).end is End.UNTRUSTED
+
+
 def test_an_address_is_read_or_refused() -> None:
     assert Endpoint.parse("https://[::1]:9/a/v1/") == Endpoint("::1", 9, tls=True, path="/a")
     assert b"\r\nhost: [::1]:9\r\n" in Call("/").encode(Endpoint.parse("https://[::1]:9"))
     assert Endpoint.parse("host").url == "http://host:80"
-    for wrong in ("ftp://a", "http://", "http://a b", "http://a:x", "http://a..b", "a\r\nx: y"):
-        with pytest.raises(ValueError, match=r"."):
+    for wrong in (
+        "http://user:secret@a",
+        "http://a/?x=y",
+        "http://a#x",
+        "ftp://a",
+        "http://",
+        "http://a b",
+        "http://a:x",
+        "http://a..b",
+        "a\r\nx: y",
+    ):
+        with pytest.raises(ValueError, match=r".") as refused:
             Endpoint.parse(wrong)
+        assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="printable"):
         Endpoint.parse("http://a", key="a\r\nb")
 

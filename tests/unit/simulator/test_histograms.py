@@ -15,7 +15,7 @@ from simulator.replay.trace_rows import MAX_TOKENS
 buckets = st.lists(st.tuples(st.floats(0.1, 1e4), st.integers(0, 1000)), min_size=1, max_size=12)
 
 
-@given(buckets, st.booleans(), st.floats(0.0, 1e6), st.integers(1, 300))
+@given(buckets, st.booleans(), st.floats(0.5, 1e6), st.integers(1, 300))
 def test_lengths_are_whole_rising_and_of_the_known_mean(
     found: list[tuple[float, int]], is_open: bool, mean: float, num: int
 ) -> None:
@@ -30,6 +30,23 @@ def test_lengths_are_whole_rising_and_of_the_known_mean(
     assert 1 <= lengths[0] <= lengths[-1] <= MAX_TOKENS
     if lengths[-1] < MAX_TOKENS:
         assert mean - 0.51 <= sum(lengths) / num <= mean + 1.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0), st.floats(0.0)), min_size=1, max_size=4).map(sorted),
+    st.floats(0.0) | st.floats(0.5, 1e3),
+    st.integers(1, 50),
+)
+def test_what_is_a_histogram_has_lengths(found: list[tuple[float, float]], mean: float, num: int) -> None:
+    """From the smallest to the largest floats, and infinity."""
+    bounds, counts = [bound for bound, _ in found], sorted(count for _, count in found)
+    try:
+        histogram = Histogram("h", bounds, counts, mean * counts[-1])
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    assert refused.startswith("h ") or all(1 <= length <= MAX_TOKENS for length in histogram.lengths(num))
 
 
 def test_a_bucket_has_its_share_of_the_requests() -> None:
@@ -49,6 +66,10 @@ def test_a_bucket_has_its_share_of_the_requests() -> None:
         ((1.0, 2.0), (2.0,), 1.0, "h is no histogram"),
         ((1.0, 2.0), (0.0, 0.0), 1.0, "h has 0 requests with 1 tokens"),
         ((1.0, 2.0), (0.0, 5.0), math.inf, "h has 5 requests with inf tokens"),
+        ((1.0, 2.0), (0.0, 500.0), 0.0, r"h has 500 requests with 0 tokens: their mean must be in \[0.5, 4,000,000\]"),
+        ((1.0, 1e308), (1.0, 2.0), 9.0, "h must have bounds in"),
+        ((1e-9, 2.0), (1.0, 2.0), 9.0, "h must have bounds in"),
+        ((1.0, 2.0), (1.0, 1e300), 9.0, "h must have bounds in"),
         ((math.inf,), (5.0,), 9.0, "h has no finite bound"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Logs of calls of OpenAI's API: what they may look like, and that malformed ones are refused by line and field."""
+"""Logs of calls of OpenAI's API and traces of Dynamo: their forms, and malformed rows are refused by line and field."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from simulator.replay import trace_rows
 from simulator.replay.request_log import request_log
+from simulator.replay.request_trace import SCHEMA, request_trace
 from simulator.replay.trace import cached_tokens
 from simulator.replay.trace_rows import MAX_TOKENS
 from simulator.replay.workload_files import read_workload
@@ -112,13 +114,31 @@ json_values = st.recursive(
 )
 fields = st.sampled_from(
     ["usage", "timestamp", "created", "response", "body", "error", "prompt_tokens", "completion_tokens", "session",
-     "prompt_tokens_details", "cached_tokens", "hash_ids", "input_length", "output_length"]
+     "prompt_tokens_details", "cached_tokens", "hash_ids", "input_length", "output_length", "event", "schema",
+     "event_type", "request", "replay", "trace_block_size", "input_sequence_hashes", "request_received_ms",
+     "output_tokens", "agent_context"]
 )  # fmt: skip
 odd_rows = st.recursive(json_values, lambda inner: st.dictionaries(fields, inner, max_size=6), max_leaves=12)
+ints = st.integers(-1, 5)
 
 
-@given(st.lists(odd_rows, max_size=4), st.sampled_from(["log.jsonl", "log.csv"]))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def traced(**fields: object) -> dict[str, object]:
+    """A row of Dynamo's file sink, with other fields at each place where they are."""
+    replay = {"trace_block_size": 4, "input_length": 6, "input_sequence_hashes": [2**64 - 1, 9]}
+    request = {"request_id": "a", "request_received_ms": 1_764_234_000_500, "output_tokens": 3, "replay": replay}
+    event = {"schema": SCHEMA, "event_type": "request_end", "event_time_unix_ms": 1_764_234_000_900, "request": request}
+    for place in (event, request, replay):
+        place |= {name: value for name, value in fields.items() if name in {*place, "agent_context"}}
+    return {"timestamp": 7, "event": event}
+
+
+odd_traces = st.dictionaries(fields, ints | st.lists(ints, max_size=3) | json_values, max_size=3).map(
+    lambda found: traced(**found)
+)
+
+
+@given(st.lists(odd_rows | odd_traces, max_size=4), st.sampled_from(["log.jsonl", "log.csv"]))
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_odd_file_is_read_or_refused_by_a_value_error(tmp_path: Path, rows: list[object], name: str) -> None:
     path = written(tmp_path, *rows, name=name)
     try:
@@ -166,8 +186,9 @@ TRACED = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [
         ("log.jsonl", json.dumps(TRACED)),
         ("log.jsonl", json.dumps({**TRACED, "session": 1, "hash_ids": [0] * 40})),
         ("log.csv", "2023-11-16 18:15:50.99,4000,109"),
+        ("log.jsonl", json.dumps(traced(input_length=32, input_sequence_hashes=[*range(8)]))),
     ],
-    ids=["log", "cached", "mooncake", "sessions", "azure"],
+    ids=["log", "cached", "mooncake", "sessions", "azure", "dynamo"],
 )
 def test_the_blocks_of_all_prompts_have_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: str
@@ -186,7 +207,7 @@ def test_the_format_follows_from_the_name_and_the_first_line(tmp_path: Path) -> 
     path = written(tmp_path, line, name="mooncake.jsonl")
     assert read_workload(path) == mooncake(path)
     assert read_workload(written(tmp_path, {**line, "session": 1, "hash_ids": [0] * 40})).requests[0].session == 1
-    with pytest.raises(ValueError, match="divisors are for traces"):
+    with pytest.raises(ValueError, match="divisors are for published traces"):
         read_workload(written(tmp_path, ROW), divisor=2)
     with pytest.raises(ValueError, match="line 1: must have usage"):
         read_workload(written(tmp_path, {"messages": [], "timestamp": 0}))
@@ -198,4 +219,70 @@ def test_a_pipe_and_a_device_are_refused_at_once(tmp_path: Path, name: str) -> N
     (tmp_path / f"zero-{name}").symlink_to("/dev/zero")
     for path in (tmp_path / name, tmp_path / f"zero-{name}"):
         with pytest.raises(ValueError, match="must be a regular file"):
+            read_workload(path)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_trace_of_dynamo_has_the_prefixes_and_sessions_of_its_requests(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        traced(request_received_ms=1_764_234_002_000, input_length=8, input_sequence_hashes=[2**64 - 1, 5]),
+        {"schema": SCHEMA, "event_type": "tool_end", "tool": {}},
+        traced(agent_context={"session_id": "s"})["event"],  # without the envelope
+        traced(agent_context={"session_id": "s"}, request_received_ms=1_764_234_001_000, output_tokens=0),
+    ]
+    path = written(tmp_path, *rows)
+    if suffix:
+        path = tmp_path / "log.jsonl.gz"
+        lines = [json.dumps(row).encode() + b"\n" for row in rows]
+        path.write_bytes(gzip.compress(b"".join(lines[:2])) + gzip.compress(b"".join(lines[2:])))  # two members
+    found = read_workload(path).requests
+    assert [(one.arrives_at, one.num_tokens, one.num_output_tokens) for one in found] == [
+        (0.0, 6, 3), (0.5, 6, 1), (1.5, 8, 3),
+    ]  # fmt: skip
+    assert [one.session for one in found] == [0, 0, None]
+    assert found[0].hash_ids == found[1].hash_ids
+    assert found[0].hash_ids[0] == found[2].hash_ids[0]
+    assert len({id for one in found for id in one.hash_ids}) == 3
+    assert max(max(one.hash_ids) for one in found) < 3, "ids are small numbers, hashes have 64 bits"
+    with pytest.raises(ValueError, match="divisors are for published traces"):
+        read_workload(path, divisor=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (traced(schema="dynamo.request.trace.v2"), "schema must be 'dynamo.request.trace.v1', is 'dynamo.request"),
+        (traced(request=None), "request must be a JSON object, is None"),
+        (traced(replay=[]), r"replay must be a JSON object, is \[\]"),
+        (traced(trace_block_size=0), "trace_block_size must be at least 1, is 0"),
+        (traced(trace_block_size=5), "trace_block_size must be 4 as before, is 5"),
+        (traced(input_length=MAX_TOKENS + 1), "input_length must be in"),
+        (traced(input_length=9), "input_sequence_hashes must be 3 integers"),
+        (traced(input_sequence_hashes=[1, "2"]), "input_sequence_hashes must be 2 integers"),
+        (traced(request_received_ms=-1), r"request_received_ms must be in \[0, 1e\+14\] ms, is -1"),
+        (traced(request_received_ms=None), "request_received_ms is missing"),
+        (traced(output_tokens=None), "output_tokens is missing"),
+        (traced(agent_context="s"), "agent_context must be a JSON object, is 's'"),
+        (traced(agent_context={}), "session_id must be text, is None"),
+        ({"event": 5}, "event must be a JSON object, is 5"),
+    ],
+)
+def test_a_malformed_row_of_a_trace_of_dynamo_is_refused_by_line_and_field(
+    tmp_path: Path, row: object, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"line 2: {message}"):
+        request_trace(written(tmp_path, traced(), row))
+
+
+def test_a_trace_of_azure_may_be_gzipped(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50.99,4000,109\n"))
+    assert read_workload(path).requests[0].num_tokens == 4000
+
+
+def test_a_gzip_file_that_is_none_or_ends_early_is_refused_by_line(tmp_path: Path) -> None:
+    path, whole = tmp_path / "log.jsonl.gz", gzip.compress((json.dumps(traced()) + "\n").encode() * 9)
+    for content, line in ((b"{}", 1), (whole[:-30], r"\d"), (whole[:20] + b"\xff" * 40, 1)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"log.jsonl.gz, line {line}: "):
             read_workload(path)
