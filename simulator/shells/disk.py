@@ -49,7 +49,7 @@ class SimulatedDisk:
                 self._world.after(COPY_S, partial(self._copy, action))
             case EraseSlot(slot):
                 self._slots.pop(slot, None)
-                self._world.after(0.0, partial(self._post, SlotErased(slot, True)))
+                self._world.after(0.0, partial(self._post, SlotErased(slot)))
             case ReadBlocks():
                 self._open_reads.add(action.read_id)
                 self._read(action)

@@ -143,7 +143,7 @@ class DiskTier:
         return [EraseSlot(slot) for slot in slots]
 
     def on_erased(self, event: SlotErased) -> None:
-        self.table.on_erased(event.slot, is_erased=event.is_erased)
+        self.table.on_erased(event.slot)
 
     def _begin_write(self, entry: PrefixBlock) -> list[BlockWrite]:
         named = self._name(entry)

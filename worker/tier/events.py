@@ -92,8 +92,9 @@ class BlocksRead:
 
 @dataclass(frozen=True, slots=True)
 class SlotErased:
+    """No later process finds the block: the slot is erased, or else the file has lost its name."""
+
     slot: int
-    is_erased: bool  # False: the disk has failed
 
 
 TierEvent = BlocksCopied | BlocksWritten | BlocksRead | SlotErased

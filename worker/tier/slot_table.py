@@ -46,7 +46,7 @@ class SlotTable:
     """Pure; one owner. Slots are 0 .. num_slots - 1."""
 
     def __init__(self, num_slots: int, stored: Mapping[int, StoredBlock]) -> None:
-        """`stored`: from the scan of the file. A block without its parent is dropped.
+        """`stored`: from the scan of the file. A block without its parent in the place before it is dropped.
 
         The file does not have the uses, so each stored block counts as used once, beside new ones.
         """
@@ -56,7 +56,6 @@ class SlotTable:
         self._begun: dict[bytes, _Row] = {}  # that are being written, by name
         self._forgotten: dict[bytes, _Row] = {}  # by name
         self._erasing: set[int] = set()  # slots with a corrupt block
-        self._lost: set[int] = set()  # slots with one that could not be erased
         # One entry for each row: its worth when it was entered, which is at most that of now, a number, the row.
         self._heap: list[tuple[tuple[int, int], int, _Row]] = []
         self._num_entered = 0
@@ -64,7 +63,8 @@ class SlotTable:
         self._age = max((block.value for block in stored.values()), default=0)
         self._next_number = 1 + max((block.number for block in stored.values()), default=0)
         for slot, block in sorted(stored.items(), key=lambda item: item[1].position):
-            if block.parent in self._rows or not block.position:
+            behind = self._rows.get(block.parent)
+            if not block.position or (behind is not None and behind.position + 1 == block.position):
                 row = _Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1)
                 self._rows[block.name] = row
                 self._push(row)
@@ -160,13 +160,9 @@ class SlotTable:
     def erases(self) -> bool:
         return bool(self._erasing)
 
-    def on_erased(self, slot: int, *, is_erased: bool) -> None:
-        """A slot that could not be erased is used no more: a scan may find its block again."""
+    def on_erased(self, slot: int) -> None:
         self._erasing.discard(slot)
-        if is_erased:
-            self._free.append(slot)
-        else:
-            self._lost.add(slot)
+        self._free.append(slot)
 
     def _value_behind(self, parent: _Row | None, num_uses: int) -> int:
         value = self._age + 1 + num_uses
@@ -221,14 +217,14 @@ class SlotTable:
         self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
-        """Each slot is free, lost, in a write or erasure, or has one block. No block is worth more than its parent."""
+        """Each slot is free, in a write or erasure, or has one block. No block is worth more than its parent."""
         used = [row.slot for row in (*self._rows.values(), *self._begun.values())]
-        slots = sorted([*used, *self._free, *self._erasing, *self._lost])
+        slots = sorted([*used, *self._free, *self._erasing])
         assert slots == list(range(self._num_touched))
         assert self._num_touched <= self.num_slots
         assert not self._begun.keys() & self._rows.keys()
         entered = {id(row): worth for worth, _, row in self._heap}
         for row in self._rows.values():
             assert entered[id(row)] <= row.worth
-            parent = self._rows.get(row.parent)
+            parent = self._rows.get(row.parent) if row.position else None
             assert parent is None or parent.worth > row.worth

@@ -8,6 +8,7 @@ while the read is open, so `perform(GiveUpRead)` waits for the copy of one block
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -35,6 +36,7 @@ from worker.tier.events import (
 )
 from worker.tier.slot_file import SlotFile
 
+TOUCH_S = 300.0  # at most from a use of a file that is open to the time that it has; see `OpenFile.remove_unused`
 NICENESS = 5  # of writes, for which no prompt waits
 
 logger = logging.getLogger(__name__)
@@ -101,20 +103,27 @@ class TierThreads:
     def _write_all(self) -> None:
         if sys.platform == "linux":  # where niceness belongs to a thread
             os.nice(NICENESS)
-        while (action := self._to_write.get()) is not None:
+        while (action := self._next_to_write()) is not None:
             if isinstance(action, EraseSlot):
                 self._erase(action.slot)
             elif not self._closing:
                 self._write(action)
 
+    def _next_to_write(self) -> WriteBlocks | EraseSlot | None:
+        """Reads and idle hours do not change the time of a file: without a touch, it would count as unused."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._to_write.get(timeout=TOUCH_S)
+            with contextlib.suppress(OSError):
+                self._file.touch()
+
     def _erase(self, slot: int) -> None:
-        is_erased = False
         try:
             self._file.erase(slot)
-            is_erased = True
-        except Exception as error:  # noqa: BLE001  the worker lives on without the slot
-            logger.warning("a corrupt block stays in slot %d of the disk tier: %s", slot, error)
-        self._post(SlotErased(slot, is_erased))
+        except Exception as error:  # noqa: BLE001  the worker lives on with a file that no other process finds
+            logger.warning("the file of the tier is removed: slot %d keeps a corrupt block: %s", slot, error)
+            self._file.remove()
+        self._post(SlotErased(slot))
 
     def _write(self, action: WriteBlocks) -> None:
         num_written = 0

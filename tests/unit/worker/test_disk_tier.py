@@ -90,7 +90,7 @@ class TierReplay(WorkerReplay):
         return self.post(BlocksRead(read, len(found.reads) if num < 0 else num, 0.001, ReadEnd(end)))
 
     def erased(self) -> list[Any]:
-        return self.post(SlotErased(self.of(EraseSlot)[-1].slot, True))
+        return self.post(SlotErased(self.of(EraseSlot)[-1].slot))
 
     def corrupt(self, *blocks: int) -> list[Any]:
         self.pool.invalidate(blocks)
