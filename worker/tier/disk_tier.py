@@ -106,6 +106,7 @@ class DiskTier:
         self._reads: dict[TransferId, _Read] = {}  # in flight
         self._next_read = 0
         self._bytes_per_s = self._prior_bytes_per_s = prior_bytes_per_s
+        self._measured_at = 0.0
         self._write_pause, self._read_pause = _Pause(), _Pause()
 
     # ---- down
@@ -215,6 +216,8 @@ class DiskTier:
 
     def limit_s(self, num_blocks: int, compute_s: float, now: float) -> float | None:
         """The limit of time of a read, where computing its blocks takes `compute_s`. None: do not read."""
+        if now >= self._measured_at + MAX_PAUSE_S:  # a disk that was slow is tried again: no read would measure it
+            self._bytes_per_s = max(self._bytes_per_s, self._prior_bytes_per_s)
         price_s = self.price_s(num_blocks)
         is_hung = any(read.is_given_up for read in self._reads.values())
         if is_hung or price_s >= compute_s or now < self._read_pause.until:
@@ -243,6 +246,7 @@ class DiskTier:
         num_bytes = event.num_read * self._block_bytes
         if num_bytes and event.seconds > 0.0:
             self._bytes_per_s += (num_bytes / event.seconds - self._bytes_per_s) / 4
+            self._measured_at = now
         self.counts.num_read += event.num_read
         if event.end is ReadEnd.LOST:
             self.table.forget(read.reads[event.num_read].name)

@@ -17,7 +17,7 @@ from prefill_worker.machine import PrefillArrived
 from tests.support.driven_worker import LAYOUT, request
 from tests.support.transcripts import transcripts_of
 from tests.support.worker_words import WorkerReplay
-from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, MAX_NEWS, PRIOR_BYTES_PER_S, READ_S, DiskTier
+from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, MAX_NEWS, MAX_PAUSE_S, PRIOR_BYTES_PER_S, READ_S, DiskTier
 from worker.tier.events import (
     BlocksCopied,
     BlocksRead,
@@ -325,6 +325,31 @@ def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
     replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
     bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
     assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / bytes_per_s
+
+
+def slow(num_reads: int) -> TierReplay:
+    """Its disk had 10 bytes per second in these reads."""
+    replay = TierReplay("decode", "keep 9")
+    for _ in range(num_reads):
+        replay.line("seek a 10")
+        replay.post(BlocksRead(replay.tier._next_read, 2, 2 * LAYOUT.block_bytes / 10, ReadEnd.COMPLETE))
+        replay.line("run")
+        replay.evict()
+    return replay
+
+
+def test_a_disk_that_was_slow_is_tried_again() -> None:
+    replay = slow(30)
+    assert replay.tier.limit_s(10, 0.004, replay.now + MAX_PAUSE_S - 1.0) is None
+    assert replay.tier.limit_s(10, 0.004, replay.now + MAX_PAUSE_S) is not None
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
+
+
+def test_after_the_pause_that_a_failure_brings_a_slow_disk_is_tried() -> None:
+    replay = slow(1)
+    replay.line("seek a 10")
+    replay.line(f"disk 0 end=failed read={replay.tier._next_read}")
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
 
 
 def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_on() -> None:
