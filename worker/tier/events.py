@@ -80,6 +80,7 @@ class BlocksCopied:
 @dataclass(frozen=True, slots=True)
 class BlocksWritten:
     num_written: int  # the first ones; fewer than asked for after an error
+    is_full: bool = False  # the error: the disk has no room for a further slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class SlotTable:
         self._begun: dict[bytes, _Row] = {}  # that are being written, by name
         self._forgotten: dict[bytes, _Row] = {}  # by name
         self._erasing: set[int] = set()  # slots with a corrupt block
+        self._failed: list[int] = []  # slots that could not be written
+        self.grows = True  # False: the disk is full, so a new block takes the slot of another
         # One entry for each row: its worth when it was entered, which is at most that of now, a number, the row.
         self._heap: list[tuple[tuple[int, int], int, _Row]] = []
         self._num_entered = 0
@@ -125,7 +127,9 @@ class SlotTable:
             row.is_corrupt = False  # of the next write
             self._erasing.add(row.slot)
             return [row.slot]
-        if is_written and (not row.position or row.parent in self._rows):
+        if not is_written:
+            self._failed.append(row.slot)
+        elif not row.position or row.parent in self._rows:
             self._forgotten.pop(name, None)
             self._rows[name] = row
             self._events.append(BlockStored(row.sequence_hash))
@@ -174,7 +178,9 @@ class SlotTable:
     def _free_slot(self, new: _Row, parent: _Row | None) -> int | None:
         if self._free:
             return self._free.pop()
-        if self._num_touched < self.num_slots:
+        if self._failed and self.grows:
+            return self._failed.pop()
+        if self._num_touched < self.num_slots and self.grows:
             self._num_touched += 1
             return self._num_touched - 1
         least = self._least()
@@ -217,9 +223,9 @@ class SlotTable:
         self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
-        """Each slot is free, in a write or erasure, or has one block. No block is worth more than its parent."""
+        """Each slot is free, failed, written or erased, or has one block. No block is worth more than its parent."""
         used = [row.slot for row in (*self._rows.values(), *self._begun.values())]
-        slots = sorted([*used, *self._free, *self._erasing])
+        slots = sorted([*used, *self._free, *self._failed, *self._erasing])
         assert slots == list(range(self._num_touched))
         assert self._num_touched <= self.num_slots
         assert not self._begun.keys() & self._rows.keys()

@@ -9,6 +9,7 @@ while the read is open, so `perform(GiveUpRead)` waits for the copy of one block
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -37,6 +38,7 @@ from worker.tier.events import (
 from worker.tier.slot_file import SlotFile
 
 TOUCH_S = 300.0  # at most from a use of a file that is open to the time that it has; see `OpenFile.remove_unused`
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NICENESS = 5  # of writes, for which no prompt waits
 
 logger = logging.getLogger(__name__)
@@ -126,7 +128,7 @@ class TierThreads:
         self._post(SlotErased(slot))
 
     def _write(self, action: WriteBlocks) -> None:
-        num_written = 0
+        num_written, is_full = 0, False
         try:
             try:
                 for buffer, write in zip(self._buffers, action.writes, strict=False):
@@ -137,8 +139,9 @@ class TierThreads:
                 self._file.write(write.slot, write.header, buffer.data)
                 num_written += 1
         except Exception as error:  # noqa: BLE001  the thread lives on, and the machine counts a failure
-            logger.warning("the disk tier pauses its writes: %r", error)
-        self._post(BlocksWritten(num_written))
+            is_full = isinstance(error, OSError) and error.errno in FULL
+            logger.warning("the disk tier pauses %s: %r", "its growth or writes" if is_full else "its writes", error)
+        self._post(BlocksWritten(num_written, is_full))
 
     def _read_all(self) -> None:
         while (queued := self._to_read.get()) is not None and not self._closing:

@@ -80,9 +80,9 @@ class TierReplay(WorkerReplay):
     def copied(self) -> list[Any]:
         return self.post(BlocksCopied())
 
-    def written(self, *num: int) -> list[Any]:
-        """`num`: blocks before the disk failed."""
-        return self.post(BlocksWritten(*num or (len(self.tier._writes),)))
+    def written(self, *num: int, full: int = 0) -> list[Any]:
+        """`num`: blocks before the disk failed, or was full."""
+        return self.post(BlocksWritten(num[0] if num else len(self.tier._writes), bool(full)))
 
     def disk(self, num: int = -1, end: str = "complete", read: int = -1) -> list[Any]:
         """A read ends. `num`: blocks that it has brought."""
@@ -146,6 +146,50 @@ a write that fails keeps what it has written, and writes pause
   run                           -> tokens b 0: 5; done b length
   wait 9
   wait 2                        -> write 0
+
+on a full disk, new blocks take the slots of others at once, and the file grows again after a pause
+  keep 9                        -> stored 2
+  seek a 5 first=40             -> first step a 0+5
+  run                           -> tokens a 0: 5; done a length; write 0
+  copied
+  written 0 full=1
+  seek b 13 first=50            -> first step b 0+8
+  run                           -> tokens b 0: 13; write 0 1; done b length
+  copied
+  written
+  stored                        -> 2
+  wait 11
+  seek c 13 first=70            -> first step c 0+8
+  run                           -> tokens c 0: 13; write 0 1; done c length
+  copied
+  written                       -> write 2
+  copied
+  written
+  stored                        -> 5
+  seek d 5 first=90             -> first step d 0+5
+  run                           -> tokens d 0: 5; done d length; write 0
+  copied
+  written 0 full=1
+  wait 11
+  seek e 5 first=100            -> first step e 0+5
+  run                           -> tokens e 0: 5; done e length; write 0
+  copied
+  written
+  stored                        -> 6
+
+a full disk that fails to write over a block, too, pauses the writes
+  keep 9                        -> stored 2
+  seek a 5 first=40             -> first step a 0+5
+  run                           -> tokens a 0: 5; done a length; write 0
+  copied
+  written 0 full=1
+  seek b 5 first=50             -> first step b 0+5
+  run                           -> tokens b 0: 5; done b length; write 0
+  copied
+  written 0 full=1
+  seek c 5 first=60             -> first step c 0+5
+  run                           -> tokens c 0: 5; done c length
+  deadline                      -> in 10
 
 a pause that ends with nothing to write leaves no deadline behind
   seek a 9                      -> first step a 0+8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
@@ -459,14 +460,14 @@ def test_the_end_of_a_worker_drops_writes_and_runs_erasures() -> None:
     assert [driven.next() for _ in range(3)] == [BlocksCopied(), BlocksWritten(1), SlotErased(5)]
 
 
-@pytest.mark.parametrize("error", [OSError("broken"), ValueError("a defect")])
+@pytest.mark.parametrize("error", [OSError("broken"), OSError(errno.ENOSPC, "full"), ValueError("a defect")])
 def test_any_error_is_a_failure_that_the_threads_survive(error: Exception) -> None:
     driven = Driven()
     driven.file.error = error
     driven.file.answers.set()
     for _ in range(2):
         driven.threads.perform(WRITE)
-        assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(0)]
+        assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(0, is_full="full" in str(error))]
         driven.threads.perform(EraseSlot(5))
         assert driven.next() == SlotErased(5)
         assert driven.file.is_removed, "the next process would find a corrupt block"
