@@ -77,7 +77,7 @@ def open_tier(
                 file.remove()
                 file.close()
                 raise ConfigError(
-                    f"{size} is more than {place.directory} holds ({disk.capacity_bytes / 1e9:.2g}); in a "
+                    f"{size} is more than {place.directory} holds ({round(disk.capacity_bytes / 1e9, 3):g}); in a "
                     "container, --shm-size is the size of /dev/shm"
                 )
             if removed := disk.remove_unused(time.time(), place.max_unused_s):

@@ -275,11 +275,14 @@ def test_an_hour_after_its_last_use_a_file_in_memory_is_removed(tmp_path: Path) 
     assert [path.name for path in (tmp_path / DIRECTORY).iterdir()] == ["recent.kv"]
 
 
+@pytest.mark.parametrize(("capacity", "shown"), [(64e6, "0.064"), (253e6, "0.253")])
 def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: float, shown: str
 ) -> None:
-    monkeypatch.setattr(OpenFile, "capacity_bytes", 64e6)
-    with pytest.raises(ConfigError, match=r"host_gb = 8 is more than .* holds \(0.064\); in a container, --shm-size"):
+    monkeypatch.setattr(OpenFile, "capacity_bytes", capacity)
+    with pytest.raises(
+        ConfigError, match=rf"host_gb = 8 is more than .* holds \({shown}\); in a container, --shm-size"
+    ):
         open_in_memory(tmp_path, host_gb=8.0)
     assert not list((tmp_path / DIRECTORY).iterdir())
 
@@ -291,6 +294,13 @@ def test_a_file_system_in_memory_without_a_limit_holds_any_size(
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 8)))
     _, running = open_in_memory(tmp_path)
     assert running.close(WAIT_S)
+
+
+@pytest.mark.parametrize("name", ["disk_dir", "host_dir"])
+@pytest.mark.parametrize("place", ["kv", "./kv", " "])
+def test_a_directory_below_the_working_directory_of_a_worker_is_refused(name: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must begin with / or ~, is '{place}'"):
+        CacheConfig(**{name: place})  # type: ignore[arg-type]
 
 
 def test_one_worker_has_one_tier() -> None:
