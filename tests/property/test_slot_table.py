@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from core.scheduling.block_pool import BlockRemoved, BlockStored
 from tests.support.driven_worker import LAYOUT
 from worker.tier.names import chain_name, identity_of, root_name
 from worker.tier.slot_file import MAX_NUMBER, StoredBlock
@@ -134,6 +135,21 @@ def test_a_corrupt_block_is_gone_at_once_and_its_slot_is_free_once_it_is_erased(
     assert write(table, 1) == write(table, 2) == 0
     table.on_erased(0)
     assert write(table, 2) == 1
+
+
+def test_a_forged_hash_is_reported_until_the_last_block_with_it_goes() -> None:
+    """A client can make two prompts whose blocks have one hash."""
+    table, names = SlotTable(2, {}), chain(1) + chain(2)
+    for name in names:
+        assert table.begin(name, ROOT, 7, 0) is not None
+        table.end(name, is_written=True)
+        table.check()
+    assert table.sequence_hashes() == [7]
+    table.forget(names[0])
+    assert table.drain_events() == [BlockStored(7)]
+    table.forget(names[1])
+    table.check()
+    assert table.drain_events() == [BlockRemoved(7)]
 
 
 def test_a_block_that_turns_out_corrupt_while_it_is_written_is_erased() -> None:

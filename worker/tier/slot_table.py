@@ -53,6 +53,7 @@ class SlotTable:
         assert num_slots <= MAX_SLOTS
         self.num_slots = num_slots
         self._rows: dict[bytes, _Row] = {}  # by name
+        self._with_hash: dict[int, tuple[_Row, ...]] = {}  # the same: a hash can be forged, so several may have one
         self._begun: dict[bytes, _Row] = {}  # that are being written, by name
         self._forgotten: dict[bytes, _Row] = {}  # by name
         self._erasing: set[int] = set()  # slots with a corrupt block
@@ -67,9 +68,7 @@ class SlotTable:
         for slot, block in sorted(stored.items(), key=lambda item: item[1].position):
             behind = self._rows.get(block.parent)
             if not block.position or (behind is not None and behind.position + 1 == block.position):
-                row = _Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1)
-                self._rows[block.name] = row
-                self._push(row)
+                self._add(_Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1))
         used = {row.slot for row in self._rows.values()}
         self._num_touched = max(used, default=-1) + 1  # the slots from here on are free
         self._free = [slot for slot in range(self._num_touched) if slot not in used]  # of those before
@@ -80,7 +79,7 @@ class SlotTable:
 
     def sequence_hashes(self) -> list[int]:
         """Of all blocks."""
-        return [row.sequence_hash for row in self._rows.values()]
+        return list(self._with_hash)
 
     def drain_events(self) -> list[BlockEvent]:
         """Changes since the last call, or since the scan, in order."""
@@ -131,9 +130,9 @@ class SlotTable:
             self._failed.append(row.slot)
         elif not row.position or row.parent in self._rows:
             self._forgotten.pop(name, None)
-            self._rows[name] = row
-            self._events.append(BlockStored(row.sequence_hash))
-            self._push(row)
+            if row.sequence_hash not in self._with_hash:
+                self._events.append(BlockStored(row.sequence_hash))
+            self._add(row)
         else:
             self._free.append(row.slot)
         return []
@@ -148,7 +147,7 @@ class SlotTable:
         """Forget these blocks. Returns their slots, to be erased: a slot is free after `on_erased`."""
         for row in self._begun.values():
             row.is_corrupt |= row.sequence_hash in sequence_hashes
-        found = [row for row in self._rows.values() if row.sequence_hash in sequence_hashes]
+        found = [row for each in sequence_hashes for row in self._with_hash.get(each, ())]
         for row in found:
             self._forget(row)
             self._erasing.add(row.slot)
@@ -218,9 +217,18 @@ class SlotTable:
             self._heap = [(row.worth, number, row) for number, row in rows]
             heapq.heapify(self._heap)
 
+    def _add(self, row: _Row) -> None:
+        self._rows[row.name] = row
+        self._with_hash[row.sequence_hash] = (*self._with_hash.get(row.sequence_hash, ()), row)
+        self._push(row)
+
     def _drop(self, row: _Row) -> None:
         del self._rows[row.name]
-        self._events.append(BlockRemoved(row.sequence_hash))
+        others = tuple(other for other in self._with_hash.pop(row.sequence_hash) if other is not row)
+        if others:
+            self._with_hash[row.sequence_hash] = others
+        else:
+            self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
         """Each slot is free, failed, written or erased, or has one block. No block is worth more than its parent."""
@@ -229,6 +237,8 @@ class SlotTable:
         assert slots == list(range(self._num_touched))
         assert self._num_touched <= self.num_slots
         assert not self._begun.keys() & self._rows.keys()
+        with_hash = [(row.name, each) for each, rows in self._with_hash.items() for row in rows]
+        assert sorted(with_hash) == sorted((name, row.sequence_hash) for name, row in self._rows.items())
         entered = {id(row): worth for worth, _, row in self._heap}
         for row in self._rows.values():
             assert entered[id(row)] <= row.worth
