@@ -20,3 +20,6 @@ class CacheConfig:
         require_finite_floats(self)
         require(not (self.disk_gb and self.host_gb), "disk_gb and host_gb: a worker has one tier below its pool")
         require(not self.disk_gb or bool(self.disk_dir.strip()), "disk_gb needs disk_dir, a directory on a local disk")
+        for name in ("disk_dir", "host_dir"):  # `tandem serve` has another working directory
+            place = getattr(self, name)
+            require(not place or place.startswith(("/", "~")), f"{name} must begin with / or ~, is {place!r}")

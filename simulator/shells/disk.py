@@ -39,6 +39,7 @@ class SimulatedDisk:
         self, world: World, slots: Slots, memory: Memory, spec: WorkerSpec, post: Callable[[TierEvent], None]
     ) -> None:
         self.alive = True
+        self.is_full = False  # failed writes say so
         self._world, self._slots, self._memory, self._faults, self._post = world, slots, memory, spec.disk, post
         self._read_until = 0.0  # one read at a time
         self._open_reads: set[TransferId] = set()  # which may write into their targets
@@ -49,7 +50,7 @@ class SimulatedDisk:
                 self._world.after(COPY_S, partial(self._copy, action))
             case EraseSlot(slot):
                 self._slots.pop(slot, None)
-                self._world.after(0.0, partial(self._post, SlotErased(slot, True)))
+                self._world.after(0.0, partial(self._post, SlotErased(slot)))
             case ReadBlocks():
                 self._open_reads.add(action.read_id)
                 self._read(action)
@@ -82,7 +83,7 @@ class SimulatedDisk:
                 continue
             self._slots[write.slot] = write.header, content
         self._world.counts["written block"] += len(contents)
-        self._post(BlocksWritten(len(contents)))
+        self._post(BlocksWritten(len(contents), self.is_full))
 
     def _read(self, action: ReadBlocks) -> None:
         seconds = self._faults.seconds_per_block * len(action.reads)

@@ -36,6 +36,9 @@ class MemoryDisk:
         self.content[offset : offset + len(content)] = content
         return len(content)
 
+    def touch(self) -> None:
+        """No other process looks at it."""
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from core.scheduling.block_pool import BlockRemoved, BlockStored
 from tests.support.driven_worker import LAYOUT
 from worker.tier.names import chain_name, identity_of, root_name
-from worker.tier.slot_file import StoredBlock
+from worker.tier.slot_file import MAX_NUMBER, StoredBlock
 from worker.tier.slot_table import SlotTable
 
 ROOT = b"root"
@@ -132,11 +133,23 @@ def test_a_corrupt_block_is_gone_at_once_and_its_slot_is_free_once_it_is_erased(
     write(table, 1)
     assert table.forget_corrupt({hash(chain(1)[0])}) == [0]
     assert write(table, 1) == write(table, 2) == 0
-    table.on_erased(0, is_erased=True)
+    table.on_erased(0)
     assert write(table, 2) == 1
-    table.forget_corrupt({hash(chain(2)[0])})
-    table.on_erased(0, is_erased=False)
-    assert write(table, 3) == 0, "a scan may find the block again, so the slot is used no more"
+
+
+def test_a_forged_hash_is_reported_until_the_last_block_with_it_goes() -> None:
+    """A client can make two prompts whose blocks have one hash."""
+    table, names = SlotTable(2, {}), chain(1) + chain(2)
+    for name in names:
+        assert table.begin(name, ROOT, 7, 0) is not None
+        table.end(name, is_written=True)
+        table.check()
+    assert table.sequence_hashes() == [7]
+    table.forget(names[0])
+    assert table.drain_events() == [BlockStored(7)]
+    table.forget(names[1])
+    table.check()
+    assert table.drain_events() == [BlockRemoved(7)]
 
 
 def test_a_block_that_turns_out_corrupt_while_it_is_written_is_erased() -> None:
@@ -169,6 +182,25 @@ def test_a_block_behind_a_lost_one_is_not_found_after_a_restart() -> None:
     table.check()
     assert len(table) == 1
     assert table.slot_of(first) == 5
+
+
+links = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, MAX_NUMBER - 1))
+
+
+@given(st.dictionaries(st.integers(0, 5), links))
+@example({0: (1, 0, 0, 1), 1: (2, 1, 1, 1), 2: (3, 2, 1, 1)})
+def test_headers_that_no_worker_has_written_make_no_table_wrong(headers: dict[int, tuple[int, int, int, int]]) -> None:
+    """Their digests are right: another program wrote them."""
+    stored = {
+        slot: StoredBlock(bytes([name]) * 32, bytes([parent]) * 32, 7, position, value, value)
+        for slot, (name, parent, position, value) in headers.items()
+        if name not in [other for before, (other, *_) in headers.items() if before < slot]  # as `scan`
+    }
+    table = SlotTable(6, stored)
+    table.check()
+    for token in range(8):
+        write(table, token)
+        table.check()
 
 
 def test_names_differ_if_salt_tokens_model_or_layout_differ() -> None:

@@ -224,8 +224,9 @@ def failing(_: BrokenDisk, shell: WorkerShell, __: Any) -> None:
 
 
 def full(_: BrokenDisk, shell: WorkerShell, __: Any) -> None:
-    """Writes fail, reads do not."""
+    """Writes fail, over other blocks too, and reads do not."""
     disk = _disk(shell)
+    disk.is_full = True
     copy = disk._copy
 
     def without_room(action: WriteBlocks) -> None:

@@ -8,9 +8,10 @@ eviction. A block is held for a copy in memory only, never for the time of a dis
 block that is evicted before its turn is lost.
 
 A read has a price: its bytes, and those before it, over the measured bandwidth. It begins only where the price is less
-than the time to compute its tokens, and ends with what it has when its limit of time passes. A disk that fails, is late
-or is full costs hits: reads and writes pause, each by itself, ever longer. No block waits for a disk that hangs: the
-targets of a read that is given up are free at once, and no other read begins before that one has ended.
+than the time to compute its tokens, and ends with what it has when its limit of time passes. A disk that fails or
+is late costs hits: reads and writes pause, each by itself, ever longer. On a full disk, the growth of the file pauses
+so, and new blocks take the slots of others. No block waits for a disk that hangs: the targets of a read that is given
+up are free at once, and no other read begins before that one has ended.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 600.0  # after a failure, doubled for each fu
 
 @dataclass(slots=True)
 class _Pause:
-    """Of reads, or of writes."""
+    """Of reads, of writes, or of the growth of the file."""
 
     until: float = 0.0
     num_in_row: int = 0
@@ -106,7 +107,8 @@ class DiskTier:
         self._reads: dict[TransferId, _Read] = {}  # in flight
         self._next_read = 0
         self._bytes_per_s = self._prior_bytes_per_s = prior_bytes_per_s
-        self._write_pause, self._read_pause = _Pause(), _Pause()
+        self._measured_at = 0.0
+        self._write_pause, self._read_pause, self._growth_pause = _Pause(), _Pause(), _Pause()
 
     # ---- down
 
@@ -121,6 +123,7 @@ class DiskTier:
         writes: list[BlockWrite] = []
         num_spare = num_spare_blocks()  # a block with no other holder is not available while it is copied
         num_left = MAX_NEWS
+        self.table.grows = now >= self._growth_pause.until
         while self._news and num_left and len(writes) < min(MAX_WRITES, num_spare):
             num_left -= 1
             entry = self._news.popleft()
@@ -143,7 +146,7 @@ class DiskTier:
         return [EraseSlot(slot) for slot in slots]
 
     def on_erased(self, event: SlotErased) -> None:
-        self.table.on_erased(event.slot, is_erased=event.is_erased)
+        self.table.on_erased(event.slot)
 
     def _begin_write(self, entry: PrefixBlock) -> list[BlockWrite]:
         named = self._name(entry)
@@ -188,10 +191,13 @@ class DiskTier:
         self.counts.num_written += event.num_written
         if event.num_written < len(self._writes):
             self.counts.num_failures += 1
-            self._write_pause.fail(now)
-            self._resume_at = self._write_pause.until
+            pause = self._growth_pause if event.is_full and self.table.grows else self._write_pause
+            pause.fail(now)
+            self._resume_at = max(now, self._write_pause.until)
         else:
             self._write_pause.succeed()
+            if self.table.grows:
+                self._growth_pause.succeed()
         self._writes = ()
 
     # ---- up
@@ -215,6 +221,8 @@ class DiskTier:
 
     def limit_s(self, num_blocks: int, compute_s: float, now: float) -> float | None:
         """The limit of time of a read, where computing its blocks takes `compute_s`. None: do not read."""
+        if now >= self._measured_at + MAX_PAUSE_S:  # a disk that was slow is tried again: no read would measure it
+            self._bytes_per_s = max(self._bytes_per_s, self._prior_bytes_per_s)
         price_s = self.price_s(num_blocks)
         is_hung = any(read.is_given_up for read in self._reads.values())
         if is_hung or price_s >= compute_s or now < self._read_pause.until:
@@ -243,6 +251,7 @@ class DiskTier:
         num_bytes = event.num_read * self._block_bytes
         if num_bytes and event.seconds > 0.0:
             self._bytes_per_s += (num_bytes / event.seconds - self._bytes_per_s) / 4
+            self._measured_at = now
         self.counts.num_read += event.num_read
         if event.end is ReadEnd.LOST:
             self.table.forget(read.reads[event.num_read].name)

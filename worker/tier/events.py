@@ -80,6 +80,7 @@ class BlocksCopied:
 @dataclass(frozen=True, slots=True)
 class BlocksWritten:
     num_written: int  # the first ones; fewer than asked for after an error
+    is_full: bool = False  # the error: the disk has no room for a further slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ class BlocksRead:
 
 @dataclass(frozen=True, slots=True)
 class SlotErased:
+    """No later process finds the block: the slot is erased, or else the file has lost its name."""
+
     slot: int
-    is_erased: bool  # False: the disk has failed
 
 
 TierEvent = BlocksCopied | BlocksWritten | BlocksRead | SlotErased

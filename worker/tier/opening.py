@@ -24,7 +24,6 @@ from worker.tier.slot_file import (
     OpenFile,
     SlotFile,
     StoredBlock,
-    remove_unused,
     slot_bytes_for,
 )
 from worker.tier.slot_table import MAX_SLOTS, SlotTable
@@ -78,11 +77,11 @@ def open_tier(
                 file.remove()
                 file.close()
                 raise ConfigError(
-                    f"{size} is more than {place.directory} holds ({disk.capacity_bytes / 1e9:.2g}); in a "
+                    f"{size} is more than {place.directory} holds ({round(disk.capacity_bytes / 1e9, 3):g}); in a "
                     "container, --shm-size is the size of /dev/shm"
                 )
-            if removed := remove_unused(place.directory, time.time(), place.max_unused_s):
-                logger.info("%s removed files that no worker has written for long: %s", worker, ", ".join(removed))
+            if removed := disk.remove_unused(time.time(), place.max_unused_s):
+                logger.info("%s removed files that no worker has used for long: %s", worker, ", ".join(removed))
             late_at = time.monotonic() + MAX_SCAN_S
             try:
                 return file, file.scan(lambda: time.monotonic() >= late_at)
@@ -92,10 +91,10 @@ def open_tier(
 
         file, stored = _within(MAX_OPEN_S, open_file)
     except BlockingIOError:
-        logger.warning("%s serves without its disk tier: another process has its file in %s", worker, place.directory)
+        logger.warning("%s serves without [cache] %s: another process has its file", worker, place.setting)
         return None
     except OSError as error:
-        logger.warning("%s serves without its disk tier: %s", worker, error)
+        logger.warning("%s serves without [cache] %s: %s", worker, place.setting, error)
         return None
     is_fast = place.in_memory or memory.device is not None
     prior = FAST_PRIOR_BYTES_PER_S if is_fast else PRIOR_BYTES_PER_S
@@ -124,6 +123,10 @@ class _Place:
     @property
     def directory_option(self) -> str:
         return "host_dir" if self.in_memory else "disk_dir"
+
+    @property
+    def setting(self) -> str:
+        return f"{self.directory_option} = {self.directory}"
 
 
 def _place_of(config: CacheConfig) -> _Place | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import stat
 import struct
@@ -45,7 +46,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Disk(Protocol):
-    """The operations of a file, so that a test can make them fail. Both raise `OSError`."""
+    """The operations of a file, so that a test can make them fail. The first three raise `OSError`."""
 
     def read(self, buffers: list[memoryview], offset: int) -> int:
         """Fill the buffers in order. Returns the number of bytes; less at the end of the file."""
@@ -53,6 +54,10 @@ class Disk(Protocol):
 
     def write(self, buffers: list[Buffer], offset: int) -> int:
         """Returns the number of bytes written."""
+        ...
+
+    def touch(self) -> None:
+        """Mark the file as in use."""
         ...
 
     def close(self) -> None: ...
@@ -77,8 +82,8 @@ class StoredBlock:
 class OpenFile:
     """A `Disk` of the operating system."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor, self._path = descriptor, path
+    def __init__(self, descriptor: int, directory: int, name: str) -> None:
+        self._descriptor, self._directory, self._name = descriptor, directory, name
 
     @classmethod
     def locked(cls, place: str, file_name: str, max_bytes: int, option: str = "disk_dir") -> Self:
@@ -87,31 +92,28 @@ class OpenFile:
         Raises `ConfigError` if the directory has a wrong name or others may read it, `BlockingIOError` if another
         process has the file, and `OSError` where the directory or the file cannot be made.
         """
+        directory = _open_directory(place, option)
         try:
-            directory = Path(place).expanduser() / DIRECTORY
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (ValueError, RuntimeError) as error:  # a zero byte; a home of nobody
-            raise ConfigError(f"[cache] {option}: {error}") from error
-        status = os.lstat(directory)
-        is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
-        if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
-            raise ConfigError(f"[cache] {option}: {directory} must be a directory of this user alone, with mode 0700")
-        path = directory / file_name
-        descriptor = _open_locked(path)
+            descriptor = _open_locked(file_name, directory)
+        except OSError:
+            os.close(directory)
+            raise
+        opened = cls(descriptor, directory, file_name)
         try:
-            os.utime(descriptor)  # it is in use
+            os.fchmod(descriptor, 0o600)
+            opened.touch()
             if os.fstat(descriptor).st_size > max_bytes:
                 os.ftruncate(descriptor, max_bytes)
         except OSError:
-            os.close(descriptor)
+            opened.close()
             raise
-        return cls(descriptor, path)
+        return opened
 
     @property
-    def capacity_bytes(self) -> int:
-        """Of the file system."""
+    def capacity_bytes(self) -> float:
+        """Of the file system; infinity where a tmpfs has no limit."""
         status = os.fstatvfs(self._descriptor)
-        return status.f_blocks * status.f_frsize
+        return status.f_blocks * status.f_frsize or math.inf
 
     def read(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self._descriptor, buffers, offset)
@@ -119,32 +121,91 @@ class OpenFile:
     def write(self, buffers: list[Buffer], offset: int) -> int:
         return os.pwritev(self._descriptor, buffers, offset)
 
+    def touch(self) -> None:
+        os.utime(self._descriptor)
+
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+        for descriptor in (self._descriptor, self._directory):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if _has_name(self._descriptor, self._name, self._directory):
+                os.unlink(self._name, dir_fd=self._directory)
+
+    def remove_unused(self, now: float, max_unused_s: float = MAX_UNUSED_S) -> list[str]:
+        """Remove the files beside this one that no process has open, and that nobody has used for long.
+
+        `now`: seconds since the epoch. Returns their names. A file that cannot be looked at stays.
+        """
+        removed = []
+        for name in sorted(os.listdir(self._directory)):
+            if not name.endswith(".kv"):
+                continue
+            with contextlib.suppress(OSError):
+                descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_unused = now - os.fstat(descriptor).st_mtime > max_unused_s
+                    if is_unused and _has_name(descriptor, name, self._directory):
+                        os.unlink(name, dir_fd=self._directory)
+                        removed.append(name)
+                finally:
+                    os.close(descriptor)
+        return removed
 
 
-def _open_locked(path: Path) -> int:
+def _open_directory(place: str, option: str) -> int:
+    """The descriptor of a directory of this user alone. Every file is opened and removed through the descriptor: who
+    may rename the directory cannot put another one in its place."""
+    try:
+        path = Path(place).expanduser() / DIRECTORY
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (ValueError, RuntimeError) as error:  # a zero byte; a home of nobody
+        raise ConfigError(f"[cache] {option}: {error}") from error
+    refused = ConfigError(f"[cache] {option}: {path} must be a directory of this user alone, with mode 0700")
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ELOOP, errno.ENOTDIR):  # another user's; a link
+            raise refused from error
+        raise
+    status = os.fstat(directory)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(directory)
+        raise refused
+    return directory
+
+
+def _open_locked(name: str, directory: int) -> int:
     """The descriptor of a file that no other process has open. Another process may remove the file between the two
     calls (`remove_unused`): then it is made again."""
     for _ in range(MAX_OPENS):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(name, flags, 0o600, dir_fd=directory)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
             if status.st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, f"{path} belongs to another user")
-            if status.st_nlink:
+                raise PermissionError(errno.EPERM, f"{name} belongs to another user")
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, f"{name} is no regular file")
+            if _has_name(descriptor, name, directory):
                 return descriptor
         except OSError:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    raise BlockingIOError(errno.EAGAIN, f"other processes remove {path.name}")
+    raise BlockingIOError(errno.EAGAIN, f"other processes remove {name}")
+
+
+def _has_name(descriptor: int, name: str, directory: int) -> bool:
+    """Whether the file with this name is still the one that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=directory, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 class SlotFile:
@@ -205,6 +266,10 @@ class SlotFile:
         read = self._decode(header) if num_bytes == PAGE_BYTES + self._block_bytes else None
         return read is not None and read[0].name == name and read[1] == xxhash.xxh3_64_intdigest(target)
 
+    def touch(self) -> None:
+        """Mark the file as in use. Raises `OSError`."""
+        self._disk.touch()
+
     def close(self) -> None:
         self._disk.close()
 
@@ -223,26 +288,6 @@ class SlotFile:
         if max(value, number) >= MAX_NUMBER:
             return None
         return StoredBlock(name, parent, sequence_hash, position, value, number), digest
-
-
-def remove_unused(disk_dir: str, now: float, max_unused_s: float = MAX_UNUSED_S) -> list[str]:
-    """Remove the files of workers that are no more: no process has them open, and nobody has written them for long.
-
-    `now`: seconds since the epoch. Returns their names. A file that cannot be looked at stays.
-    """
-    removed = []
-    for path in (Path(disk_dir).expanduser() / DIRECTORY).glob("*.kv"):
-        with contextlib.suppress(OSError):
-            if now - path.lstat().st_mtime <= max_unused_s:
-                continue
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path.name)
-            finally:
-                os.close(descriptor)
-    return removed
 
 
 def slot_bytes_for(block_bytes: int) -> int:

@@ -46,17 +46,19 @@ class SlotTable:
     """Pure; one owner. Slots are 0 .. num_slots - 1."""
 
     def __init__(self, num_slots: int, stored: Mapping[int, StoredBlock]) -> None:
-        """`stored`: from the scan of the file. A block without its parent is dropped.
+        """`stored`: from the scan of the file. A block without its parent in the place before it is dropped.
 
         The file does not have the uses, so each stored block counts as used once, beside new ones.
         """
         assert num_slots <= MAX_SLOTS
         self.num_slots = num_slots
         self._rows: dict[bytes, _Row] = {}  # by name
+        self._with_hash: dict[int, tuple[_Row, ...]] = {}  # the same: a hash can be forged, so several may have one
         self._begun: dict[bytes, _Row] = {}  # that are being written, by name
         self._forgotten: dict[bytes, _Row] = {}  # by name
         self._erasing: set[int] = set()  # slots with a corrupt block
-        self._lost: set[int] = set()  # slots with one that could not be erased
+        self._failed: list[int] = []  # slots that could not be written
+        self.grows = True  # False: the disk is full, so a new block takes the slot of another
         # One entry for each row: its worth when it was entered, which is at most that of now, a number, the row.
         self._heap: list[tuple[tuple[int, int], int, _Row]] = []
         self._num_entered = 0
@@ -64,10 +66,9 @@ class SlotTable:
         self._age = max((block.value for block in stored.values()), default=0)
         self._next_number = 1 + max((block.number for block in stored.values()), default=0)
         for slot, block in sorted(stored.items(), key=lambda item: item[1].position):
-            if block.parent in self._rows or not block.position:
-                row = _Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1)
-                self._rows[block.name] = row
-                self._push(row)
+            behind = self._rows.get(block.parent)
+            if not block.position or (behind is not None and behind.position + 1 == block.position):
+                self._add(_Row(block.name, block.parent, block.sequence_hash, block.position, self._age + 2, slot, 1))
         used = {row.slot for row in self._rows.values()}
         self._num_touched = max(used, default=-1) + 1  # the slots from here on are free
         self._free = [slot for slot in range(self._num_touched) if slot not in used]  # of those before
@@ -78,7 +79,7 @@ class SlotTable:
 
     def sequence_hashes(self) -> list[int]:
         """Of all blocks."""
-        return [row.sequence_hash for row in self._rows.values()]
+        return list(self._with_hash)
 
     def drain_events(self) -> list[BlockEvent]:
         """Changes since the last call, or since the scan, in order."""
@@ -125,11 +126,13 @@ class SlotTable:
             row.is_corrupt = False  # of the next write
             self._erasing.add(row.slot)
             return [row.slot]
-        if is_written and (not row.position or row.parent in self._rows):
+        if not is_written:
+            self._failed.append(row.slot)
+        elif not row.position or row.parent in self._rows:
             self._forgotten.pop(name, None)
-            self._rows[name] = row
-            self._events.append(BlockStored(row.sequence_hash))
-            self._push(row)
+            if row.sequence_hash not in self._with_hash:
+                self._events.append(BlockStored(row.sequence_hash))
+            self._add(row)
         else:
             self._free.append(row.slot)
         return []
@@ -144,7 +147,7 @@ class SlotTable:
         """Forget these blocks. Returns their slots, to be erased: a slot is free after `on_erased`."""
         for row in self._begun.values():
             row.is_corrupt |= row.sequence_hash in sequence_hashes
-        found = [row for row in self._rows.values() if row.sequence_hash in sequence_hashes]
+        found = [row for each in sequence_hashes for row in self._with_hash.get(each, ())]
         for row in found:
             self._forget(row)
             self._erasing.add(row.slot)
@@ -160,13 +163,9 @@ class SlotTable:
     def erases(self) -> bool:
         return bool(self._erasing)
 
-    def on_erased(self, slot: int, *, is_erased: bool) -> None:
-        """A slot that could not be erased is used no more: a scan may find its block again."""
+    def on_erased(self, slot: int) -> None:
         self._erasing.discard(slot)
-        if is_erased:
-            self._free.append(slot)
-        else:
-            self._lost.add(slot)
+        self._free.append(slot)
 
     def _value_behind(self, parent: _Row | None, num_uses: int) -> int:
         value = self._age + 1 + num_uses
@@ -178,7 +177,9 @@ class SlotTable:
     def _free_slot(self, new: _Row, parent: _Row | None) -> int | None:
         if self._free:
             return self._free.pop()
-        if self._num_touched < self.num_slots:
+        if self._failed and self.grows:
+            return self._failed.pop()
+        if self._num_touched < self.num_slots and self.grows:
             self._num_touched += 1
             return self._num_touched - 1
         least = self._least()
@@ -216,19 +217,30 @@ class SlotTable:
             self._heap = [(row.worth, number, row) for number, row in rows]
             heapq.heapify(self._heap)
 
+    def _add(self, row: _Row) -> None:
+        self._rows[row.name] = row
+        self._with_hash[row.sequence_hash] = (*self._with_hash.get(row.sequence_hash, ()), row)
+        self._push(row)
+
     def _drop(self, row: _Row) -> None:
         del self._rows[row.name]
-        self._events.append(BlockRemoved(row.sequence_hash))
+        others = tuple(other for other in self._with_hash.pop(row.sequence_hash) if other is not row)
+        if others:
+            self._with_hash[row.sequence_hash] = others
+        else:
+            self._events.append(BlockRemoved(row.sequence_hash))
 
     def check(self) -> None:
-        """Each slot is free, lost, in a write or erasure, or has one block. No block is worth more than its parent."""
+        """Each slot is free, failed, written or erased, or has one block. No block is worth more than its parent."""
         used = [row.slot for row in (*self._rows.values(), *self._begun.values())]
-        slots = sorted([*used, *self._free, *self._erasing, *self._lost])
+        slots = sorted([*used, *self._free, *self._failed, *self._erasing])
         assert slots == list(range(self._num_touched))
         assert self._num_touched <= self.num_slots
         assert not self._begun.keys() & self._rows.keys()
+        with_hash = [(row.name, each) for each, rows in self._with_hash.items() for row in rows]
+        assert sorted(with_hash) == sorted((name, row.sequence_hash) for name, row in self._rows.items())
         entered = {id(row): worth for worth, _, row in self._heap}
         for row in self._rows.values():
             assert entered[id(row)] <= row.worth
-            parent = self._rows.get(row.parent)
+            parent = self._rows.get(row.parent) if row.position else None
             assert parent is None or parent.worth > row.worth

@@ -8,6 +8,8 @@ while the read is open, so `perform(GiveUpRead)` waits for the copy of one block
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import queue
@@ -35,6 +37,8 @@ from worker.tier.events import (
 )
 from worker.tier.slot_file import SlotFile
 
+TOUCH_S = 300.0  # at most from a use of a file that is open to the time that it has; see `OpenFile.remove_unused`
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NICENESS = 5  # of writes, for which no prompt waits
 
 logger = logging.getLogger(__name__)
@@ -101,23 +105,30 @@ class TierThreads:
     def _write_all(self) -> None:
         if sys.platform == "linux":  # where niceness belongs to a thread
             os.nice(NICENESS)
-        while (action := self._to_write.get()) is not None:
+        while (action := self._next_to_write()) is not None:
             if isinstance(action, EraseSlot):
                 self._erase(action.slot)
             elif not self._closing:
                 self._write(action)
 
+    def _next_to_write(self) -> WriteBlocks | EraseSlot | None:
+        """Reads and idle hours do not change the time of a file: without a touch, it would count as unused."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._to_write.get(timeout=TOUCH_S)
+            with contextlib.suppress(OSError):
+                self._file.touch()
+
     def _erase(self, slot: int) -> None:
-        is_erased = False
         try:
             self._file.erase(slot)
-            is_erased = True
-        except Exception as error:  # noqa: BLE001  the worker lives on without the slot
-            logger.warning("a corrupt block stays in slot %d of the disk tier: %s", slot, error)
-        self._post(SlotErased(slot, is_erased))
+        except Exception as error:  # noqa: BLE001  the worker lives on with a file that no other process finds
+            logger.warning("the file of the tier is removed: slot %d keeps a corrupt block: %s", slot, error)
+            self._file.remove()
+        self._post(SlotErased(slot))
 
     def _write(self, action: WriteBlocks) -> None:
-        num_written = 0
+        num_written, is_full = 0, False
         try:
             try:
                 for buffer, write in zip(self._buffers, action.writes, strict=False):
@@ -128,8 +139,9 @@ class TierThreads:
                 self._file.write(write.slot, write.header, buffer.data)
                 num_written += 1
         except Exception as error:  # noqa: BLE001  the thread lives on, and the machine counts a failure
-            logger.warning("the disk tier pauses its writes: %r", error)
-        self._post(BlocksWritten(num_written))
+            is_full = isinstance(error, OSError) and error.errno in FULL
+            logger.warning("the disk tier pauses %s: %r", "its growth or writes" if is_full else "its writes", error)
+        self._post(BlocksWritten(num_written, is_full))
 
     def _read_all(self) -> None:
         while (queued := self._to_read.get()) is not None and not self._closing:

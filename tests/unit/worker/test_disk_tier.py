@@ -17,7 +17,7 @@ from prefill_worker.machine import PrefillArrived
 from tests.support.driven_worker import LAYOUT, request
 from tests.support.transcripts import transcripts_of
 from tests.support.worker_words import WorkerReplay
-from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, MAX_NEWS, PRIOR_BYTES_PER_S, READ_S, DiskTier
+from worker.tier.disk_tier import FIRST_PAUSE_S, LATE_S, MAX_NEWS, MAX_PAUSE_S, PRIOR_BYTES_PER_S, READ_S, DiskTier
 from worker.tier.events import (
     BlocksCopied,
     BlocksRead,
@@ -80,9 +80,9 @@ class TierReplay(WorkerReplay):
     def copied(self) -> list[Any]:
         return self.post(BlocksCopied())
 
-    def written(self, *num: int) -> list[Any]:
-        """`num`: blocks before the disk failed."""
-        return self.post(BlocksWritten(*num or (len(self.tier._writes),)))
+    def written(self, *num: int, full: int = 0) -> list[Any]:
+        """`num`: blocks before the disk failed, or was full."""
+        return self.post(BlocksWritten(num[0] if num else len(self.tier._writes), bool(full)))
 
     def disk(self, num: int = -1, end: str = "complete", read: int = -1) -> list[Any]:
         """A read ends. `num`: blocks that it has brought."""
@@ -90,7 +90,7 @@ class TierReplay(WorkerReplay):
         return self.post(BlocksRead(read, len(found.reads) if num < 0 else num, 0.001, ReadEnd(end)))
 
     def erased(self) -> list[Any]:
-        return self.post(SlotErased(self.of(EraseSlot)[-1].slot, True))
+        return self.post(SlotErased(self.of(EraseSlot)[-1].slot))
 
     def corrupt(self, *blocks: int) -> list[Any]:
         self.pool.invalidate(blocks)
@@ -146,6 +146,50 @@ a write that fails keeps what it has written, and writes pause
   run                           -> tokens b 0: 5; done b length
   wait 9
   wait 2                        -> write 0
+
+on a full disk, new blocks take the slots of others at once, and the file grows again after a pause
+  keep 9                        -> stored 2
+  seek a 5 first=40             -> first step a 0+5
+  run                           -> tokens a 0: 5; done a length; write 0
+  copied
+  written 0 full=1
+  seek b 13 first=50            -> first step b 0+8
+  run                           -> tokens b 0: 13; write 0 1; done b length
+  copied
+  written
+  stored                        -> 2
+  wait 11
+  seek c 13 first=70            -> first step c 0+8
+  run                           -> tokens c 0: 13; write 0 1; done c length
+  copied
+  written                       -> write 2
+  copied
+  written
+  stored                        -> 5
+  seek d 5 first=90             -> first step d 0+5
+  run                           -> tokens d 0: 5; done d length; write 0
+  copied
+  written 0 full=1
+  wait 11
+  seek e 5 first=100            -> first step e 0+5
+  run                           -> tokens e 0: 5; done e length; write 0
+  copied
+  written
+  stored                        -> 6
+
+a full disk that fails to write over a block, too, pauses the writes
+  keep 9                        -> stored 2
+  seek a 5 first=40             -> first step a 0+5
+  run                           -> tokens a 0: 5; done a length; write 0
+  copied
+  written 0 full=1
+  seek b 5 first=50             -> first step b 0+5
+  run                           -> tokens b 0: 5; done b length; write 0
+  copied
+  written 0 full=1
+  seek c 5 first=60             -> first step c 0+5
+  run                           -> tokens c 0: 5; done c length
+  deadline                      -> in 10
 
 a pause that ends with nothing to write leaves no deadline behind
   seek a 9                      -> first step a 0+8
@@ -325,6 +369,31 @@ def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
     replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
     bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
     assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / bytes_per_s
+
+
+def slow(num_reads: int) -> TierReplay:
+    """Its disk had 10 bytes per second in these reads."""
+    replay = TierReplay("decode", "keep 9")
+    for _ in range(num_reads):
+        replay.line("seek a 10")
+        replay.post(BlocksRead(replay.tier._next_read, 2, 2 * LAYOUT.block_bytes / 10, ReadEnd.COMPLETE))
+        replay.line("run")
+        replay.evict()
+    return replay
+
+
+def test_a_disk_that_was_slow_is_tried_again() -> None:
+    replay = slow(30)
+    assert replay.tier.limit_s(10, 0.004, replay.now + MAX_PAUSE_S - 1.0) is None
+    assert replay.tier.limit_s(10, 0.004, replay.now + MAX_PAUSE_S) is not None
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
+
+
+def test_after_the_pause_that_a_failure_brings_a_slow_disk_is_tried() -> None:
+    replay = slow(1)
+    replay.line("seek a 10")
+    replay.line(f"disk 0 end=failed read={replay.tier._next_read}")
+    assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
 
 
 def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_on() -> None:

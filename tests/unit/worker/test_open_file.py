@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,7 @@ from core.scheduling.block_pool import BlockPool
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from model_files.model_source import ModelSource, SourceKind, content_digest, fingerprint
-from worker.tier import opening
+from worker.tier import opening, threads
 from worker.tier.events import (
     BlockRead,
     BlocksCopied,
@@ -45,7 +47,6 @@ from worker.tier.slot_file import (
     OpenFile,
     SlotFile,
     StoredBlock,
-    remove_unused,
     slot_bytes_for,
 )
 from worker.tier.threads import TierThreads
@@ -91,11 +92,85 @@ def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) 
     for path in directory.iterdir():
         if path.name != "recent.kv":
             os.utime(path, (0.0, 0.0))
-    OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE).close()  # a start is a use
+    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)  # a start is a use
     os.utime(directory / "open.kv", (0.0, 0.0))
-    assert remove_unused(str(tmp_path), now) == ["past.kv"]
+    assert again.remove_unused(now) == ["past.kv"]
     assert {path.name for path in directory.iterdir()} == {"open.kv", "recent.kv", "decode-0.kv", "notes.txt"}
+    again.close()
     opened["open.kv"].close()
+
+
+def test_a_worker_that_only_reads_uses_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "TOUCH_S", 0.01)
+    _, running = open_in_memory(tmp_path)
+    path = tmp_path / DIRECTORY / "w.kv"
+    os.utime(path, (0.0, 0.0))
+    ends_at = time.monotonic() + WAIT_S
+    while not path.stat().st_mtime and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    assert time.time() - path.stat().st_mtime < WAIT_S
+    assert running.close(WAIT_S)
+
+
+def test_a_file_with_the_name_of_one_that_was_open_is_not_removed(tmp_path: Path) -> None:
+    """An operator removes a file that is in use, and another process makes it again."""
+    path = tmp_path / DIRECTORY / "w.kv"
+    opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+    path.unlink()
+    again = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+    opened.remove()
+    assert path.exists()
+    again.remove()
+    assert not path.exists()
+    for each in (opened, again):
+        each.close()
+
+
+def test_an_unused_file_that_is_made_again_meanwhile_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = tmp_path / DIRECTORY / "past.kv", fcntl.flock
+    opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+    path.touch(0o600)
+    os.utime(path, (0.0, 0.0))
+
+    def made_again(descriptor: int, operation: int) -> None:
+        if os.fstat(descriptor).st_ino == path.stat().st_ino and not path.stat().st_mtime:
+            path.unlink()
+            path.touch(0o600)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", made_again)
+    assert opened.remove_unused(time.time()) == []
+    assert path.exists()
+    opened.close()
+
+
+def test_a_directory_that_is_replaced_meanwhile_gives_and_loses_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another user, whose directory has this one in it: after the check, its name leads elsewhere."""
+    directory, victim = tmp_path / DIRECTORY, tmp_path / "victim"
+    victim.mkdir()
+    (victim / "w.kv").write_text("another file of this user")
+    fstat = os.fstat
+
+    def replaced(descriptor: int) -> os.stat_result:
+        if directory.is_dir() and not directory.is_symlink():
+            directory.rename(tmp_path / "moved")
+            directory.symlink_to(victim)
+        return fstat(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", replaced)
+        opened = OpenFile.locked(str(tmp_path), "w.kv", 4)
+    SlotFile(opened, 1, 100, b"i" * 32).write(0, HEADER, memoryview(CONTENT))
+    (victim / "past.kv").touch()
+    assert opened.remove_unused(1e12) == []
+    opened.remove()
+    opened.close()
+    assert (victim / "w.kv").read_text() == "another file of this user"
+    assert (victim / "past.kv").exists()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -110,11 +185,38 @@ def test_a_directory_in_memory_that_others_may_read_is_named_by_its_option(tmp_p
         open_in_memory(tmp_path)
 
 
-def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o700)
-    (tmp_path / DIRECTORY / "w.kv").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic"):
+def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir: .* with mode 0700"):
         OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "symbolic": lambda path: path.symlink_to("elsewhere"),
+    "no regular file": lambda path: os.mkfifo(path, 0o600),
+    "Is a directory": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("error", OTHERS)
+def test_anything_else_in_the_place_of_the_file_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str
+) -> None:
+    (tmp_path / DIRECTORY).mkdir(mode=0o700)
+    OTHERS[error](tmp_path / DIRECTORY / "w.kv")
+    assert open_in_memory(tmp_path) is None
+    assert f"w serves without [cache] host_dir = {tmp_path}: " in caplog.text
+    assert error in caplog.text
+
+
+def test_a_file_that_others_could_read_is_its_users_alone_again(tmp_path: Path) -> None:
+    (tmp_path / DIRECTORY).mkdir(mode=0o700)
+    path = tmp_path / DIRECTORY / "w.kv"
+    path.touch()
+    path.chmod(0o644)
+    OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/kv", "kv\0"])
@@ -148,12 +250,12 @@ def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any
 
 def test_a_file_in_memory_ends_with_its_worker_and_stays_for_the_next_process_of_one_that_fails(tmp_path: Path) -> None:
     path = tmp_path / DIRECTORY / "w.kv"
-    _, threads = open_in_memory(tmp_path)
+    _, running = open_in_memory(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert threads.close(WAIT_S, starts_again=True)
+    assert running.close(WAIT_S, starts_again=True)
     assert path.exists()
-    _, threads = open_in_memory(tmp_path)
-    assert threads.close(WAIT_S)
+    _, running = open_in_memory(tmp_path)
+    assert running.close(WAIT_S)
     assert not path.exists()
 
 
@@ -168,18 +270,37 @@ def test_an_hour_after_its_last_use_a_file_in_memory_is_removed(tmp_path: Path) 
         OpenFile.locked(str(tmp_path), f"{name}.kv", SIZE).close()
         used_at = time.time() - age_s
         os.utime(tmp_path / DIRECTORY / f"{name}.kv", (used_at, used_at))
-    _, threads = open_in_memory(tmp_path)
-    assert threads.close(WAIT_S)
+    _, running = open_in_memory(tmp_path)
+    assert running.close(WAIT_S)
     assert [path.name for path in (tmp_path / DIRECTORY).iterdir()] == ["recent.kv"]
 
 
+@pytest.mark.parametrize(("capacity", "shown"), [(64e6, "0.064"), (253e6, "0.253")])
 def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: float, shown: str
 ) -> None:
-    monkeypatch.setattr(OpenFile, "capacity_bytes", 64e6)
-    with pytest.raises(ConfigError, match=r"host_gb = 8 is more than .* holds \(0.064\); in a container, --shm-size"):
+    monkeypatch.setattr(OpenFile, "capacity_bytes", capacity)
+    with pytest.raises(
+        ConfigError, match=rf"host_gb = 8 is more than .* holds \({shown}\); in a container, --shm-size"
+    ):
         open_in_memory(tmp_path, host_gb=8.0)
     assert not list((tmp_path / DIRECTORY).iterdir())
+
+
+def test_a_file_system_in_memory_without_a_limit_holds_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux says 0 blocks for a tmpfs with size=0."""
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 8)))
+    _, running = open_in_memory(tmp_path)
+    assert running.close(WAIT_S)
+
+
+@pytest.mark.parametrize("name", ["disk_dir", "host_dir"])
+@pytest.mark.parametrize("place", ["kv", "./kv", " "])
+def test_a_directory_below_the_working_directory_of_a_worker_is_refused(name: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must begin with / or ~, is '{place}'"):
+        CacheConfig(**{name: place})  # type: ignore[arg-type]
 
 
 def test_one_worker_has_one_tier() -> None:
@@ -237,7 +358,7 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     monkeypatch.setattr(opening, "MAX_OPEN_S", 0.0)
     monkeypatch.setattr(SlotFile, "scan", lambda *_: answers.wait() and {})
     assert open_at(tmp_path, 0.001) is None
-    assert "serves without its disk tier: the disk has not answered within 0 s" in caplog.text
+    assert f"serves without [cache] disk_dir = {tmp_path}: the disk has not answered within 0 s" in caplog.text
     answers.set()
     for thread in threading.enumerate():
         if thread.name == "tandem-disk-open":
@@ -245,9 +366,13 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
 
-def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o700)
-    os.mkfifo(tmp_path / DIRECTORY / "w.kv", 0o600)
+def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(SlotFile, "scan", fail)
     assert open_at(tmp_path, 0.001) is None
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
@@ -279,6 +404,7 @@ class ControlledFile:
         self.answers, self.begun = threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.erased: list[int] = []
+        self.is_removed = False
 
     def _wait(self) -> None:
         self.begun.set()
@@ -297,6 +423,9 @@ class ControlledFile:
     def erase(self, slot: int) -> None:
         self._wait()
         self.erased.append(slot)
+
+    def remove(self) -> None:
+        self.is_removed = True
 
     def close(self) -> None:
         """Nothing to close."""
@@ -338,19 +467,20 @@ def test_the_end_of_a_worker_drops_writes_and_runs_erasures() -> None:
     driven.file.answers.set()
     assert driven.threads.close(WAIT_S)
     assert driven.file.erased == [5]
-    assert [driven.next() for _ in range(3)] == [BlocksCopied(), BlocksWritten(1), SlotErased(5, True)]
+    assert [driven.next() for _ in range(3)] == [BlocksCopied(), BlocksWritten(1), SlotErased(5)]
 
 
-@pytest.mark.parametrize("error", [OSError("broken"), ValueError("a defect")])
+@pytest.mark.parametrize("error", [OSError("broken"), OSError(errno.ENOSPC, "full"), ValueError("a defect")])
 def test_any_error_is_a_failure_that_the_threads_survive(error: Exception) -> None:
     driven = Driven()
     driven.file.error = error
     driven.file.answers.set()
     for _ in range(2):
         driven.threads.perform(WRITE)
-        assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(0)]
+        assert [driven.next(), driven.next()] == [BlocksCopied(), BlocksWritten(0, is_full="full" in str(error))]
         driven.threads.perform(EraseSlot(5))
-        assert driven.next() == SlotErased(5, False)
+        assert driven.next() == SlotErased(5)
+        assert driven.file.is_removed, "the next process would find a corrupt block"
         driven.threads.perform(READ)
         event = driven.next()
         assert isinstance(event, BlocksRead)
