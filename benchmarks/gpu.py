@@ -6,7 +6,7 @@ same call goes on from there: it measures only what DIR/gpu.json does not have o
 has the tables for docs/gpu.md, DIR/gpu.log the messages of the libraries.
 
 The run needs Python 3.11, torch, triton and numpy. The sections of fleets need Tandem's other packages, too
-(benchmarks/gpu_archive.py); nixl is used if it is installed. `--rehearse` runs the same sections on a CPU with tiny
+(tools/gpu_archive.py); nixl is used if it is installed. `--rehearse` runs the same sections on a CPU with tiny
 shapes: a test of this program, not a measurement.
 """
 

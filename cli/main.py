@@ -230,7 +230,7 @@ def simulate(
 
     options = values_of(flags)
     if axes and not options["sweep"]:
-        raise typer.BadParameter(f"{axes[0]!r}: axes belong to --sweep")
+        raise typer.BadParameter(f"{axes[0]!r} is an axis, which needs --sweep; a file of requests is --workload FILE")
     options["sweep"] = [*(options["sweep"] or ()), *(axes or ())]
     run_simulation(options, console)
 

@@ -89,8 +89,11 @@ class Stack:
         first = found[0] if found else {}
         self.model = self.model or text_of(first.get("id"))
         if not 0 < len(self.model) <= MAX_NAME:
-            what = f"{self.endpoint.url}/v1/models: status {reply.status}, {reply.end.value}"
-            raise StackError(f"{what}, and no name of a model (--model)")
+            what = f"{self.endpoint.url}/v1/models: "
+            if reply.end is End.UNREACHABLE:
+                raise StackError(what + reply.end.value)
+            what += f"status {reply.status}, {reply.end.value}"
+            raise StackError(f"{what}; it names no model of 1 to {MAX_NAME} characters: set --model")
         context = count_of(first.get("max_model_len"), 0)
         self.context = context if 0 < context <= MAX_CONTEXT else None
         salts = dict.fromkeys((self.salt, ""))

@@ -86,15 +86,15 @@ class SizedRun:
         )
 
 
-def compare(report: Report, traces: Path, starts_s: list[float], curve: str) -> None:
-    runs = [SizedRun(curve, OURS, start_s, traces) for start_s in starts_s]
-    runs += [SizedRun(curve, sizing, starts_s[0], traces) for sizing in (FIXED, ORACLE)]
+def compare(report: Report, traces: Path, curve: str) -> None:
+    runs = [SizedRun(curve, OURS, start_s, traces) for start_s in STARTS_S]
+    runs += [SizedRun(curve, sizing, STARTS_S[0], traces) for sizing in (FIXED, ORACLE)]
     *ours, fixed, oracle = run_all(runs, os.cpu_count() or 1, lambda _: None)
     for name, result in ((FIXED, fixed), (ORACLE, oracle)):
         report.add(Line(f"{curve}: {name}: attainment", result.replay.attainment, ""))
         report.add(Line(f"{curve}: {name}: worker-hours", result.worker_hours, "h"))
     report.add(Line(f"{curve}: {ORACLE}: reversals", oracle.reversals_per_hour, "/h"))
-    for start_s, result in zip(starts_s, ours, strict=True):
+    for start_s, result in zip(STARTS_S, ours, strict=True):
         name, hours = f"{curve}: {OURS}, starts of {start_s:g} s", result.worker_hours
         least = 0.9 if start_s >= 120.0 else 0.95
         report.add(Line(f"{name}: attainment", result.replay.attainment, "", least=least))
@@ -108,12 +108,11 @@ def compare(report: Report, traces: Path, starts_s: list[float], curve: str) -> 
 def main() -> None:
     parser = parser_of(__doc__, tuple(CURVES))
     parser.add_argument("--traces", type=Path, default=TRACES, help="the directory of the traces")
-    parser.add_argument("--starts", nargs="+", type=float, default=STARTS_S, help="seconds of a start")
     options = parser.parse_args()
     if not options.traces.is_dir():
         sys.exit(f"no traces in {options.traces}: benchmarks/traces.py names them")
     report = Report("planner")
-    run_parts(report, {c: partial(compare, report, options.traces, options.starts, c) for c in CURVES}, options.parts)
+    run_parts(report, {c: partial(compare, report, options.traces, c) for c in CURVES}, options.parts)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu_archive import pins, unpack
 from benchmarks.gpu_sections import harness
 from benchmarks.gpu_sections.beside_vllm import Limits, is_inside
 from benchmarks.gpu_sections.harness import Run, run_sections, states_of
@@ -28,6 +27,7 @@ from benchmarks.hf_model import write_model
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_config import config_from_hf
 from text.tokenizer import load_tokenizer
+from tools.gpu_archive import pins, unpack
 
 ROOT = Path(__file__).parents[2]
 # Each section writes a figure; one then fails, one hangs. `count` has a line for each start.

@@ -205,3 +205,9 @@ def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest
     with pytest.raises(SystemExit) as ended:
         entry.run()
     assert ended.value.code == 130
+
+
+def test_a_file_where_an_axis_belongs_gets_the_flag_it_needs() -> None:
+    result = CliRunner().invoke(app, ["simulate", "a.jsonl"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'a.jsonl' is an axis, which needs --sweep; a file of requests is --workload FILE" in result.output

@@ -163,3 +163,8 @@ def test_a_check_ends_in_its_time_with_a_finding_for_each_question(
 )
 async def test_a_command_ends_with_its_status_or_in_its_time(command: str, limit_s: float, status: int | None) -> None:
     assert await fault_probes.run_command(command, limit_s) == status
+
+
+def test_a_stack_without_a_connection_is_named_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"/v1/models: no connection$"):
+        asyncio.run(outcome_of(lambda _: Reply(end=End.UNREACHABLE), CheckPlan(HERE), monkeypatch, tmp_path))

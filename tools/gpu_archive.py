@@ -1,4 +1,4 @@
-"""Packs what a machine with a GPU needs for `tests/gpu` and `benchmarks/gpu.py`: `python -m benchmarks.gpu_archive`.
+"""Packs what a machine with a GPU needs for `tests/gpu` and `benchmarks/gpu.py`: `python -m tools.gpu_archive`.
 
 The machine has Python 3.12, torch, triton, numpy and transformers, but no network. It unpacks and runs:
 
