@@ -185,6 +185,15 @@ a stall takes one victim, and begins anew when blocks come
       -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
                               -> release 1 overloaded; read 2: 5
 
+a stall that has ended does not shorten the next one
+  wait 0.5
+  cancel b                    -> fail b RequestCancelled: the router cancelled the call; release 2 cancelled
+  arrive d 24 max=2 first=200 priority=-1 ticket=3
+  wait 0.9
+  wait 0.2
+      -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
+                              -> release 1 overloaded; want 3: 0..5
+
 events that move nothing do not prolong a stall
   wait 0.3
   arrive later1 4 first=1000 priority=5
