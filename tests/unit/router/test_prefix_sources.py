@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.block_hash import hash_on_disk, sequence_hashes
+from core.handoff import Location
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus
 from core.scheduling.worker_load import WorkerChanges
@@ -52,7 +53,12 @@ def test_a_prefix_is_read_where_that_is_faster_than_computing_it() -> None:
     assert read_by(reader)[:3] == ("S", 80, pytest.approx(0.02 + MESSAGE_S))
     assert read_by(reader).gain_s == pytest.approx(0.06 - MESSAGE_S)
     assert read_by(reader, cached=40)[:3] == ("S", 40, pytest.approx(0.01 + MESSAGE_S))
+    assert read_by(replace(READER, paths={"S": replace(PATH, latency_s=0.01)})).seconds == pytest.approx(
+        0.03 + MESSAGE_S
+    )
     assert read_by(reader, cached=80) is NO_READ
+    saves_too_little = replace(PATH, bytes_per_s=0.02e9 / (0.0785 - MESSAGE_S))  # 1.5 ms of 100
+    assert read_by(replace(READER, paths={"S": saves_too_little})) is NO_READ
     assert read_by(replace(reader, paths={"S": replace(PATH, bytes_per_s=2e8)})) is NO_READ  # 0.1 s for 0.08 s
 
 
@@ -142,6 +148,10 @@ def test_what_workers_report_of_their_paths_counts_until_they_report_less_or_lea
     assert table.path_speeds.estimate(d.view, s.view) == 1e6
     table.leave("P", router.now)
     assert table.path_speeds.estimate(d.view, s.view) == UNKNOWN_BYTES_PER_S
+    p.agent = replace(p.agent, location=Location("A"))
+    table.join(p, ())
+    assert table.path_speeds.estimate(d.view, p.view) == 1e6
+    assert p.view.machine == "A"
 
 
 @pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
