@@ -138,7 +138,6 @@ class PullQueue:
         """The hand-off has ended, and so have its reads. The caller frees its blocks, or makes them the sequence's."""
         pull = self.by_id.pop(transfer_id)
         self._admitted.pop(transfer_id, None)
-        self._stalled_since = None
         place = self._place_of(pull)
         if place is not None:
             del self._lacking[place]
@@ -227,7 +226,6 @@ class PullQueue:
             return False
         pull.admitted = True
         self._admitted[pull.transfer_id] = pull
-        self._stalled_since = None
         self._note(pull)
         return True
 

@@ -250,7 +250,8 @@ class Prefixes:
             return
         del self.pulls[result.transfer_id]
         num_arrived = 0
-        if isinstance(result, PullCompleted) and pull.is_awaited:
+        if isinstance(result, PullCompleted):
+            assert pull.is_awaited, "a pull that is given up never completes"
             num_arrived = result.stats.num_blocks
             self._register(pull.sequence, pull.targets[:num_arrived])
         pool.cancel_reservation(pull.targets[num_arrived:])

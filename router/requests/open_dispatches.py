@@ -55,8 +55,8 @@ class OpenDispatches:
         routed.dispatch.transfer_id, routed.dispatch.source = ticket, prefill.worker_id
         work_s, moved_s = prefill.step_cost.prompt_seconds(uncached, cached), 0.0
         if self._workers.config.peer_prefixes != "never":
-            num_blocks, unknown = candidate.transfer_blocks, self._workers.path_bytes_per_s
-            moved_s = move_seconds(decode.view, prefill.view, num_blocks, unknown)
+            num_blocks, speeds = candidate.transfer_blocks, self._workers.path_speeds
+            moved_s = move_seconds(decode.view, prefill.view, num_blocks, speeds.estimate)
         until = _links_until(decode, prefill, moved_s, now)
         decode.add_call(dispatch_id, call, CallWork(0.0, candidate.transfer_blocks, until))
         prefill.add_call(dispatch_id, prefill_call, CallWork(work_s, 0, until))

@@ -24,7 +24,7 @@ A path belongs to a pair, so pairs are compared, but only those of the cheapest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import accumulate
@@ -81,6 +81,7 @@ class WorkerView:
     block_bytes: int = 0
     block_size: int = 16  # tokens
     agent_name: str = ""
+    machine: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
     num_blocks: int = 0  # of the whole pool
     reads_prefixes: bool = False  # of peers
@@ -99,7 +100,12 @@ class WorkerView:
         self.prompts_s = self.reported_s[-1] + self.arriving_s[-1]
 
 
+PathSpeed = Callable[[WorkerView, WorkerView], float]  # reader, owner -> bytes/s of a path that nobody has measured
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
+
+
+def _unknown_speed(_reader: WorkerView, _owner: WorkerView) -> float:
+    return UNKNOWN_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ class RoutingQuestion:
     sources: Sequence[Option] = ()  # the longest cached parts first, of the same layout; with room or without
     on_disk: Mapping[str, int] = field(default_factory=dict)  # worker id -> tokens of the prompt on its disk
     reuse_share: float = 0.0  # of the tokens of recent prompts, those that a worker had cached
-    path_bytes_per_s: float = UNKNOWN_BYTES_PER_S  # of the fastest path that workers have measured
+    path_speed: PathSpeed = _unknown_speed
 
     @property
     def cached_share(self) -> float:
@@ -382,21 +388,20 @@ def prefix_read(
         return None
     latency_s = 0.0 if path is None else path.latency_s
     behind_s = max(0.0, reader.link_until - question.now, owner.link_until - question.now)
-    moved_s = move_seconds(reader, owner, num_tokens // block_size, question.path_bytes_per_s)
+    moved_s = move_seconds(reader, owner, num_tokens // block_size, question.path_speed)
     return _new_tuple(PrefixRead, (owner.worker_id, num_tokens, MESSAGE_S + latency_s + behind_s + moved_s, 0.0))
 
 
-def move_seconds(reader: WorkerView, owner: WorkerView, num_blocks: int, unknown_bytes_per_s: float) -> float:
+def move_seconds(reader: WorkerView, owner: WorkerView, num_blocks: int, path_speed: PathSpeed) -> float:
     """Of so many blocks of the reader's size, over links that carry nothing else.
 
-    `unknown_bytes_per_s` is for a path that nobody has measured. A read that is priced too low is given up, and
-    measures nothing.
+    A read that is priced too low is given up, and measures nothing.
     """
     path = reader.paths.get(owner.agent_name)
     bytes_per_s = 0.0 if path is None else path.bytes_per_s or path.expected_bytes_per_s
     if not bytes_per_s and (back := owner.paths.get(reader.agent_name)) is not None:
         bytes_per_s = back.bytes_per_s or back.expected_bytes_per_s  # until the reader has measured its own
-    return num_blocks * reader.block_bytes / (bytes_per_s or unknown_bytes_per_s)
+    return num_blocks * reader.block_bytes / (bytes_per_s or path_speed(reader, owner))
 
 
 def disk_read(question: RoutingQuestion, worker: WorkerView, cached_tokens: int, on_disk: int) -> PrefixRead | None:

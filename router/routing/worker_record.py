@@ -186,6 +186,7 @@ class WorkerRecord:
             block_bytes=self.agent.layout.block_bytes,
             block_size=self.agent.layout.block_size,
             agent_name=self.agent.name,
+            machine=self.agent.location.machine,
             paths=self.paths,
             num_blocks=self.agent.num_blocks,
             reads_prefixes=load.gives_prefixes,

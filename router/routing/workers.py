@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import nlargest
 
@@ -13,12 +13,11 @@ from core.config import RouterConfig
 from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import MoveReason, ServiceRole
-from core.paths import PathStatus
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
+from router.routing.path_speeds import PathSpeeds
 from router.routing.policy import (
     MAX_SOURCES,
-    UNKNOWN_BYTES_PER_S,
     Candidate,
     Option,
     Policy,
@@ -54,7 +53,7 @@ class WorkerTable:
         self._decision_timer = decision_timer
         self._records: dict[str, WorkerRecord] = {}
         self.reuse_share = 0.0  # as in `RoutingQuestion`
-        self._fastest_path = 0.0  # bytes/s, of those that workers have measured
+        self.path_speeds = PathSpeeds(lambda: (record.view for record in self))
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
         self._versions: tuple[int, ...] = ()  # of the hand-off protocol, of decode workers; the newest first
@@ -67,11 +66,6 @@ class WorkerTable:
         self.had_prefill = False  # a prefill worker has served
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self.room_changed = True
-
-    @property
-    def path_bytes_per_s(self) -> float:
-        """As in `RoutingQuestion`."""
-        return self._fastest_path or UNKNOWN_BYTES_PER_S
 
     def step_seconds(self, worker_id: str, num_tokens: int) -> float:
         """Predicted time of a step of a decode worker with one more sequence of `num_tokens` in decode, and without
@@ -107,7 +101,7 @@ class WorkerTable:
         self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
         self._set_num_routers()
         self._share_costs()
-        self._learn_speeds(record.paths.values())
+        self.path_speeds.note_change()
         self.index.replace(record.worker_id, cached_blocks)
         self._update_pools(record.reported_at)
 
@@ -148,9 +142,10 @@ class WorkerTable:
             else:
                 self.index.remove(worker_id, sequence_hashes)
         record.paths |= {path.peer: path for path in changes.paths}
-        self._learn_speeds(changes.paths)
         for peer in changes.removed_paths:
             record.paths.pop(peer, None)
+        if changes.paths or changes.removed_paths:
+            self.path_speeds.note_change()
         if record.serves != served:
             self._update_pools(now)
         self.room_changed = self.room_changed or (record.has_room and not was_usable)
@@ -169,6 +164,7 @@ class WorkerTable:
         if record is not None:
             self._count_routers(record, -1)
             self.index.forget(worker_id)
+            self.path_speeds.note_change()
             del self._pools[record.role][worker_id]
             for reader in self:
                 if reader.sources.pop(record.agent.name, None) is not None:
@@ -192,10 +188,6 @@ class WorkerTable:
                 record.num_routers = self._num_routers
                 if record.on_the_way:  # only these calls count once for each router
                     record.refresh()
-
-    def _learn_speeds(self, paths: Iterable[PathStatus]) -> None:
-        for path in paths:
-            self._fastest_path = max(self._fastest_path, path.bytes_per_s)
 
     def _share_costs(self) -> None:
         """Price workers that have measured no step like their measured peers. Else nobody would try them."""
@@ -413,7 +405,7 @@ class WorkerTable:
             sources,
             on_disk,
             self.reuse_share,
-            self.path_bytes_per_s,
+            self.path_speeds.estimate,
         )
 
     def _on_disk(self, prompt: PromptHashes, records: list[WorkerRecord]) -> dict[str, int]:

@@ -18,13 +18,14 @@ NUM_KILLS = 4
 
 async def test_a_transport_that_fails_one_operation_in_ten() -> None:
     """The first steps of `make soak`."""
-    tally, counts = await soak(num_requests=200, fault_rate=0.1, seed=7, num_rolling=100)
+    tally, counts = await soak(num_requests=600, fault_rate=0.1, seed=7, num_rolling=100)
     assert (tally.wrong, tally.endless) == (0, 0)
-    assert tally.right + tally.typed.total() == 300
-    assert tally.right > 290, f"too many gave up: {tally.typed}"
+    assert tally.right + tally.typed.total() == 700
+    assert tally.right > 680, f"too many gave up: {tally.typed}"
     assert all(counts[kind] for kind in ("drain", *KINDS)), counts
     assert counts["(pulls failed)"] > 0
     assert tally.num_with_prefix > 0
+    assert counts["(blocks read from disk)"] > 0
 
 
 @pytest.mark.slow  # test_processes.py kills workers at each moment of a hand-off

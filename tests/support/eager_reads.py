@@ -11,7 +11,7 @@ import pytest
 
 from router.requests import open_dispatches
 from router.routing import policy
-from router.routing.policy import Candidate, PrefixRead, RoutingQuestion, SecondsPolicy
+from router.routing.policy import Candidate, RoutingQuestion, SecondsPolicy
 from router.routing.source_trial import SourceTrial
 from worker.tier import disk_tier
 
@@ -43,18 +43,13 @@ def route_eagerly(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
 
 def eager_reads() -> list[Any]:
     """Patches of this process, which are for routers and for workers."""
-    limit_s, prefix_read, disk_read = disk_tier.DiskTier.limit_s, policy.prefix_read, policy.disk_read
+    limit_s = disk_tier.DiskTier.limit_s
 
     def limit_beside_slow_steps(tier: disk_tier.DiskTier, num_blocks: int, _: float, now: float) -> float | None:
         return limit_s(tier, num_blocks, COMPUTE_S, now)
 
-    def free(read: PrefixRead | None) -> PrefixRead | None:
-        return None if read is None else read._replace(seconds=0.0)
-
     return [
         *(patch.object(*change) for change in _changes_of_routers(LATE_S)),
-        patch.object(policy, "prefix_read", lambda *args: free(prefix_read(*args))),
-        patch.object(policy, "disk_read", lambda *args: free(disk_read(*args))),
         patch.object(SourceTrial, "begin", lambda *_: None),
         patch.object(SourceTrial, "end", lambda *_: None),
         patch.object(disk_tier.DiskTier, "limit_s", limit_beside_slow_steps),

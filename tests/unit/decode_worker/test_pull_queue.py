@@ -128,6 +128,17 @@ a running sequence takes the blocks of a lower rank at once
                               -> release 1 overloaded; done runs length
   blocks
 
+a running sequence takes the next victim only if the blocks of the last one do not suffice
+  decode blocks=4
+  arrive runs 4 max=10        -> first step runs 0+4
+  arrive low 8 first=100 priority=1 ticket=1 -> connect peer; want 1: 0 1
+  arrive lower 8 first=200 priority=2 ticket=2 -> want 2: 0 1
+  ready 2 0                   -> read 2: 0
+  ready 1 0                   -> read 1: 0
+  run                         -> tokens runs 0: 4..8
+      -> fail lower TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
+  blocks                      -> held 2; incoming 2
+
 blocks that a read still writes to are waited for, with one victim at a time
   decode blocks=4
   arrive runs 4 max=10        -> first step runs 0+4
@@ -156,6 +167,32 @@ a pull of higher rank takes the blocks of a half-pulled prompt after a stall
   reads                       -> first step b 24+1; release 2; tokens b 0: 30; path peer fine
   run                         -> tokens b 1: 25; done b length, pulled 6, block seconds 4.5, transfer 1.1
   blocks
+
+a stall takes one victim, and begins anew when blocks come
+  decode blocks=10
+  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
+  arrive b 24 max=2 first=100 priority=-1 ticket=2 -> want 2: 0..5
+  arrive c 8 max=2 first=200 priority=1 ticket=3 -> want 3: 0 1
+  ready 3 0                   -> read 3: 0
+  ready 1 0..4                -> read 1: 0..4
+  ready 2 0..5                -> read 2: 0..3
+  wait 1.1
+      -> fail c TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
+  wait 0.5
+  reads                       -> release 3 overloaded; read 2: 4
+  wait 0.9                    -> heartbeat 1: ready 5 verified 5, 2: ready 6 unplaced 1 verified 4
+  wait 0.2
+      -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
+                              -> release 1 overloaded; read 2: 5
+
+a stall that has ended does not shorten the next one
+  wait 0.5
+  cancel b                    -> fail b RequestCancelled: the router cancelled the call; release 2 cancelled
+  arrive d 24 max=2 first=200 priority=-1 ticket=3
+  wait 0.9
+  wait 0.2
+      -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
+                              -> release 1 overloaded; want 3: 0..5
 
 events that move nothing do not prolong a stall
   wait 0.3

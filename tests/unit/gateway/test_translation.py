@@ -93,6 +93,10 @@ def test_messages_of_every_role_reach_the_wire() -> None:
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [CALL | {"mood": 1}]}, "messages[0].tool_calls[0].mood"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "add", "mood": 1}}]},
+            "messages[0].tool_calls[0].function.mood",
+        ),
         ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
@@ -110,6 +114,19 @@ def test_tools_reach_the_wire_unless_none_may_be_called() -> None:
     (tool,) = wire_tools(body.tools, "auto")
     assert (tool.name, tool.description, json.loads(tool.parameters_json)) == ("add", "Adds.", {"type": "object"})
     assert wire_tools(body.tools, "none") == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        (TOOL | {"mood": 1}, "tools[0].mood"),
+        (TOOL | {"function": {"name": "add", "mood": 1}}, "tools[0].function.mood"),
+    ],
+)
+def test_an_unknown_field_of_a_tool_is_refused(tool: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        wire_tools(chat(tools=[tool]).tools, "auto")
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def _outcome(outcome: events.Outcome) -> str:
     numbers = {
         "attempts": outcome.attempts if outcome.attempts > 1 else 0, "moves": outcome.num_moves,
         "cached": outcome.cached_tokens, "recomputed": outcome.recomputed_tokens,
-        "resumed": outcome.num_resumed_tokens, "first token": outcome.first_token_s,
+        "resumed": outcome.num_resumed_tokens, "bytes": outcome.transferred_bytes, "first token": outcome.first_token_s,
         "block seconds": outcome.kv_block_seconds, **spent,
         "queue of the worker": outcome.prefill.queue_s if outcome.prefill else 0.0,
     }  # fmt: skip

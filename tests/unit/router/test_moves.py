@@ -33,9 +33,9 @@ both workers send tokens and each index is delivered once
   hands_over r#2 6
   tokens_from r#2 6 16     -> deliver r 6: 16
   tokens_from r#1 6 99
-  ends r#1 handoff kv_block_seconds=2.0
+  ends r#1 handoff kv_block_seconds=2.0 recomputed_tokens=3 transferred_bytes=7
   tokens_from r#2 7 17..29 -> deliver r 7: 17..29
-  ends r#2                 -> finish r length, migrated, 20 tokens, moves 1, block seconds 2
+  ends r#2                 -> finish r length, migrated, 20 tokens, moves 1, recomputed 3, bytes 7, block seconds 2
   counts                   -> queued 0; in flight 0; deadlines 0; drain moved 1
 
 the target brings what the source could not send any more

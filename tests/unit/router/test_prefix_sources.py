@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from core.block_hash import hash_on_disk, sequence_hashes
+from core.handoff import Location
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus
 from core.scheduling.worker_load import WorkerChanges
 from router.requests import events
 from router.requests.open_dispatches import LATE_S
+from router.routing.path_speeds import PathSpeeds
 from router.routing.policy import (
     DISK_READ_S,
     MAX_TIMED,
@@ -51,7 +53,12 @@ def test_a_prefix_is_read_where_that_is_faster_than_computing_it() -> None:
     assert read_by(reader)[:3] == ("S", 80, pytest.approx(0.02 + MESSAGE_S))
     assert read_by(reader).gain_s == pytest.approx(0.06 - MESSAGE_S)
     assert read_by(reader, cached=40)[:3] == ("S", 40, pytest.approx(0.01 + MESSAGE_S))
+    assert read_by(replace(READER, paths={"S": replace(PATH, latency_s=0.01)})).seconds == pytest.approx(
+        0.03 + MESSAGE_S
+    )
     assert read_by(reader, cached=80) is NO_READ
+    saves_too_little = replace(PATH, bytes_per_s=0.02e9 / (0.0785 - MESSAGE_S))  # 1.5 ms of 100
+    assert read_by(replace(READER, paths={"S": saves_too_little})) is NO_READ
     assert read_by(replace(reader, paths={"S": replace(PATH, bytes_per_s=2e8)})) is NO_READ  # 0.1 s for 0.08 s
 
 
@@ -91,14 +98,60 @@ def test_a_path_that_the_reader_has_not_measured_is_as_fast_as_the_way_back() ->
     assert read_by(READER, back).seconds == pytest.approx(0.02 + MESSAGE_S)
 
 
-def test_a_path_that_nobody_has_measured_is_as_fast_as_the_fastest_that_is_measured() -> None:
+FAST, SLOW, MIDDLE = 7e9, 1.25e8, 1e9  # bytes/s: within machine A, and of the links of machines B and C
+
+MEASURED = {"A-A": FAST, "A-B": SLOW, "A-C": MIDDLE}
+
+
+@pytest.mark.parametrize(
+    ("measured", "pair", "expected"),
+    [
+        ({}, "A-B", UNKNOWN_BYTES_PER_S),
+        (MEASURED, "A-A", FAST),
+        (MEASURED, "A-B", SLOW),
+        (MEASURED, "B-A", SLOW),
+        (MEASURED, "B-C", SLOW),  # no path is faster than the slower link
+        (MEASURED, "B-X", SLOW),
+        (MEASURED, "X-Y", MIDDLE),
+        (MEASURED, "B-B", FAST),
+        ({"A-B": SLOW, "C-X": MIDDLE}, "A-A", MIDDLE),
+        ({"A-A": FAST}, "A-B", FAST),
+    ],
+)
+def test_a_path_that_nobody_has_measured_is_as_fast_as_those_most_like_it(
+    measured: dict[str, float], pair: str, expected: float
+) -> None:
+    workers = []
+    for key, speed in measured.items():
+        reader, owner = (replace(READER, agent_name=f"{key} {end}", machine=key[end]) for end in (0, 2))
+        paths = {"1": PathStatus(owner.agent_name, PathState.FINE, bytes_per_s=speed), "2": replace(PATH, peer="gone")}
+        slower = replace(paths["1"], bytes_per_s=speed / 2)
+        workers += [replace(reader, paths=paths), owner, replace(reader, agent_name=key, paths={"1": slower})]
+    reader, owner = replace(READER, machine=pair[0]), replace(OWNER, machine=pair[2])
+    assert PathSpeeds(lambda: workers).estimate(reader, owner) == expected
+
+
+def test_what_workers_report_of_their_paths_counts_until_they_report_less_or_leave() -> None:
     router = with_sources("S")
-    paths = tuple(PathStatus(f"W{place}", PathState.FINE, bytes_per_s=speed) for place, speed in enumerate((1e6, 9e5)))
-    router.post(events.WorkerReported("D", WorkerChanges(paths=paths)))
+    table = router.machine.workers
+    p, d, s = (table.chosen(name) for name in ("P", "D", "S"))
+    for speed in (2e6, 1e6):
+        path = PathStatus(p.agent.name, PathState.FINE, bytes_per_s=speed)
+        router.post(events.WorkerReported("D", WorkerChanges(paths=(path,))))
+        assert table.path_speeds.estimate(p.view, s.view) == speed
     router.arrives("r", prompt=41)
     (offer,) = router.of(events.OfferPrefix)
-    seconds = MESSAGE_S + 10 * LAYOUT.block_bytes / 1e6
-    assert offer.limit_s == pytest.approx(2 * seconds + LATE_S)
+    assert offer.limit_s == pytest.approx(2 * (MESSAGE_S + 10 * LAYOUT.block_bytes / 1e6) + LATE_S)
+    router.post(events.WorkerReported("D", WorkerChanges(removed_paths=(p.agent.name,))))
+    assert table.path_speeds.estimate(p.view, s.view) == UNKNOWN_BYTES_PER_S
+    router.post(events.WorkerReported("D", WorkerChanges(paths=(path,))))
+    assert table.path_speeds.estimate(d.view, s.view) == 1e6
+    table.leave("P", router.now)
+    assert table.path_speeds.estimate(d.view, s.view) == UNKNOWN_BYTES_PER_S
+    p.agent = replace(p.agent, location=Location("A"))
+    table.join(p, ())
+    assert table.path_speeds.estimate(d.view, p.view) == 1e6
+    assert p.view.machine == "A"
 
 
 @pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])

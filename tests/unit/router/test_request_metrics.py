@@ -28,6 +28,7 @@ from runtime.prometheus.metrics_page import Metrics
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.trace_context import start_trace
 from tandem_client.stubs.cluster_pb2 import ListRequestsRequest
+from tandem_client.stubs.inference_pb2 import PhaseTimings
 
 CANDIDATE = Candidate("p", "d", 64, 16, 5, 0)
 TIMELINE = Timeline(
@@ -127,6 +128,21 @@ def test_the_bytes_of_a_read_prefix_count_for_the_client_and_the_tenant() -> Non
     assert receipt_of(read).transferred_bytes == 5096
     assert recorded.of(Metric.TENANT_BYTES) == {("a",): 5096}
     assert recorded.of(Metric.TRANSFER_SIZE) == {(): 4096}
+
+
+def test_a_client_reads_the_phases_of_its_request_in_milliseconds() -> None:
+    began = [(Stage.TOKENIZE, 9.0, 10.0), *TIMELINE.history]
+    decode = replace(cast(DecodeResult, OUTCOME.decode), queue_s=5.0, prefill_s=6.0, transfer_exposed_s=0.05)
+    outcome = replace(OUTCOME, timeline=replace(TIMELINE, history=began), decode=decode)
+    for computing, queue_ms, prefill_ms in ((outcome, 250, 500), (replace(outcome, prefill=None), 5000, 6000)):
+        timings, receipt = phase_timings(computing, 4.0), receipt_of(computing)
+        assert timings == PhaseTimings(
+            tokenize_ms=1000, router_queue_ms=500, prefill_queue_ms=queue_ms, prefill_ms=prefill_ms,
+            first_token_ms=1000, transfer_ms=100, transfer_exposed_ms=50, decode_ms=2000, total_ms=4000,
+        )  # fmt: skip
+        assert (receipt.queue_ms, receipt.prefill_ms, receipt.decode_ms) == (500 + queue_ms, prefill_ms, 2000)
+    nobody = phase_timings(replace(outcome, prefill=None, decode=None), 4.0)
+    assert nobody.prefill_queue_ms == nobody.prefill_ms == nobody.transfer_ms == nobody.transfer_exposed_ms == 0
 
 
 def test_the_span_of_a_queue_is_as_long_as_the_read_that_it_contains() -> None:

@@ -101,6 +101,14 @@ a call on the way counts once for each router with open calls
   reports D backlog=0.02 num_calls=1 routers=router:1:1
   load D              -> D 0.02 s, 1 sequences, 64 blocks
 
+a router whose worker is lost counts no more
+  fleet D E
+  arrives a prompt=20 -> decode a#1 D
+  reports E num_calls=2 routers=second:9:1
+  load D              -> D 0.04008 s, 1 sequences, 54 blocks
+  lost E
+  load D              -> D 0.02004 s, 1 sequences, 59 blocks
+
 calls that no router has sent are no other router
   fleet D
   reports D num_calls=1 routers=:0:1

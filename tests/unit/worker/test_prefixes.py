@@ -195,6 +195,15 @@ blocks in flight are others' once the reads have ended
   blocks                        -> incoming 6
   reads                         -> first step a 0+8; release 9 overloaded; want 1: 0..2
 
+no further read ends while the blocks of the last one suffice
+  decode blocks=12
+  seek a 18 prefix=16 limit=9 priority=5 -> connect peer; want 9: 0..3
+  seek b 18 prefix=16 limit=9 priority=4 first=100 ticket=8 -> want 8: 0..3
+  ready 9 0..3 last=1           -> read 9: 0..3
+  arrive h 24 first=40 ticket=1
+  blocks                        -> incoming 8
+  reads                         -> first step a 0+8; release 9 overloaded; want 1: 0..5
+
 a read ends before a running sequence is preempted or asked to move
   decode blocks=9
   arrive r 4 first=60 max=16    -> first step r 0+4
