@@ -171,7 +171,7 @@ class DecodeMachine:
         return self.core.load(
             self.transfers,
             num_pulls_waiting=self.pulls.num_waiting,
-            num_promised_blocks=self.pulls.num_promised_blocks(),
+            num_promised_blocks=self.pulls.num_promised_blocks() + self.core.num_prompt_blocks(),
             prompts_left=self.prefixes.prompts_left(),
             takes_moves=True,
         )

@@ -286,6 +286,12 @@ class WorkerCore:
         needed += len(self.scheduler.running) + len(queues.waiting_with_blocks) + num_promised_blocks
         return self.pool.num_available - needed
 
+    def num_prompt_blocks(self) -> int:
+        """Blocks that the prompts of the scheduler have yet to take."""
+        queues, block_size = self.scheduler.queues, self.scheduler.block_size
+        prompts = [*queues.prefilling.values(), *self.scheduler.waiting]
+        return sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in prompts)
+
     def unbegun(self) -> list[Sequence]:
         """Waiting sequences of which nothing is computed or held here: another worker loses nothing with them."""
         return [s for s in self.scheduler.waiting if not (s.block_table or s.num_lost_tokens)]

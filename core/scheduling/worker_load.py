@@ -71,7 +71,7 @@ class WorkerLoad:
     num_decoding: int = 0  # sequences in decode
     decode_context: int = 0  # tokens that they attend to
     prompt_backlog: tuple[float, ...] = ()  # seconds of prompt work to do, by `size_class` of the remaining work
-    num_promised_blocks: int = 0  # blocks that waiting and unfinished pulls still need
+    num_promised_blocks: int = 0  # that open pulls and, in decode workers, own prompts have yet to take
     num_released_blocks: int = 0  # that sequences have given back since the start
     batch_sequences: int = 0  # in the newest step
     batch_tokens: int = 0  # in the newest step

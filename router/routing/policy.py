@@ -75,7 +75,7 @@ class WorkerView:
     backlog: tuple[float, ...] = ()  # seconds of prompt work in the newest report, by size class
     reported_at: float = 0.0  # time of this report; the worker has worked since then
     arriving: tuple[float, ...] = ()  # seconds of prompt work that no report has yet, by size class
-    num_free_blocks: int = 2**31  # available, less those promised to pulls
+    num_free_blocks: int = 2**31  # available, less those promised
     num_cached_blocks: int = 0  # of these, those in the prefix cache
     blocks_released_per_s: float = 0.0
     block_bytes: int = 0

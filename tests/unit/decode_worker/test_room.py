@@ -59,7 +59,7 @@ a reader without room takes nothing, and the worker preempts
   move r2 7 9                 -> connect peer; digests 4
   run 10                      -> tokens r0 12: 20..29; tokens r1 10: 18..22; tokens r2 9: 17..26
                               -> ask to move r1 (room); digests 1; digests 1; step r0 29+1, r2 26+1
-  load                        -> serving; waiting 1; preemptions 1
+  load                        -> serving; waiting 1; promised 6; preemptions 1
 """,
     CROWDED,
 )

@@ -169,7 +169,7 @@ a hand-off that waits for blocks goes first
   decode blocks=4
   arrive h 12 first=40 ticket=1 -> connect peer; want 1: 0..2
   seek a 10 prefix=8            -> first step a 0+8
-  load                          -> serving; promised 3
+  load                          -> serving; promised 4
 
 a read gives its blocks to hand-offs of higher rank
   decode blocks=8
@@ -214,7 +214,7 @@ a read ends before a running sequence is preempted or asked to move
   step                          -> step r 6+1, q 7+1; tokens r 2: 6; ask to move q (room)
   step                          -> step r 7+1, q 8+1; tokens r 3: 7, q 0: 8
   step                          -> step r 8+1, q 9+1; tokens r 4: 8, q 1: 9; release 9 overloaded
-  load                          -> serving; waiting 1
+  load                          -> serving; waiting 1; promised 4
 
 a source with another layout is not read
   seek a 10 prefix=8 other=1    -> first step a 0+8
