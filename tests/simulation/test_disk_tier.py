@@ -20,7 +20,7 @@ from worker.tier.disk_tier import DiskTier
 from worker.tier.events import BlocksRead, ReadBlocks, ReadEnd
 
 NUM_TOKENS = 240  # of a pool: prefixes leave it
-SEEDS = range(4)
+SEEDS = range(16)
 FAULTY = DiskFaults(seconds_per_block=0.008, failed=0.1, damaged=0.1, hung=0.1)
 
 

@@ -30,7 +30,7 @@ from tests.simulation.test_prefix_from_a_peer import sharing
 from tests.support.draining_worlds import draining
 from worker.prefixes import PrefixPull, PrefixRequested
 
-SEED = 3
+SEED = 4
 LONG_S = 1.3  # more than any lease of a scenario
 LATER_S = (0.002, 0.03, 0.4)
 

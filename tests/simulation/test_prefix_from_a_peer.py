@@ -124,8 +124,9 @@ def test_a_worker_that_uses_the_blocks_of_a_failed_pull_is_caught(monkeypatch: p
     end = Prefixes.end
 
     def and_use(self: Prefixes, result: PullResult, now: float) -> None:
-        is_late = isinstance(result, PullFailed) and result.reason is not AbortReason.DEADLINE
-        end(self, _done(self.pulls[result.transfer_id]) if is_late else result, now)
+        pull = self.pulls[result.transfer_id]
+        has_failed = isinstance(result, PullFailed) and result.reason is not AbortReason.DEADLINE
+        end(self, _done(pull) if has_failed and pull.is_awaited else result, now)
 
     monkeypatch.setattr(Prefixes, "end", and_use)
     assert "is right" in first_failure()
