@@ -547,7 +547,7 @@ def a_router_that_resumes_the_source_of_a_target_with_tokens(
     method=RouterMachine._retry_dispatches,
     change=dying_targets,
     make=make_fleet_scenario,
-    first_seed=154,
+    first_seed=127,
 )
 def a_router_that_takes_the_loss_of_a_moved_request_for_that_of_its_prompt(
     retry: Any, self: RouterMachine, record: WorkerRecord, error: TandemError, now: float
