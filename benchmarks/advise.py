@@ -4,7 +4,7 @@
     distserve   R1: the best placement of OPT-13B, and its rate
     dynamo      R3 b: one H100 beside 1P1D with ten requests at once, from Dynamo's guide
     vllm        R3 a: two replicas beside 1P1D at 3.6 requests/s
-    live        two fleets of this machine, predicted and then measured: 10 minutes, so only where it is named
+    live        two fleets of this machine, predicted and then measured: 12 minutes, so only where it is named
 
 Each is one table, misses included.
 """

@@ -1,4 +1,4 @@
-"""Does a prediction of `tandem advise` hold on this machine? `python -m benchmarks.advise --parts live`, in 10 minutes.
+"""Does a prediction of `tandem advise` hold on this machine? `python -m benchmarks.advise --parts live`, in 12 minutes.
 
 `tandem calibrate` measures one prefill and one decode worker. The coarse workers of `tandem advise` then predict each
 rate for both shapes of two such workers, from the same arrivals, lengths, cached tokens and limits, and only then the
@@ -52,6 +52,7 @@ def live(report: Report) -> None:
         goodputs = []
         for fleet, config in FLEETS.items():
             measured = _measured(name, limits, trace, config)
+            report.say(f"{name} {fleet}: " + ", ".join(f"{one.attainment:.2f} at {r:g}/s" for r, one in measured.items()))
             goodputs.append(goodput90([(rate, found.attainment) for rate, found in measured.items()]))
             rows += [(name, fleet, *_row(rate, served[rate], found, limits)) for rate, found in measured.items()]
         off = f"{predicted / goodputs[0] - 1:+.0%}" if goodputs[0] else "no rate holds"
