@@ -52,7 +52,8 @@ def live(report: Report) -> None:
         goodputs = []
         for fleet, config in FLEETS.items():
             measured = _measured(name, limits, trace, config)
-            report.say(f"{name} {fleet}: " + ", ".join(f"{one.attainment:.2f} at {r:g}/s" for r, one in measured.items()))
+            found_inside = ", ".join(f"{found.attainment:.2f} at {rate:g}/s" for rate, found in measured.items())
+            report.say(f"{name} {fleet}: inside {found_inside}")
             goodputs.append(goodput90([(rate, found.attainment) for rate, found in measured.items()]))
             rows += [(name, fleet, *_row(rate, served[rate], found, limits)) for rate, found in measured.items()]
         off = f"{predicted / goodputs[0] - 1:+.0%}" if goodputs[0] else "no rate holds"
