@@ -16,47 +16,71 @@ from collections.abc import Callable, Iterable
 
 from router.routing.policy import UNKNOWN_BYTES_PER_S, WorkerView
 
-_Machines = tuple[str, str]  # sorted
+_Path = tuple[str, str]  # agents of the reader and the owner
 
 
 class PathSpeeds:
+    """A change of one path costs a look at the paths between its two machines: 128 workers have 16,000 paths."""
+
     def __init__(self, workers: Callable[[], Iterable[WorkerView]]) -> None:
         self._workers = workers
-        self._fastest: dict[_Machines, float] | None = None  # bytes/s; None: out of date
-        self._estimates: dict[_Machines, float] = {}
+        self._changed: set[_Path] | None = None  # since the last estimate; None: workers have come or gone
+        # Bytes/s between two machines, of each path and of the fastest one.
+        self._between: dict[tuple[str, str], dict[_Path, float]] = {}
+        self._fastest: dict[str, dict[str, float]] = {}
+        self._links: dict[str, float] = {}  # of these, the fastest from each machine to another one
 
-    def note_change(self) -> None:
-        """Workers or their paths have changed."""
-        self._fastest = None
+    def note_workers(self) -> None:
+        """Workers have come or gone."""
+        self._changed = None
+
+    def note_paths(self, reader: str, owners: Iterable[str]) -> None:
+        """The paths from these agents to this one have changed."""
+        if self._changed is not None:
+            self._changed.update((reader, owner) for owner in owners)
 
     def estimate(self, reader: WorkerView, owner: WorkerView) -> float:
         """Bytes/s."""
-        if self._fastest is None:
-            self._fastest, self._estimates = self._measured(), {}
-        pair = _pair(reader, owner)
-        if pair not in self._estimates:
-            self._estimates[pair] = _most_alike(self._fastest, pair) or UNKNOWN_BYTES_PER_S
-        return self._estimates[pair]
+        if self._changed is None or self._changed:
+            self._learn()
+        one, other = reader.machine, owner.machine
+        if speed := self._fastest.get(one, {}).get(other):
+            return speed
+        if one == other:
+            return self._most_within() or self._most_between() or UNKNOWN_BYTES_PER_S
+        links = [self._links[machine] for machine in (one, other) if machine in self._links]
+        return min(links, default=0.0) or self._most_between() or self._most_within() or UNKNOWN_BYTES_PER_S
 
-    def _measured(self) -> dict[_Machines, float]:
-        found: dict[_Machines, float] = {}
-        by_agent = {worker.agent_name: worker for worker in self._workers()}
-        for reader in by_agent.values():
-            for path in reader.paths.values():
-                if path.bytes_per_s and (owner := by_agent.get(path.peer)) is not None:
-                    pair = _pair(reader, owner)
-                    found[pair] = max(found.get(pair, 0.0), path.bytes_per_s)
-        return found
+    def _most_within(self) -> float:
+        return max((row.get(machine, 0.0) for machine, row in self._fastest.items()), default=0.0)
 
+    def _most_between(self) -> float:
+        return max(self._links.values(), default=0.0)
 
-def _pair(one: WorkerView, other: WorkerView) -> _Machines:
-    return min(one.machine, other.machine), max(one.machine, other.machine)
-
-
-def _most_alike(fastest: dict[_Machines, float], pair: _Machines) -> float:
-    """0 if nothing is measured."""
-    is_local = pair[0] == pair[1]
-    alike = {key: speed for key, speed in fastest.items() if (key[0] == key[1]) is is_local}
-    links = [max((speed for key, speed in alike.items() if machine in key), default=0.0) for machine in pair]
-    known = [speed for speed in links if speed]
-    return fastest.get(pair) or min(known, default=0.0) or max(alike.values() or fastest.values(), default=0.0)
+    def _learn(self) -> None:
+        """Look at the paths that have changed."""
+        workers = {worker.agent_name: worker for worker in self._workers()}
+        changed = self._changed
+        if changed is None:
+            changed = {(name, owner) for name, reader in workers.items() for owner in reader.paths}
+            self._between, self._fastest, self._links = {}, {}, {}
+        self._changed = set()
+        pairs = set()
+        for path in changed:
+            reader, owner = (workers.get(name) for name in path)
+            if reader is None or owner is None:
+                continue
+            status = reader.paths.get(owner.agent_name)
+            pair = min(reader.machine, owner.machine), max(reader.machine, owner.machine)
+            self._between.setdefault(pair, {})[path] = 0.0 if status is None else status.bytes_per_s
+            pairs.add(pair)
+        for one, other in pairs:
+            speed = max(self._between[one, other].values())
+            for machine, peer in ((one, other), (other, one)):
+                self._fastest.setdefault(machine, {})[peer] = speed
+        for machine in {machine for pair in pairs for machine in pair}:
+            links = (speed for peer, speed in self._fastest[machine].items() if peer != machine and speed)
+            if fastest := max(links, default=0.0):
+                self._links[machine] = fastest
+            else:
+                self._links.pop(machine, None)

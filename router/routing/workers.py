@@ -101,7 +101,7 @@ class WorkerTable:
         self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
         self._set_num_routers()
         self._share_costs()
-        self.path_speeds.note_change()
+        self.path_speeds.note_workers()
         self.index.replace(record.worker_id, cached_blocks)
         self._update_pools(record.reported_at)
 
@@ -144,8 +144,8 @@ class WorkerTable:
         record.paths |= {path.peer: path for path in changes.paths}
         for peer in changes.removed_paths:
             record.paths.pop(peer, None)
-        if changes.paths or changes.removed_paths:
-            self.path_speeds.note_change()
+        owners = (*(path.peer for path in changes.paths), *changes.removed_paths)
+        self.path_speeds.note_paths(record.agent.name, owners)
         if record.serves != served:
             self._update_pools(now)
         self.room_changed = self.room_changed or (record.has_room and not was_usable)
@@ -164,7 +164,7 @@ class WorkerTable:
         if record is not None:
             self._count_routers(record, -1)
             self.index.forget(worker_id)
-            self.path_speeds.note_change()
+            self.path_speeds.note_workers()
             del self._pools[record.role][worker_id]
             for reader in self:
                 if reader.sources.pop(record.agent.name, None) is not None:

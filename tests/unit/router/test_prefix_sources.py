@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.block_hash import hash_on_disk, sequence_hashes
 from core.handoff import Location
@@ -124,11 +126,33 @@ def test_a_path_that_nobody_has_measured_is_as_fast_as_those_most_like_it(
     workers = []
     for key, speed in measured.items():
         reader, owner = (replace(READER, agent_name=f"{key} {end}", machine=key[end]) for end in (0, 2))
-        paths = {"1": PathStatus(owner.agent_name, PathState.FINE, bytes_per_s=speed), "2": replace(PATH, peer="gone")}
-        slower = replace(paths["1"], bytes_per_s=speed / 2)
-        workers += [replace(reader, paths=paths), owner, replace(reader, agent_name=key, paths={"1": slower})]
+        path = PathStatus(owner.agent_name, PathState.FINE, bytes_per_s=speed)
+        paths, slower = {path.peer: path, "gone": replace(PATH, peer="gone")}, replace(path, bytes_per_s=speed / 2)
+        workers += [replace(reader, paths=paths), owner, replace(reader, agent_name=key, paths={path.peer: slower})]
     reader, owner = replace(READER, machine=pair[0]), replace(OWNER, machine=pair[2])
     assert PathSpeeds(lambda: workers).estimate(reader, owner) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from((0.0, SLOW, FAST))), max_size=30))
+def test_what_is_learned_of_changed_paths_is_what_a_look_at_all_paths_finds(
+    changes: list[tuple[int, int, float]],
+) -> None:
+    workers = [replace(READER, agent_name=f"{n}", machine="AABC"[n], paths={}) for n in range(4)]
+    learned = PathSpeeds(lambda: workers)
+    for place, (reader, owner, speed) in enumerate(changes):
+        paths = dict(workers[reader].paths)
+        if speed:
+            paths[f"{owner}"] = PathStatus(f"{owner}", PathState.FINE, bytes_per_s=speed)
+        else:
+            paths.pop(f"{owner}", None)
+        workers[reader] = replace(workers[reader], paths=paths)
+        learned.note_paths(f"{reader}", [f"{owner}", "gone"])
+        if place % 3:  # else later changes come to it
+            found, expected = (
+                [speeds.estimate(one, other) for one in workers for other in workers]
+                for speeds in (learned, PathSpeeds(lambda: workers))
+            )
+            assert found == expected
 
 
 def test_what_workers_report_of_their_paths_counts_until_they_report_less_or_leave() -> None:
