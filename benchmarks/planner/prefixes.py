@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", type=float, help="(default: three of each workload)")
     parser.add_argument("--speeds", nargs="+", type=float, default=[2.0, 10.0, 50.0], help="of each path, in GB/s")
     parser.add_argument("--pools", nargs="+", type=float, default=[1.0, 0.15], help="sizes, as shares of an H100's")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=2000, help="of each workload, in whole sets of sessions")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -163,7 +164,7 @@ def main() -> None:
         for pools in options.pools
     ]
     seeds, rows = range(options.seeds), []
-    every = list(itertools.product(settings, POLICIES))
+    every = list(itertools.product(settings, options.policies))
     runs = [PrefixRun(*row, seed, options.traces, options.requests) for row in every for seed in seeds]
     results = run_all(runs, options.processes, lambda _: None)
     for number, (setting, policy) in enumerate(every):
