@@ -277,19 +277,20 @@ class WorkerCore:
 
         Negative if these lack blocks. `before`: prompts count if they rank higher.
         """
-        queues, block_size = self.scheduler.queues, self.scheduler.block_size
+        queues = self.scheduler.queues
         prompts = dict(queues.prefilling)
         if (first := queues.prompts.first()) is not None:
             prompts[first.sequence_id] = first
-        ahead = [each for each in prompts.values() if before is None or each.rank < before]
-        needed = sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in ahead)
+        needed = self._num_to_take(each for each in prompts.values() if before is None or each.rank < before)
         needed += len(self.scheduler.running) + len(queues.waiting_with_blocks) + num_promised_blocks
         return self.pool.num_available - needed
 
     def num_prompt_blocks(self) -> int:
         """Blocks that the prompts of the scheduler have yet to take."""
-        queues, block_size = self.scheduler.queues, self.scheduler.block_size
-        prompts = [*queues.prefilling.values(), *self.scheduler.waiting]
+        return self._num_to_take([*self.scheduler.queues.prefilling.values(), *self.scheduler.waiting])
+
+    def _num_to_take(self, prompts: Iterable[Sequence]) -> int:
+        block_size = self.scheduler.block_size
         return sum(-(-each.num_tokens // block_size) - len(each.block_table) for each in prompts)
 
     def unbegun(self) -> list[Sequence]:
