@@ -1,4 +1,4 @@
-"""What a calibration sends."""
+"""A calibration sends requests without drafts."""
 
 from __future__ import annotations
 
