@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
 import pytest
 
 from core.errors import DeviceLost
@@ -12,10 +11,10 @@ from core.step import ScheduledChunk
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
 from tests.support.device_runner import put_pools_on_devices
-from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
+from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.steps import DeviceFaults, runner_of, slow_down
 from tests.support.waiting import until
-from worker.service import MAX_FAILED_STEPS, WorkerService
+from worker.service import WorkerService
 
 NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
@@ -57,43 +56,6 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         await victim.stop()
         deployment.decode.remove(victim)
         await serves_on(deployment.inference)
-        await deployment.settle()
-
-
-async def test_a_worker_that_fails_each_step_for_an_unknown_reason_ends_after_a_few() -> None:
-    async with deploy(tiny_config(), num_decode=2) as deployment:
-        victim = deployment.decode[0]
-        faults = DeviceFaults(victim)
-        faults.broken = True
-        codes: list[grpc.StatusCode | None] = []
-        for seed in range(1, 13):
-            stream = await Stream(deployment.inference, prompt_of(seed), 3).end()
-            codes.append(stream.code)
-            if stream.code is None:
-                assert stream.answer.token_ids == expected(prompt_of(seed), 3)
-            if faults.num_broken < MAX_FAILED_STEPS:
-                assert not victim._failure.done(), "one failed step may be the fault of its request"
-        assert faults.num_broken == MAX_FAILED_STEPS
-        assert codes.count(grpc.StatusCode.INTERNAL) == MAX_FAILED_STEPS - 1, "the last one is tried elsewhere"
-        assert codes.count(None) == len(codes) - MAX_FAILED_STEPS + 1
-        assert "a kernel has a bug" in str(await asyncio.wait_for(victim.failed(), 10))
-        await victim.stop()
-        deployment.decode.remove(victim)
-        await deployment.settle()
-
-
-async def test_failed_steps_with_others_between_end_no_worker() -> None:
-    async with deploy(tiny_config()) as deployment:
-        (worker,) = deployment.decode
-        faults = DeviceFaults(worker)
-        for seed in range(1, 2 * MAX_FAILED_STEPS + 1):
-            faults.broken = True
-            failed = await Stream(deployment.inference, prompt_of(seed), 3).end()
-            assert failed.code is grpc.StatusCode.INTERNAL
-            faults.broken = False
-            await serves_on(deployment.inference)
-        assert faults.num_broken == 2 * MAX_FAILED_STEPS
-        assert not worker._failure.done()
         await deployment.settle()
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-
-import grpc
-import grpc.aio
-import pytest
 
 from core.config import LiveConfig, WorkerConfig
 from core.request import Request, SamplingParams
 from engine.fake_runner import expected_tokens
-from prefill_worker.machine import PrefillArrived
-from protos import codec
-from runtime.rpc.grpc_server import open_channel
-from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config, transfers
-from tests.support.faults import Stream, expected
+from tandem_client.stubs import inference_pb2
+from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
+from tests.support.faults import Stream
 from tests.support.steps import Gate, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import WorkerService
@@ -68,22 +60,18 @@ async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_t
         await deployment.settle()
 
 
-@pytest.mark.parametrize("lowered_meanwhile", [False, True])
-async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(lowered_meanwhile: bool) -> None:
-    limit = WorkerConfig(step_timeout_s=2.5)
-    config = replace(tiny_config(), worker=WorkerConfig() if lowered_meanwhile else limit)
-    async with deploy(config, num_decode=2) as deployment:
+async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere() -> None:
+    """Its limit is lowered while it runs."""
+    async with deploy(tiny_config(), num_decode=2) as deployment:
         for worker in deployment.decode:
             slow_down(worker, 0.01)
         stream = await Stream(deployment.inference, PROMPT, NUM_OUTPUT).reach(8)
         victim = await busy_worker(deployment.decode)
         gate = Gate(victim)
         gate.close()
-        if lowered_meanwhile:
-            await until(lambda: gate.waiting, "a step hangs")
-            victim.set_config(LiveConfig(worker=limit))
+        await until(lambda: gate.waiting, "a step hangs")
+        victim.set_config(LiveConfig(worker=WorkerConfig(step_timeout_s=2.5)))
         error = await asyncio.wait_for(victim.failed(), 30)
-        assert gate.waiting, "no step hung: nothing was tested"
         assert "step_timeout_s" in str(error)
         answer = (await stream.right()).answer
         assert serving(deployment, answer.finished.decode_worker) is not victim
@@ -93,53 +81,3 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         gate.open()
         deployment.decode.remove(victim)
         await deployment.settle()
-
-
-async def test_steps_that_end_in_time_are_never_taken_to_hang() -> None:
-    """Many of them, together far over the limit of one."""
-    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=2.5))
-    async with deploy(config) as deployment:
-        slow_down(deployment.decode[0], 0.05)
-        started_at = asyncio.get_running_loop().time()
-        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert asyncio.get_running_loop().time() > started_at + 4.0, "too quick to show anything"
-        assert answer.token_ids == expected(PROMPT, NUM_OUTPUT)
-        assert answer.finished.attempts == 1
-
-
-def fail_on_arrival(worker: WorkerService) -> None:
-    """Make the machine of a worker fail at `PrefillArrived`, and at no other event."""
-    assert worker._driver is not None
-    handle = worker._driver.machine.handle
-
-    def broken(event: object, now: float) -> object:
-        if isinstance(event, PrefillArrived):
-            raise RuntimeError("a bug, on an arrival")
-        return handle(event, now)
-
-    worker._driver.machine.handle = broken  # type: ignore[method-assign, assignment]
-
-
-async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once() -> None:
-    """The call that caused the failure is not retried, since it could fail the next worker, too. All others are."""
-    async with deploy(tiny_config()) as deployment:
-        (worker,) = deployment.prefill
-        fail_on_arrival(worker)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert "a bug" in str(await worker.failed())
-        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert answer.token_ids == expected(PROMPT, NUM_OUTPUT)
-        async with open_channel(deployment.endpoints[id(worker)].address, 1 << 20) as channel:
-            stub = worker_pb2_grpc.PrefillWorkerStub(channel)  # type: ignore[no-untyped-call]
-            sequence = Request("late", PROMPT, len(PROMPT), SamplingParams(max_tokens=1))
-            reader = transfers(deployment.decode[0]).address
-            late = worker_pb2.PrefillRequest(
-                sequence=codec.encode_sequence(sequence), transfer_id=bytes(16), reader=codec.encode_agent(reader)
-            )
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async with asyncio.timeout(5):
-                    await stub.Prefill(late, timeout=60)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "has failed" in (caught.value.details() or "")

@@ -111,13 +111,6 @@ async def test_a_handshake_appears_in_no_figure_and_fails_for_itself_alone() -> 
         assert fleet.cluster.num_late_handshakes == 1  # of decode-1
 
 
-async def test_a_prompt_without_a_prefill_worker_runs_on_the_decode_worker() -> None:
-    async with deploy_fakes(num_prefill=0) as fleet:
-        answer = await fleet.generate(PROMPT)
-        assert answer.token_ids == expected(PROMPT, 8)
-        assert answer.path == "local"
-
-
 async def _answers(fleet: FakeEngineFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
     """Half of them sampled."""
     calls = [
@@ -178,14 +171,6 @@ async def test_a_cancelled_stream_ends_in_both_engines() -> None:
                     break
         await fleet.settle()
         assert fleet.engines["decode-0"].num_aborted == 1
-
-
-async def test_a_deadline_ends_the_request_of_the_engine() -> None:
-    async with deploy_fakes(step_s=0.05) as fleet:
-        with pytest.raises(CallFailed) as caught:
-            await fleet.client.complete(PROMPT, 0.5, max_tokens=400, ignore_eos=True)
-        assert caught.value.code.name == "DEADLINE_EXCEEDED"
-        await fleet.settle()
 
 
 async def test_the_router_learns_the_prefix_cache_of_the_engine() -> None:
