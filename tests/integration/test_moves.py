@@ -1,5 +1,5 @@
-"""Running requests go on at a neighbour when their decode worker drains to change its role, over real gRPC and nixl: with
-their KV, with nothing computed again, and with the tokens of one engine that nothing disturbs.
+"""Running requests go on at a neighbour when their decode worker drains to change its role, over real gRPC and nixl:
+with their KV, with nothing computed again, and with the tokens of one engine that nothing disturbs.
 """
 
 from __future__ import annotations
