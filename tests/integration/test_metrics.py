@@ -17,7 +17,7 @@ from cli.diagnosis import doctor
 from cli.screens.path_lines import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.handoff import Abort, AbortReason
-from core.paths import Lane, PathState, PathStatus
+from core.paths import PathState, PathStatus
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
 from router.operations.request_metrics import PHASES, TRANSFER_PHASES
@@ -130,17 +130,6 @@ async def fleet_with_paths(deployment: Deployment) -> tuple[Any, list[PathStatus
             if len(paths) == num_pairs and not any(path.state is PathState.CONNECTING for path in paths):
                 return fleet, paths
             await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("transport", ["memory", "nixl", "ucxx"])
-async def test_every_pair_is_connected_and_measured_before_the_first_request(transport: str) -> None:
-    async with deploy(config_of(transport), num_prefill=2, num_decode=2) as deployment:
-        fleet, paths = await fleet_with_paths(deployment)
-        assert {path.lane for path in paths} == {Lane.SHARED_MEMORY}
-        assert all(path.bytes_per_s > 0 and 0 < path.latency_s < 5 for path in paths)
-        assert path_lines(fleet) == ["paths: 4 fine"]
-        assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).end is not None
-        await deployment.settle()
 
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])

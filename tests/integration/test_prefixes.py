@@ -246,18 +246,6 @@ async def test_memory_is_read_as_a_disk_and_given_back_at_the_end_of_its_worker(
     assert not list((tmp_path / DIRECTORY).iterdir())
 
 
-@pytest.mark.usefixtures("a_read_always_pays")
-async def test_a_prompt_goes_to_the_worker_that_has_its_prefix_on_disk(tmp_path: Path) -> None:
-    config = on_disk(tmp_path, tiny_config())
-    async with serving(config) as deployment:
-        await ask(deployment)
-    (tmp_path / DIRECTORY / "prefill-0.kv").rename(tmp_path / DIRECTORY / "prefill-1.kv")
-    async with deploy(config, num_prefill=2) as deployment:
-        assert await ask(deployment) == (expected(config.engine), NUM_CACHED)
-        assert [tier_of(worker).counts.num_read for worker in deployment.prefill] == [0, NUM_BLOCKS]
-        await settle(deployment)
-
-
 async def test_a_size_that_holds_no_block_is_refused(tmp_path: Path) -> None:
     config = replace(tiny_config(), cache=CacheConfig(disk_gb=1e-6, disk_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"\[cache\] disk_gb = 1e-06 holds 0 KV blocks"):
