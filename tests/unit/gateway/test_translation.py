@@ -151,7 +151,10 @@ def test_a_choice_of_tools_reaches_the_wire(choice: Any, parallel: bool | None, 
     assert wire_choice(choice, parallel, has_tools=True) == wire
 
 
-@pytest.mark.parametrize("choice", ["any", {"type": "function"}, {"type": "function", "function": 3}, {"name": "add"}])
+@pytest.mark.parametrize(
+    "choice",
+    ["any", {"type": "function"}, {"type": "function", "function": 3}, {"name": "add"}, {"type": "allowed_tools"}],
+)
 def test_an_unknown_choice_of_tools_is_refused(choice: Any) -> None:
     with pytest.raises(ApiError, match=r"^tool_choice: must be none, auto, required"):
         wire_choice(choice, None, has_tools=True)
