@@ -169,7 +169,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
 def _row(layout: KVLayout, layer: int, key_or_value: int, head: int) -> int:
     """The row's number in a block of [num_layers, 2, num_kv_heads] rows."""
     row = (layer - layout.first_layer) * 2 + key_or_value
-    return row * layout.num_kv_heads + head
+    return row * layout.num_kv_heads + head - layout.first_kv_head
 
 
 def merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
