@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.compose import FABRIC
 from cli.diagnosis import doctor
 from cli.screens.path_lines import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
-from core.handoff import Abort, AbortReason
 from core.paths import PathState, PathStatus
-from kv_transfer.transports.memory_transport import MemoryTransport
-from protos.handoff_codec import encode
 from router.operations.request_metrics import PHASES, TRANSFER_PHASES
 from tandem_client.stubs import cluster_pb2
 from tests.integration.transfer_owner_process import real_transport
@@ -84,29 +80,6 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     }
     phases = {labels["phase"]: value for labels, value in page["tandem_phase_duration_seconds_count"]}
     assert phases == dict.fromkeys(PHASES, 2) | dict.fromkeys(TRANSFER_PHASES, 1)
-
-
-async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metrics_port: int) -> None:
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port))
-    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
-    async with deploy(config) as deployment:
-        parts = deployment.prefill[0]._parts
-        agent = parts.agent
-        stranger = MemoryTransport("stranger", FABRIC)
-        stranger.connect(agent.address)
-        for payload in (b"", b"nonsense", bytes(99)):
-            stranger.notify(agent.address.name, payload)
-        stranger.notify(agent.address.name, encode(Abort(1, 2, 3, AbortReason.CANCELLED)))  # a message, for no transfer
-        stranger.close()
-        page, dropped = await when_counted(metrics_port, "tandem_worker_dropped_messages_total", "prefill")
-    malformed = {labels["role"]: value for labels, value in page["tandem_worker_malformed_messages_total"]}
-    assert malformed == {"prefill": 3, "decode": 0}
-    assert dropped == {"prefill": 1, "decode": 0}
-    states = {(labels["side"], labels["state"]) for labels, _ in page["tandem_worker_transfers"]}
-    assert states == {
-        *(("offer", state) for state in ("computing", "offered")),
-        *(("pull", state) for state in ("reserved", "wanting", "reading", "verifying")),
-    }
 
 
 def config_of(transport: str, port: int = 0, expected_bytes_per_s: float = 0.0) -> TandemConfig:

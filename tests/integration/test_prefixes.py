@@ -7,8 +7,6 @@ Deaths of either side, in each state of a read, are in tests/simulation.
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -260,19 +258,9 @@ async def answer_of(fleet: Fleet) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "host memory"])
-async def test_a_killed_worker_finds_its_blocks(tmp_path: Path, in_memory: bool) -> None:
+async def test_a_killed_worker_finds_its_blocks_on_its_disk(tmp_path: Path) -> None:
     """kill -9 of its process: the next one answers from what the killed one has left."""
-    place = Path(tempfile.mkdtemp(dir="/dev/shm")) if in_memory else tmp_path
-    cache = CacheConfig(host_gb=0.1, host_dir=str(place)) if in_memory else on_disk(place, fault_config()).cache
-    try:
-        await _finds_its_blocks_after_a_kill(replace(fault_config(), cache=cache))
-    finally:
-        shutil.rmtree(place)
-
-
-async def _finds_its_blocks_after_a_kill(config: TandemConfig) -> None:
-    async with Fleet.start(config, {"decode": 1}) as fleet:
+    async with Fleet.start(on_disk(tmp_path, fault_config()), {"decode": 1}) as fleet:
         first = await answer_of(fleet)
         assert first.finished.usage.cached_tokens == 0
         await until(

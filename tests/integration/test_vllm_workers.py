@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import openai
@@ -16,7 +14,7 @@ import pytest
 
 from benchmarks.asking import ask, random_prompts
 from benchmarks.dataplane.load import ask_worker
-from core.config import TelemetryConfig, WorkerConfig
+from core.config import WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
 from gateway.fleets import Fleets
@@ -234,20 +232,6 @@ async def _infer(fleet: FakeEngineFleet, model: str) -> tuple[int, ...]:
         if tensor.name == "output_ids"
     )
     return struct.unpack(f"<{len(found) // 4}i", found)
-
-
-async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    async with deploy_fakes(telemetry=TelemetryConfig(trace_file=str(path))) as fleet:
-        assert await _infer(fleet, "fake:tiny") == expected(PROMPT, 8)
-        await fleet.settle()
-    spans = {span["name"]: span for span in map(json.loads, path.read_text().splitlines())}
-    assert spans.keys() >= {
-        "prefill_worker.queue", "prefill_worker.prefill", "decode_worker.queue", "decode_worker.transfer",
-        "decode_worker.decode", "router.attempt",
-    }  # fmt: skip
-    assert len({span["context"]["trace_id"] for span in spans.values()}) == 1
-    assert spans["decode_worker.decode"]["attributes"]["tandem.tokens"] == 8
 
 
 async def test_the_benchmark_of_a_worker_times_every_token() -> None:
