@@ -62,6 +62,8 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}
     assert by_path == {"disaggregated": 1, "local": 1}
     assert page["gen_ai_server_time_to_first_token_seconds_count"][0][1] == 2
+    assert page["tandem_inter_token_latency_seconds_count"][0][1] == 2 * 4
+    assert page["tandem_router_decision_seconds_count"][0][1] == 2
     tokens = {labels["kind"]: value for labels, value in page["tandem_tokens_total"]}
     assert tokens["output"] == 10
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
