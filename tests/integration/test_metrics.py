@@ -65,7 +65,7 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     assert page["tandem_inter_token_latency_seconds_count"][0][1] == 2 * 4
     assert page["tandem_router_decision_seconds_count"][0][1] == 2
     tokens = {labels["kind"]: value for labels, value in page["tandem_tokens_total"]}
-    assert tokens["output"] == 10
+    assert tokens["output"] == page["vllm:generation_tokens_total"][0][1] == 10
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
     assert columns == {"free", "cached", "held", "leased", "incoming"}
     num_blocks: Counter[str] = Counter()
