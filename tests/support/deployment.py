@@ -258,18 +258,6 @@ async def another_router(deployment: Deployment) -> AsyncIterator[Deployment]:
         yield other
 
 
-async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
-    """Send one request while another one fills the queue of the router (`max_queued` is 1, no decode worker)."""
-    waiting = asyncio.create_task(deployment.generate(text="waits for a worker"))
-    shell = deployment.router._shell
-    try:
-        await until(lambda: shell.view.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
-        return await deployment.generate(text="finds it full")
-    finally:
-        waiting.cancel()
-        await until(lambda: not shell.num_open, "the router has dropped the request", SETTLE_TIMEOUT_S)
-
-
 async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     """Wait until `num_workers` workers have reported to the router."""
     shell = deployment.router._shell
