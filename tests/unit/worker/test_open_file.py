@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import queue
+import re
 import stat
 import threading
 import time
@@ -343,11 +344,12 @@ def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
     opened.close()
 
 
-@pytest.mark.parametrize("disk_gb", [1e4, 1e300])
-def test_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float) -> None:
-    with pytest.raises(
-        ConfigError, match=r"disk_gb = .* more than 1,000,000 KV blocks of 128 bytes: set it to at most"
-    ):
+TOO_MANY = "more than 1,000,000 KV blocks of 128 bytes: set it to at most"
+
+
+@pytest.mark.parametrize(("disk_gb", "why"), [(1e4, TOO_MANY), (1e300, TOO_MANY), (1e-9, "0 KV blocks, fewer than 8")])
+def test_fewer_or_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"[cache] disk_gb = {disk_gb:g} holds {why}")):
         open_at(tmp_path, disk_gb)
 
 
