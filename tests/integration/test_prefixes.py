@@ -252,6 +252,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_its_prefix_on_disk(tmp_path:
     async with serving(config) as deployment:
         await ask(deployment)
     (tmp_path / DIRECTORY / "prefill-0.kv").rename(tmp_path / DIRECTORY / "prefill-1.kv")
+    (tmp_path / DIRECTORY / "prefill-0.kv").touch(0o600)
     async with deploy(config, num_prefill=2) as deployment:
         assert await ask(deployment) == (expected(config.engine), NUM_CACHED)
         assert [tier_of(worker).counts.num_read for worker in deployment.prefill] == [0, NUM_BLOCKS]

@@ -21,6 +21,7 @@ from worker.tier.names import identity_of
 from worker.tier.slot_file import (
     MAX_UNUSED_IN_MEMORY_S,
     MAX_UNUSED_S,
+    Disk,
     OpenFile,
     SlotFile,
     StoredBlock,
@@ -71,8 +72,14 @@ def open_tier(
         identity = identity_of(memory.layout, model())
 
         def open_file() -> Opened:
-            disk = OpenFile.locked(place.directory, f"{worker}.kv", num_slots * slot_bytes, place.directory_option)
-            file = SlotFile(disk, num_slots, block_bytes, identity)
+            def slots_of(disk: Disk) -> SlotFile:
+                return SlotFile(disk, num_slots, block_bytes, identity)
+
+            size_bytes, option = num_slots * slot_bytes, place.directory_option
+            disk = OpenFile.locked(
+                place.directory, f"{worker}.kv", size_bytes, option, lambda disk: slots_of(disk).has_blocks()
+            )
+            file = slots_of(disk)
             if place.in_memory and disk.capacity_bytes < num_slots * slot_bytes:
                 file.remove()
                 file.close()

@@ -10,7 +10,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +41,7 @@ from worker.tier.events import (
     TierEvent,
     WriteBlocks,
 )
+from worker.tier.names import identity_of
 from worker.tier.opening import open_tier
 from worker.tier.slot_file import (
     DIRECTORY,
@@ -63,7 +66,7 @@ def test_a_file_is_its_users_alone_and_has_its_blocks_after_it_is_opened_again(t
     assert modes == [0o700, 0o600]
     SlotFile(opened, 3, 100, b"i" * 32).write(1, HEADER, memoryview(CONTENT))
     with pytest.raises(BlockingIOError):
-        OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE)
+        OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE, max_locked_s=0.0)
     OpenFile.locked(str(tmp_path / "kv"), "decode-1.kv", SIZE).close()
     opened.close()
     again = SlotFile(OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE), 3, 100, b"i" * 32)
@@ -171,6 +174,47 @@ def test_a_directory_that_is_replaced_meanwhile_gives_and_loses_no_file(
     opened.close()
     assert (victim / "w.kv").read_text() == "another file of this user"
     assert (victim / "past.kv").exists()
+
+
+def test_a_worker_without_a_file_takes_over_the_one_of_its_model_that_was_used_last(tmp_path: Path) -> None:
+    """A roll gives the services of a machine other names."""
+    names = ("older.kv", "newer.kv", "open.kv", "other model.kv", "own.kv")
+    used_at = {name: time.time() - 100 + index for index, name in enumerate(names)}
+    identity = identity_of(LAYOUT, "")
+    opened = {name: OpenFile.locked(str(tmp_path), name, SIZE) for name in names}
+    directory = tmp_path / DIRECTORY
+    for name, disk in opened.items():
+        owner = b"i" * 32 if name == "other model.kv" else identity
+        header = replace(HEADER, name=name.encode().ljust(32))
+        SlotFile(disk, 3, LAYOUT.block_bytes, owner).write(1, header, memoryview(bytes(LAYOUT.block_bytes)))
+        os.utime(directory / name, (used_at[name], used_at[name]))
+        if name != "open.kv":
+            disk.close()
+    os.mkfifo(directory / "pipe.kv", 0o600)
+    (directory / "link.kv").symlink_to(directory / "older.kv")
+    workers = [open_in_memory(tmp_path, worker)[1] for worker in ("own", "new", "next", "last")]
+    found = [[block.name.strip() for block in worker._file.scan().values()] for worker in workers]
+    assert found == [[b"own.kv"], [b"newer.kv"], [b"older.kv"], []]
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"own.kv", "new.kv", "next.kv", "last.kv", "open.kv", "other model.kv", "pipe.kv", "link.kv"}
+    assert all(worker.close(WAIT_S) for worker in workers)
+    opened["open.kv"].close()
+
+
+def test_workers_that_start_at_once_each_have_a_file_of_their_own(tmp_path: Path) -> None:
+    names = ["a.kv", "b.kv", *(f"new-{index}.kv" for index in range(6))]
+    for attempt in range(20):
+        place = tmp_path / str(attempt)
+        for name in ("a.kv", "b.kv", "left.kv"):
+            OpenFile.locked(str(place), name, SIZE).close()
+        start = partial(OpenFile.locked, str(place), max_bytes=SIZE, is_useful=lambda _: True)
+        with ThreadPoolExecutor(8) as pool:
+            opened = list(pool.map(lambda name, start=start: start(file_name=name), names))
+        inodes = [os.fstat(disk._descriptor).st_ino for disk in opened]
+        assert inodes == [(place / DIRECTORY / name).stat().st_ino for name in names]
+        assert len(set(inodes)) == 8
+        for disk in opened:
+            disk.close()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
