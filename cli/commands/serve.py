@@ -133,6 +133,8 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
                     raise TandemError(update.reason)
                 case FleetReady():
                     return list(dict.fromkeys(router.address for router in await cluster.routers()))
+                case FleetStopped():
+                    raise AssertionError("nobody has stopped the fleet yet")
 
 
 async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
@@ -222,6 +224,8 @@ async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
                     print_line(update.text)
                 case FleetFailed():
                     raise TandemError(update.reason)
+                case FleetReady() | FleetStopped():
+                    pass  # the caller knows
 
 
 def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console) -> None:
