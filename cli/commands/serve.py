@@ -67,7 +67,7 @@ def make_spec(security: SecurityConfig, text: ConfigText) -> FleetSpec:
 
 def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
     """Engines are built for the steps of the text, and then take those of the config, which may rise to them again."""
-    built = replace(config, scheduler=replace(config.scheduler, **text.steps))  # type: ignore[arg-type]
+    built = replace(config, scheduler=replace(config.scheduler, **text.steps))
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")

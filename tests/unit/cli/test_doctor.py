@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +237,7 @@ def test_the_packages_tell_which_cuda_torch_has(found: dict[str, str], subject: 
 
 
 def test_gpu_kernels_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks.shutil, "which", no_smi)
+    monkeypatch.setattr(shutil, "which", no_smi)
     (finding,) = findings_of(GOOD)["GPU kernels"]
     assert finding.health is Health.FAIL
     assert "a C compiler" in finding.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -214,7 +215,7 @@ def test_a_window_has_bounds(window_s: float) -> None:
 
 @pytest.mark.parametrize("key", ["a\nb", "a\r\nx: y", "a b", "\udcff", "\x7f"])
 def test_an_odd_token_is_refused_without_its_text(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setattr(prometheus_load.os, "environ", {KEY_VARIABLE: key})
+    monkeypatch.setattr(os, "environ", {KEY_VARIABLE: key})
     with pytest.raises(ConfigError) as refused:
         read_prometheus("http://here", "", 60.0, 100)
     assert str(refused.value) == f"{KEY_VARIABLE} must have printable ASCII characters only, without spaces"
