@@ -160,6 +160,8 @@ a worker asks again when no router answers and for few at a time
   drain                       -> ask to move r1 r2 r3 r4 (drain)
   wait 0.4
   wait 0.2                    -> ask to move r5 r1 r2 r3 (drain)
+  move r4 7 4                 -> connect peer
+  wait 0.5                    -> ask to move r1 r2 r3 (drain)
 """,
     RUNNING,
 )

@@ -185,6 +185,16 @@ a stall takes one victim, and begins anew when blocks come
       -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
                               -> release 1 overloaded; read 2: 5
 
+there is no stall while reads will free blocks
+  decode blocks=10
+  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
+  arrive b 24 max=2 first=100 priority=-1 ticket=2 -> want 2: 0..5
+  arrive c 4 max=2 first=200 priority=-2 ticket=3 -> want 3: 0
+  ready 3 0 tokens=40         -> read 3: 0
+  ready 1 0..4                -> read 1: 0..4
+  ready 2 0..4                -> read 2: 0..2
+  wait 1.9
+
 a stall that has ended does not shorten the next one
   wait 0.5
   cancel b                    -> fail b RequestCancelled: the router cancelled the call; release 2 cancelled

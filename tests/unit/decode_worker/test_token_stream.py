@@ -157,13 +157,15 @@ async def test_a_token_too_many_while_the_limit_of_a_write_expires_ends_the_stre
             await writer
 
 
-async def test_the_tokens_that_wait_are_written_before_the_stream_ends() -> None:
+@pytest.mark.parametrize("waiting", [[], [(1, 0, 10)]])
+async def test_the_tokens_that_wait_are_written_before_the_stream_ends(waiting: list[tuple[int, int, int]]) -> None:
     router = Router()
     stream, writer = started(router)
-    stream.add(1, 0, SampledToken(10))
+    assert await router.next() == []
+    for call, index, token_id in waiting:
+        stream.add(call, index, SampledToken(token_id))
     stream.end(WorkerUnavailable("this worker is stopping"))
     async with asyncio.timeout(5):
         with pytest.raises(WorkerUnavailable, match="stopping"):
             await writer
-    assert await router.next() == []
-    assert await router.next() == [(1, 0, 10)]
+    assert [await router.next() for _ in waiting] == [waiting] * bool(waiting)

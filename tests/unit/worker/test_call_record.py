@@ -117,5 +117,6 @@ def test_the_sizes_of_a_model_are_its_number_of_weights() -> None:
 def test_without_sizes_or_a_peak_there_is_no_share(stats: StepStats) -> None:
     assert stats.decode_steps == ()
     stats.record(DECODES, 0.1)
-    assert (stats.flop > 0) == (stats.sizes is not None)
+    done = (SIZES.flop(DECODES), SIZES.memory_bytes(DECODES)) if stats.sizes else (0.0, 0.0)
+    assert (stats.flop, stats.memory_bytes) == done
     assert (stats.flop_use, stats.bandwidth_use) == (0.0, 0.0)

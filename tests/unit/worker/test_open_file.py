@@ -496,7 +496,8 @@ def test_a_read_that_was_given_up_writes_into_no_target() -> None:
     assert (event.read_id, event.num_read, event.end) == (-1, 0, ReadEnd.LATE)
     assert not any(driven.memory.block(1))
     driven.threads.perform(READ)
-    assert driven.next().end is ReadEnd.COMPLETE
+    event = driven.next()
+    assert (event.num_read, event.end) == (1, ReadEnd.COMPLETE)
     assert set(driven.memory.block(1)) == {1}
     assert driven.threads.close(WAIT_S)
 

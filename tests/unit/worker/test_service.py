@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,7 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
         assert after.snapshot.role == worker_pb2.WORKER_ROLE_PREFILL
         assert after.snapshot.worker_id == before.snapshot.worker_id == endpoint.service_id
         assert after.snapshot.agent == before.snapshot.agent
+        assert (before.load.takes_moves, after.load.takes_moves) == (True, False)
         assert after.load.state == worker_pb2.WORKER_STATE_SERVING
         decode = worker._servicers[ServiceRole.DECODE]
         assert isinstance(decode, DecodeServicer)
@@ -56,3 +58,4 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
             decode._driver.refuse_if_stopped()
     finally:
         await worker.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")]
