@@ -217,23 +217,17 @@ def test_workers_that_start_at_once_each_have_a_file_of_their_own(tmp_path: Path
             disk.close()
 
 
-def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir: .* with mode 0700"):
-        OpenFile.locked(str(tmp_path), "w.kv", SIZE)
-
-
-def test_a_directory_in_memory_that_others_may_read_is_named_by_its_option(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"\[cache\] host_dir: .* with mode 0700"):
-        open_in_memory(tmp_path)
-
-
-def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir: .* with mode 0700"):
-        OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+@pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
+def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
+    tmp_path: Path, option: str, is_link: bool
+) -> None:
+    if is_link:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / DIRECTORY).mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=rf"\[cache\] {option}: .* with mode 0700"):
+        (open_on_disk if option == "disk_dir" else open_in_memory)(tmp_path)
 
 
 OTHERS: dict[str, Callable[[Path], object]] = {
@@ -279,34 +273,29 @@ def test_a_header_with_an_impossible_number_is_a_free_slot(tmp_path: Path) -> No
     file.close()
 
 
-def open_at(path: Path, disk_gb: float) -> object:
+def open_with(config: CacheConfig, worker: str = "w") -> Any:
     layout = KVLayout("m", "float32", 1, 1, 4, 4)
     memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
-    return open_tier(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)), "w", BlockPool(2), memory, lambda _: None)
-
-
-def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any:
-    layout = KVLayout("m", "float32", 1, 1, 4, 4)
-    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
-    config = CacheConfig(host_gb=host_gb, host_dir=str(path))
     return open_tier(config, worker, BlockPool(2), memory, lambda _: None)
 
 
-def test_a_file_in_memory_ends_with_its_worker_and_stays_for_the_next_process_of_one_that_fails(tmp_path: Path) -> None:
+def open_on_disk(path: Path, disk_gb: float = 0.001) -> Any:
+    return open_with(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)))
+
+
+def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any:
+    return open_with(CacheConfig(host_gb=host_gb, host_dir=str(path)), worker)
+
+
+def test_a_file_in_memory_ends_with_its_worker_and_one_on_disk_or_of_a_worker_that_fails_stays(tmp_path: Path) -> None:
     path = tmp_path / DIRECTORY / "w.kv"
-    _, running = open_in_memory(tmp_path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert running.close(WAIT_S, starts_again=True)
-    assert path.exists()
-    _, running = open_in_memory(tmp_path)
-    assert running.close(WAIT_S)
-    assert not path.exists()
-
-
-def test_a_file_on_disk_outlives_its_worker(tmp_path: Path) -> None:
-    opened = cast(Any, open_at(tmp_path, 0.001))
-    assert opened[1].close(WAIT_S)
-    assert (tmp_path / DIRECTORY / "w.kv").exists()
+    for open_file, starts_again, stays in (
+        (open_on_disk, False, True), (open_in_memory, True, True), (open_in_memory, False, False)
+    ):  # fmt: skip
+        _, running = open_file(tmp_path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert running.close(WAIT_S, starts_again=starts_again)
+        assert path.exists() == stays
 
 
 def test_an_hour_after_its_last_use_a_file_in_memory_is_removed(tmp_path: Path) -> None:
@@ -387,12 +376,15 @@ def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
     opened.close()
 
 
-@pytest.mark.parametrize("disk_gb", [1e4, 1e300])
-def test_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float) -> None:
-    with pytest.raises(
-        ConfigError, match=r"disk_gb = .* more than 1,000,000 KV blocks of 128 bytes: set it to at most"
-    ):
-        open_at(tmp_path, disk_gb)
+TOO_MANY = "more than 1,000,000 KV blocks of 128 bytes: set it to at most"
+
+
+@pytest.mark.parametrize(("disk_gb", "complaint"), [(1e4, TOO_MANY), (1e300, TOO_MANY), (1e-6, "holds 0 KV blocks")])
+def test_more_slots_than_a_table_should_have_and_no_slot_are_refused(
+    tmp_path: Path, disk_gb: float, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"disk_gb = .* {complaint}"):
+        open_on_disk(tmp_path, disk_gb)
 
 
 def test_a_worker_whose_disk_does_not_answer_serves_without_it(
@@ -401,7 +393,7 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     answers = threading.Event()
     monkeypatch.setattr(opening, "MAX_OPEN_S", 0.0)
     monkeypatch.setattr(SlotFile, "scan", lambda *_: answers.wait() and {})
-    assert open_at(tmp_path, 0.001) is None
+    assert open_on_disk(tmp_path) is None
     assert f"serves without [cache] disk_dir = {tmp_path}: the disk has not answered within 0 s" in caplog.text
     answers.set()
     for thread in threading.enumerate():
@@ -417,7 +409,7 @@ def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(
         raise OSError("broken")
 
     monkeypatch.setattr(SlotFile, "scan", fail)
-    assert open_at(tmp_path, 0.001) is None
+    assert open_on_disk(tmp_path) is None
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
 
