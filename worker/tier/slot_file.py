@@ -23,7 +23,7 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -83,6 +83,12 @@ class StoredBlock:
     position: int  # in the sequence
     value: int  # to the table of slots when it was written
     number: int  # of the write; a later write has a higher number
+
+
+def newest_of_each_name(found: Mapping[int, StoredBlock]) -> dict[int, StoredBlock]:
+    """A block that is written again leaves its older header in a slot that is free."""
+    slots = {found[slot].name: slot for slot in sorted(found, key=lambda slot: found[slot].number)}
+    return {slot: found[slot] for slot in slots.values()}
 
 
 class OpenFile:
@@ -283,23 +289,15 @@ class SlotFile:
         Ends where `is_late`: the slots from there on count as free, which is safe, because a name has one content.
         """
         header = bytearray(PAGE_BYTES)
-        newest: dict[bytes, int] = {}
         found: dict[int, StoredBlock] = {}
         for slot in range(self.num_slots):
             num_bytes = self._disk.read([memoryview(header)], slot * self._slot_bytes)
             if not num_bytes or is_late():
                 break  # nothing has been written from here on, or it is not needed
             read = self._decode(header) if num_bytes == PAGE_BYTES else None
-            if read is None:
-                continue
-            block = read[0]
-            other = newest.get(block.name)
-            if other is not None and found[other].number >= block.number:
-                continue
-            if other is not None:
-                del found[other]
-            newest[block.name], found[slot] = slot, block
-        return found
+            if read is not None:
+                found[slot] = read[0]
+        return newest_of_each_name(found)
 
     def has_blocks(self) -> bool:
         """Whether one of the first slots has a block of this identity. Raises `OSError`."""
