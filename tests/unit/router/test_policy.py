@@ -26,6 +26,7 @@ from router.routing.policy import (
     RoutingQuestion,
     SecondsPolicy,
     WorkerView,
+    move_target,
     reason_for,
 )
 from router.routing.prefix_index import PrefixIndex
@@ -244,6 +245,43 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
     prefill = [view("p1", num_dispatched=2), view("p2", cost=almost)]
     chosen = ask(100, prefill, [view("d1", num_dispatched=1), view("d2")])[0]
     assert (chosen.prefill_worker, chosen.decode_worker) == ("p2", "d2")
+
+
+@pytest.mark.parametrize(
+    ("better", "others"),
+    [
+        ({}, {"num_free_blocks": 50}),
+        ({}, decoding(8)),
+        ({}, {"num_dispatched": 1}),
+        ({"cached_tokens": 600}, {}),
+    ],
+)
+def test_among_more_decode_workers_than_are_paired_the_cheapest_is_found(
+    better: dict[str, int], others: dict[str, object]
+) -> None:
+    decode = [*(view(f"d{number}", block_bytes=10**7, **others) for number in range(MAX_PAIRED + 2))]
+    found = ask(800, [view("p")], [*decode, view("dz", block_bytes=10**7, **better)])
+    assert (found[0].decode_worker, len(found)) == ("dz", MAX_PAIRED)
+
+
+@pytest.mark.parametrize(
+    ("max_total_tokens", "of_source", "reserve_share", "needed"),
+    [
+        (29, {}, 0.0, 7),  # the last token needs no slot
+        (30, {}, 0.0, 8),
+        (29, {"cached_tokens": 8}, 0.0, 5),
+        (29, {"cached_tokens": 8, "num_cached_blocks": 1}, 0.0, 6),
+        (29, {}, 0.1, 14),  # and 6.4 of 64
+    ],
+)
+def test_a_sequence_moves_only_where_its_blocks_up_to_its_end_are_free(
+    max_total_tokens: int, of_source: dict[str, int], reserve_share: float, needed: int
+) -> None:
+    for num_free, num_found in ((needed - 1, 0), (needed, 1)):
+        target = view("d", num_free_blocks=num_free, num_blocks=64, **of_source)
+        question = RoutingQuestion(12, [], [target], False, BLOCK)
+        found = move_target(question, IDLE, max_total_tokens, reserve_share)
+        assert (found is not None) == num_found
 
 
 views = st.builds(
