@@ -110,7 +110,7 @@ class DrivenRouter(Replay):
 
     def enter(self, name: str, incarnation: int = 1, blocks: int = NUM_BLOCKS, **options: Any) -> list[RouterAction]:
         role = ServiceRole(options.get("role", "prefill" if name.startswith("P") else "decode"))
-        layout = replace(LAYOUT, model=options.get("model", LAYOUT.model))
+        layout = replace(LAYOUT, **{name: options[name] for name in ("model", "block_size") if name in options})
         load = replace(
             SERVING, state=WorkerState(options.get("state", "serving")), ledger={Column.FREE: blocks},
             step_cost=_step_cost(options.get("token_s")), gives_prefixes=bool(options.get("gives_prefixes")),

@@ -164,6 +164,18 @@ time in the queue of the router counts
                           and slo_ttft_ms is 1000, retry after 0.212 s
                        -> decode later#1 D
 
+requests that pass one of another size tell nothing of the wait for room
+  config max_in_flight_per_worker=2
+  enter small blocks=8
+  enter large
+  stream_lost large
+  arrives long max_tokens=32
+  arrives s1 -> decode s1#1 small
+  time 2
+  arrives s2 -> decode s2#1 small
+  arrives s3
+  arrives s4
+
 a request that has streamed tokens is never refused
   fleet D1 D2
   arrives r            -> decode r#1 D1

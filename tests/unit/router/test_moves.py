@@ -153,15 +153,8 @@ a request stays without a worker that takes moves, or if its own one takes none
   reports D1 draining
   asks r#1
 
-a request moves only to a worker that has room to its end
-  # 28 tokens, of which the last one needs no slot.
-  reports D2 takes_moves=1 free=6
-  asks r#1
-  reports D2 takes_moves=1 free=7
-  asks r#1 -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
-
 a sequence that could stay moves only where a tenth of the pool stays free
-  # 7 blocks for the sequence, and 6.4 of the pool's 64.
+  # 28 tokens, of which the last one needs no slot: 7 blocks, and 6.4 of the pool's 64.
   reports D2 takes_moves=1 free=13
   asks r#1 room
   reports D2 takes_moves=1 free=14
