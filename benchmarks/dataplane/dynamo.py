@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import install_peers
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import receive_for
 from benchmarks.dataplane.http_load import HttpStream
 from benchmarks.dataplane.load import Measured
 from benchmarks.processes import background, cpu_s
 from benchmarks.service import cores, pinned_to
+from tools import install_peers
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200

@@ -33,12 +33,12 @@ from benchmarks.asking import arrivals
 from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
 from benchmarks.gpu_sections.http_client import Received, Server
 from benchmarks.gpu_sections.section import Section
-from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
 from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
+from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 GRPC_PORT, HTTP_PORT = 50_671, 50_672
 VLLM_READY = "Application startup complete"

@@ -29,7 +29,6 @@ import psutil
 from benchmarks.asking import Answer, request_of
 from benchmarks.gpu_sections.driver import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
-from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
@@ -37,6 +36,7 @@ from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient, Completion
+from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 PORT = 50_681
 ADDRESS = f"127.0.0.1:{PORT}"

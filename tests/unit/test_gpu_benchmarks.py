@@ -23,11 +23,11 @@ from benchmarks.gpu_sections.harness import Run, run_sections, states_of
 from benchmarks.gpu_sections.http_client import Received, take_event
 from benchmarks.gpu_sections.plan import About, plan_text
 from benchmarks.gpu_sections.vllm_inside import Likeness, likeness
-from benchmarks.hf_model import write_model
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_config import config_from_hf
 from text.tokenizer import load_tokenizer
 from tools.gpu_archive import pins, unpack
+from tools.hf_model import write_model
 
 ROOT = Path(__file__).parents[2]
 # Each section writes a figure; one then fails, one hangs. `count` has a line for each start.
@@ -115,7 +115,7 @@ def test_the_archive_has_each_package_that_a_gpu_program_imports() -> None:
     """Each import is a module of Python, of this house, of the machine or of the archive."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     packages = [pattern.rstrip("*") for pattern in settings["setuptools"]["packages"]["find"]["include"]]
-    ours = [*packages, "benchmarks", "tests"]
+    ours = [*packages, "benchmarks", "tests", "tools"]
     files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     files += [*(ROOT / "tests/gpu").glob("*.py"), *(ROOT / "benchmarks/gpu_sections").glob("*.py")]
     archived = {pin.partition("==")[0] for pin in pins()}
