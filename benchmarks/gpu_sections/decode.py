@@ -64,7 +64,7 @@ def measure_model(
         batch, context, sampling = case
         name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}"
         words = f"{name}, {what}" if what else name
-        with section.case(words):
+        with section.section(words):
             if (found := steps_of(section, driver, words, case)) is None:
                 continue
             floor_ms = memory_bytes(runner, case) / bytes_per_s * 1e3
@@ -75,7 +75,7 @@ def measure_model(
                              floor_ms, least_share=shares[0]))  # fmt: skip
             section.add(Line(f"{words}: served step", found[1], "ms", floor=floor_ms, least_share=shares[1]))
     if not what:
-        with section.case("drafts"):
+        with section.section("drafts"):
             for batch, num_drafts in DRAFTED[:2] if section.rehearse else DRAFTED:
                 measure_drafts(section, driver, wanted[0][1], batch, num_drafts)
     runner.close()

@@ -94,15 +94,15 @@ async def measure(section: Section) -> None:
     prompts = make_prompts(section)
     async with client_of(ADDRESS, find_credentials(None, ADDRESS)) as client:
         passes: dict[str, list[Completion]] = {}
-        with section.case("hand-offs"):
+        with section.section("hand-offs"):
             passes["divided"] = await one_by_one(client, prompts, "divided")
             report_paths(section, "hand-offs", passes["divided"])
             await measure_second_token(section, client)
-        with section.case("kill of a decode worker"):
+        with section.section("kill of a decode worker"):
             await kill_under_streams(section, client, "decode", STREAM_PROMPT)
-        with section.case("kill of the prefill worker"):
+        with section.section("kill of the prefill worker"):
             await kill_under_streams(section, client, "prefill", LONG_PROMPT)
-        with section.case("undivided"):
+        with section.section("undivided"):
             await client.scale(prefill=0)
             await no_prefill_worker(client)
             passes["undivided"] = await one_by_one(client, prompts, "undivided")
