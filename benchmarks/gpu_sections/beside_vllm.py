@@ -29,11 +29,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, whole
-from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
+from benchmarks.gpu_sections.device import BIG_MODEL, TINY_MODEL
 from benchmarks.gpu_sections.harness import query_gpu
 from benchmarks.gpu_sections.section import Section
 from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
+from benchmarks.runner_driver import NO_LIMIT_MS
 from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS

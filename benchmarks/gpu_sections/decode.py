@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_sections.driver import MAX_OUTPUT, RunnerDriver, build, fill_with_noise, random_prompt, request
-from benchmarks.gpu_sections.measure import copy_rate
+from benchmarks.gpu_sections.device import build, copy_rate, finish
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
+from benchmarks.runner_driver import MAX_OUTPUT, RunnerDriver, fill_with_noise, random_prompt, request
 from core.cost.step_cost import StepWork
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
@@ -59,6 +59,7 @@ def measure_model(
     runner = build(section, limits, **EIGHT_BITS.get(what, {}))
     section.note(f"{runner.num_blocks:,} KV blocks{f' with {what}' if what else ''}")
     fill_with_noise(runner)
+    finish(section.device)
     driver = RunnerDriver(runner, limits)
     for case in wanted:
         batch, context, sampling = case

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.asking import Answer, request_of
-from benchmarks.gpu_sections.driver import TINY_MODEL
+from benchmarks.gpu_sections.device import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
 from benchmarks.processes import tandem
 from benchmarks.report import Line
