@@ -8,8 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.dataplane.http2_load import Connection, LoadFailed, OnMessage, receive_for
-from benchmarks.dataplane.http_load import HttpStream
+from benchmarks.dataplane.counting_clients import Connection, HttpStream, LoadFailed, OnMessage, receive_for
 from benchmarks.service import ServiceProcess
 from benchmarks.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
@@ -175,15 +174,6 @@ def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: f
     return num_ended, time.perf_counter() - start
 
 
-def completions(port: int, model: str, count: int, max_tokens: int, times: list[float] | None) -> list[HttpStream]:
-    """Streams on connections of their own. `times`: where to note the arrivals of their tokens."""
-    body = {"model": model, "prompt": PROMPT, "seed": 1}
-    streams = [HttpStream(port, "/v1/completions", body, times=times) for _ in range(count)]
-    for stream in streams:
-        stream.send(max_tokens)
-    return streams
-
-
 def http_ages(port: int, model: str, router: str, num_streams: int, seconds: float) -> list[float]:
     """The ages of tokens over HTTP: seconds from sampling to arrival.
 
@@ -197,7 +187,9 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
     receive_for([direct], FIRST_MESSAGES_TIMEOUT_S, lambda: probe.num_messages > 0)
     probe.keep = True
     times: list[float] = []
-    streams = completions(port, model, num_streams, ENDLESS, times)
+    streams = [HttpStream(port, model, times=times) for _ in range(num_streams)]
+    for stream in streams:
+        stream.send(ENDLESS)
     receive_for([*streams, direct], seconds / 2)
     times.clear()
     receive_for([*streams, direct], seconds)
