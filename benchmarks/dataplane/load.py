@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.dataplane.counting_clients import Connection, HttpStream, LoadFailed, OnMessage, receive_for
-from benchmarks.service import ServiceProcess
-from benchmarks.sleeping_runner import FIRST_ID, age_s
+from benchmarks.service import FIRST_ID, ServiceProcess, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from protos import codec
@@ -178,7 +177,7 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
     """The ages of tokens over HTTP: seconds from sampling to arrival.
 
     All sequences of a step sample at the same time. A probe, one direct call of the same router, gets the ids of its
-    tokens, which tell when they were sampled (benchmarks/sleeping_runner.py). So the age of a token of another stream
+    tokens, which tell when they were sampled (benchmarks/service.py). So the age of a token of another stream
     is the time from the newest known step to its arrival; the steps are further apart than any token is old.
     """
     probe = Counter(tokens_of_response)
