@@ -1,19 +1,25 @@
-"""The load of every benchmark that has few streams: requests over the public gRPC API, and the times of their tokens.
-Loads of many streams, and of one worker, are in benchmarks/dataplane/load.py, which only counts.
+"""The load of every benchmark that has few streams: requests, and the times of their tokens.
 
+    Answer.receive    over the public gRPC API
+    HttpServer.ask    over OpenAI's /v1/completions, of any server
+    ask_at            requests that arrive at given times
+
+Loads of many streams, and of one worker, are in benchmarks/dataplane/load.py, which only counts.
 TTFT = the first time; TPOT = (last - first) / (n - 1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+from conformance.http_exchange import Call, End, Endpoint, Reply, exchange
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
 
@@ -23,9 +29,10 @@ BEGUN_TOKENS = 8  # an answer with more of them has begun
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """Times in seconds, one for each token, on the clock of the caller."""
+    """Times in seconds, one for each token, on the clock of the caller; over HTTP, one for each piece of text."""
 
     times: list[float] = field(default_factory=list)
+    num_tokens: int = 0  # over HTTP, as the server counts them
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     error: str = ""
@@ -35,6 +42,11 @@ class Answer:
     @property
     def gaps(self) -> list[float]:
         return [after - before for before, after in pairwise(self.times)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None where one token came, or none."""
+        return (self.times[-1] - self.times[0]) / (self.num_tokens - 1) if self.times and self.num_tokens > 1 else None
 
     @property
     def promised_ttft_s(self) -> float | None:
@@ -54,7 +66,8 @@ class Answer:
                     self.text += response.tokens.text
                 elif response.HasField("finished"):
                     self.finished = response.finished
-                if len(self.times) > BEGUN_TOKENS:
+                self.num_tokens = len(self.times)
+                if self.num_tokens > BEGUN_TOKENS:
                     self.has_begun.set()
         except CallFailed as error:
             self.error = str(error)
@@ -80,6 +93,72 @@ async def ask(
     client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float, start: float, salt: str = ""
 ) -> Answer:
     return await Answer().receive(client, request_of(prompt, max_tokens, cache_salt=salt), timeout_s, start)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpServer:
+    """Of OpenAI's API on this machine, asked with token ids."""
+
+    port: int
+    model: str  # its name there
+
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, timeout_s: float = 120.0, stream: bool = True
+    ) -> Answer:
+        """Greedy, with exactly `max_tokens` tokens. Never raises: whatever goes wrong is the `error`."""
+        answer, start, num_seen = Answer(), time.perf_counter(), 0
+
+        def take(reply: Reply, is_whole: bool = False) -> bool:
+            """The lines that have come: events, or a whole answer. Raises `ValueError`."""
+            nonlocal num_seen
+            end = len(reply.body) if is_whole else reply.body.rfind(b"\n") + 1
+            lines, num_seen = bytes(reply.body[num_seen:end]), max(num_seen, end)
+            for line in lines.splitlines() if reply.status == 200 else ():
+                if (event := line.removeprefix(b"data: ")).startswith(b"{"):
+                    take_event(json.loads(event), answer, time.perf_counter() - start)
+            return False
+
+        body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens}
+        body |= {"temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        call = Call("/v1/completions", json.dumps(body).encode())
+        try:
+            reply = await exchange(Endpoint("127.0.0.1", self.port, tls=False), call, timeout_s, take)
+            take(reply, is_whole=True)
+            if reply.status != 200 or reply.end is not End.COMPLETE:
+                answer.error = f"{reply.status}, {reply.end.value}: {reply.body[:2000].decode(errors='replace')}"
+        except ValueError as error:
+            answer.error = str(error)
+        if not answer.error and (answer.num_tokens != max_tokens or not answer.times):
+            answer.error = f"{answer.num_tokens} of {max_tokens} tokens in {len(answer.times)} pieces of text"
+        return answer
+
+
+def take_event(event: dict[str, Any], answer: Answer, at: float) -> None:
+    if "error" in event:
+        raise ValueError(str(event["error"]))
+    if any(choice.get("text") for choice in event.get("choices", ())):
+        answer.times.append(at)
+    if event.get("usage"):
+        answer.num_tokens = event["usage"]["completion_tokens"]
+
+
+async def ask_at(times: Sequence[float], ask: Callable[[int, float], Awaitable[Answer]]) -> list[Answer]:
+    """`ask` takes the number of a request and the zero of its times, once the request arrives."""
+    start = time.perf_counter()
+
+    async def one(number: int) -> Answer:
+        await asyncio.sleep(start + times[number] - time.perf_counter())
+        return await ask(number, start)
+
+    return await asyncio.gather(*map(one, range(len(times))))
+
+
+def whole(answer: Answer) -> Answer:
+    """Raises `RuntimeError` where the answer has failed."""
+    if answer.error:
+        raise RuntimeError(answer.error)
+    return answer
 
 
 def arrivals(rate: float, count: int) -> list[float]:

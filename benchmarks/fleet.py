@@ -152,8 +152,7 @@ async def load(report: Report, repeats: int, client: AsyncClient) -> None:
 
 def times_ms(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
     """TTFT and TPOT of each."""
-    ttft, tpot = [answer.times[0] for answer in answers], [statistics.fmean(answer.gaps) for answer in answers]
-    return [seconds * 1e3 for seconds in ttft], [seconds * 1e3 for seconds in tpot]
+    return [answer.times[0] * 1e3 for answer in answers], [(answer.tpot_s or 0.0) * 1e3 for answer in answers]
 
 
 # ---- formats

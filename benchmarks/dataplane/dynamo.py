@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import install_peers
 from benchmarks.dataplane import load
-from benchmarks.dataplane.http2_load import receive_for
-from benchmarks.dataplane.http_load import HttpStream
+from benchmarks.dataplane.counting_clients import HttpStream, receive_for
 from benchmarks.dataplane.load import Measured
 from benchmarks.processes import background, cpu_s
 from benchmarks.service import cores, pinned_to
+from tools import install_peers
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200
@@ -39,8 +38,7 @@ def is_installed() -> bool:
 
 def event_clients(port: int, model: str, first_tokens: Sequence[int]) -> list[HttpStream]:
     """Clients that ask again and again, by the lengths of their first answers: so they do not end at the same time."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Tell me of the sea."}]}
-    clients = [HttpStream(port, "/v1/chat/completions", body, ANSWER_TOKENS) for _ in first_tokens]
+    clients = [HttpStream(port, model, ANSWER_TOKENS) for _ in first_tokens]
     for client, num_tokens in zip(clients, first_tokens, strict=True):
         client.send(num_tokens)
     return clients

@@ -34,12 +34,12 @@ from benchmarks.engine.figures import (
     start_line,
 )
 from benchmarks.engine.programs import Start
-from benchmarks.install_peers import MODEL
 from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from text.tokenizer import load_tokenizer
+from tools.install_peers import MODEL
 
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt

@@ -27,9 +27,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.asking import Answer, request_of
-from benchmarks.gpu_sections.driver import TINY_MODEL
+from benchmarks.gpu_sections.device import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
-from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
@@ -37,6 +36,7 @@ from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient, Completion
+from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 PORT = 50_681
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -94,15 +94,15 @@ async def measure(section: Section) -> None:
     prompts = make_prompts(section)
     async with client_of(ADDRESS, find_credentials(None, ADDRESS)) as client:
         passes: dict[str, list[Completion]] = {}
-        with section.case("hand-offs"):
+        with section.section("hand-offs"):
             passes["divided"] = await one_by_one(client, prompts, "divided")
             report_paths(section, "hand-offs", passes["divided"])
             await measure_second_token(section, client)
-        with section.case("kill of a decode worker"):
+        with section.section("kill of a decode worker"):
             await kill_under_streams(section, client, "decode", STREAM_PROMPT)
-        with section.case("kill of the prefill worker"):
+        with section.section("kill of the prefill worker"):
             await kill_under_streams(section, client, "prefill", LONG_PROMPT)
-        with section.case("undivided"):
+        with section.section("undivided"):
             await client.scale(prefill=0)
             await no_prefill_worker(client)
             passes["undivided"] = await one_by_one(client, prompts, "undivided")
