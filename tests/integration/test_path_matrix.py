@@ -154,14 +154,6 @@ async def test_a_stream_whose_worker_dies(
         assert answer.finished.usage.drafted_tokens > 0  # of the second attempt, where all may be right
 
 
-async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine) -> None:
-    prompt = random_prompt(50, 4)
-    tokens = read(oracle, engine, prompt, "greedy")
-    (answer,) = await deployment.generate_all(ask(prompt, "greedy", speculation=False))
-    assert answer.token_ids == tokens
-    assert answer.finished.usage.drafted_tokens == answer.finished.usage.accepted_drafts == 0
-
-
 async def test_an_output_ends_inside_a_run_of_guesses(
     deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine
 ) -> None:

@@ -9,11 +9,9 @@ import json
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
 
 import grpc
 import openai
-import pydantic
 import pytest
 
 from benchmarks.asking import ask, random_prompts
@@ -111,13 +109,6 @@ async def test_a_handshake_appears_in_no_figure_and_fails_for_itself_alone() -> 
         assert fleet.cluster.num_late_handshakes == 1  # of decode-1
 
 
-async def test_a_prompt_without_a_prefill_worker_runs_on_the_decode_worker() -> None:
-    async with deploy_fakes(num_prefill=0) as fleet:
-        answer = await fleet.generate(PROMPT)
-        assert answer.token_ids == expected(PROMPT, 8)
-        assert answer.path == "local"
-
-
 async def _answers(fleet: FakeEngineFleet, count: int, max_tokens: int) -> list[tuple[int, ...]]:
     """Half of them sampled."""
     calls = [
@@ -146,28 +137,6 @@ async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str, 
         assert await calls == _expected(12, 40)
 
 
-async def test_a_load_that_fails_is_computed_again() -> None:
-    async with deploy_fakes() as fleet:
-        fleet.engines["decode-0"].loses_loads = True
-        call = asyncio.create_task(fleet.generate(PROMPT))
-        await until(lambda: fleet.cluster.num_handoffs, "a hand-off is there")
-        fleet.engines["decode-0"].loses_loads = False
-        answer = await call
-        assert answer.token_ids == expected(PROMPT, 8)
-
-
-async def test_an_engine_that_hangs_ends_its_worker() -> None:
-    worker = WorkerConfig(step_timeout_s=2.0)
-    async with deploy_fakes(num_decode=2, worker=worker, step_s=0.01) as fleet:
-        calls = asyncio.create_task(_answers(fleet, 8, 40))
-        victim = fleet.engines["decode-1"]
-        await until(lambda: victim.num_open, "the victim has a request")
-        victim.hangs = True
-        error = await asyncio.wait_for(fleet.services["decode-1"].failed(), 30.0)
-        assert "step_timeout_s" in str(error)
-        assert await calls == _expected(8, 40)
-
-
 async def test_a_cancelled_stream_ends_in_both_engines() -> None:
     async with deploy_fakes(step_s=0.01) as fleet:
         async with fleet.client.stream(PROMPT, max_tokens=400, ignore_eos=True) as stream:
@@ -178,14 +147,6 @@ async def test_a_cancelled_stream_ends_in_both_engines() -> None:
                     break
         await fleet.settle()
         assert fleet.engines["decode-0"].num_aborted == 1
-
-
-async def test_a_deadline_ends_the_request_of_the_engine() -> None:
-    async with deploy_fakes(step_s=0.05) as fleet:
-        with pytest.raises(CallFailed) as caught:
-            await fleet.client.complete(PROMPT, 0.5, max_tokens=400, ignore_eos=True)
-        assert caught.value.code.name == "DEADLINE_EXCEEDED"
-        await fleet.settle()
 
 
 async def test_the_router_learns_the_prefix_cache_of_the_engine() -> None:
@@ -236,14 +197,6 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
 # ---- the front doors, which know nothing of engines
 
 
-class Order(pydantic.BaseModel):
-    drink: Literal["tea", "coffee"]
-    cups: Literal[1, 2, 3]
-
-
-CHAT: dict[str, Any] = {"model": "fake:tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 5}
-
-
 @contextlib.asynccontextmanager
 async def openai_client(fleet: FakeEngineFleet) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
@@ -251,20 +204,6 @@ async def openai_client(fleet: FakeEngineFleet) -> AsyncIterator[openai.AsyncOpe
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client,
     ):
         yield client
-
-
-async def test_tools_and_formats_hold_on_the_way_through_two_engines() -> None:
-    async with deploy_fakes() as fleet, openai_client(fleet) as client:
-        tools: Any = [openai.pydantic_function_tool(Order, name="order")]
-        chat = await client.chat.completions.parse(**CHAT, tools=tools, tool_choice="none", response_format=Order)
-        assert isinstance(chat.choices[0].message.parsed, Order)
-        named: Any = {"type": "function", "function": {"name": "order"}}
-        answer = await client.chat.completions.create(**CHAT, tools=tools, tool_choice=named)
-        assert answer.choices[0].message.tool_calls is not None
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.type == "function"
-        Order.model_validate_json(call.function.arguments)
-        assert fleet.cluster.num_handoffs == 2
 
 
 async def test_a_name_of_an_adapter_in_place_of_the_model_reaches_both_engines() -> None:

@@ -62,14 +62,13 @@ class Gate:
 
 
 class DeviceFaults:
-    """Faults of the device of a worker. `num_lost`, `num_broken` and `failed` show that a fault has happened."""
+    """Faults of the device of a worker. `num_lost` and `failed` show that a fault has happened."""
 
     def __init__(self, worker: Any) -> None:
         steps = runner_of(worker)._steps
         self._compute, steps._compute = steps._compute, self._with_faults
         self.lost = False  # every step raises `DeviceLost`
-        self.broken = False  # every step raises an error that nobody knows
-        self.num_lost = self.num_broken = 0
+        self.num_lost = 0
         self.out_of_memory: Callable[[ScheduledChunk], bool] = lambda _: False  # the chunk has no memory
         self.failed: list[str] = []  # sequences without memory
 
@@ -77,9 +76,6 @@ class DeviceFaults:
         if self.lost:
             self.num_lost += 1
             raise DeviceLost("an illegal memory access was encountered")
-        if self.broken:
-            self.num_broken += 1
-            raise RuntimeError("a kernel has a bug")
         failing = [chunk.sequence.sequence_id for chunk in step.chunks if self.out_of_memory(chunk)]
         self.failed += failing
         computed = tuple(chunk for chunk in step.chunks if chunk.sequence.sequence_id not in failing)

@@ -184,15 +184,25 @@ class FullPool:
         raise QueueFull("full")
 
 
-@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
-async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(method: str) -> None:
-    pool, shell = FullPool(), SimpleNamespace(
+def servicer_of(pool: FullPool) -> InferenceServicer:
+    shell = SimpleNamespace(
         config=RouterConfig(), now=lambda: 0.0, new_request_id=lambda: "r", refuse=lambda *_: None,
         count_refusal=lambda _: None, view=SimpleNamespace(decode_limits=()),
     )  # fmt: skip
     tokenizer: Any = SimpleNamespace(info=SimpleNamespace(name="m"), decode=None)
     parts: Any = (tokenizer, shell, pool, TenantAdmission(BOTH), SimpleNamespace(is_quick=lambda _: True))
-    servicer = InferenceServicer(*parts)
+    return InferenceServicer(*parts)
+
+
+async def test_more_tokens_than_a_text_may_have_are_refused_before_they_are_read() -> None:
+    request = inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001)
+    with pytest.raises(InvalidRequest, match="token_ids: must have at most 1000000 items, has 1000001"):
+        await servicer_of(FullPool()).Detokenize(request, LocalContext(headers("bob's key")))
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(method: str) -> None:
+    servicer = servicer_of(pool := FullPool())
 
     async def call(*metadata: tuple[str, str]) -> None:
         match method:

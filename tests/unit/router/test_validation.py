@@ -184,6 +184,9 @@ def test_a_request_that_says_nothing_is_sampled_as_the_model_says(
     tokenizer.info = replace(tokenizer.info, default_sampling=OF_THE_MODEL)
     sampling = prepared(wire, tokenizer).choices[0].sampling
     assert {name: getattr(sampling, name) for name in OF_THE_MODEL} == OF_THE_MODEL | others
+    assert sampling.speculation
+    wire.speculation = False
+    assert not prepared(wire, tokenizer).choices[0].sampling.speculation
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])

@@ -148,6 +148,17 @@ def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     assert len(peers) > 30, "joining workers learn of different peers"
 
 
+def test_a_fleet_awaits_its_first_prefill_worker_and_no_later_one() -> None:
+    """Decode workers compute the prompts behind the loss of the last one."""
+    router = DrivenRouter(prefill=())
+    view = router.machine.view
+    view.begins_with_prefill = True
+    assert view.awaits_prefill
+    router.fleet("P")
+    router.lost("P")
+    assert not view.awaits_prefill
+
+
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
