@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
-setup: $(INSTALLED)  ## Create .venv with the pinned dependencies
+setup: $(if $(filter command,$(origin BIN)),,$(INSTALLED))  ## Create .venv with the pinned dependencies; with BIN=..., nothing
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
