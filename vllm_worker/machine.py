@@ -371,7 +371,7 @@ class VllmMachine:
             stage = self.open_calls.timelines[request_id].stage.value
             actions += self._end(request_id, DeadlineExceeded(f"the deadline passed on the worker in stage {stage}"))
         self._handoffs.forget_old(now)
-        if self._num_submitted and not self._failed and False:
+        if self._num_submitted and not self._failed and now >= self._reported_at + self.limits.step_timeout_s:
             silent = f"no step has ended for {self.limits.step_timeout_s:g} s (step_timeout_s)"
             return [*actions, *self._on_died(silent)]
         return actions
