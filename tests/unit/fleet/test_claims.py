@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from core.config import ClusterConfig
@@ -167,16 +169,22 @@ REASONS = [
     ),
     (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, "no machine has a free 'decode'"),
 ]
-OF_ROUTERS = [
+
+
+ROUTER_REASONS = [
     (GpuUse.ALWAYS, {"address": "head:6379"}, "Ray has not placed it yet"),
     (GpuUse.ALWAYS, {"address": "head:6379", "router_resource": "edge"}, "no machine has a free 'edge'"),
 ]
 
 
-def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing() -> None:
-    for role, table in ((D, REASONS), (R, OF_ROUTERS)):
-        for use, options, reason in table:
-            assert Claims(ClusterConfig(**options), use).wait_reason(role) == reason
+@pytest.mark.parametrize(
+    ("role", "use", "options", "reason"),
+    [(D, *row) for row in REASONS] + [(R, *row) for row in ROUTER_REASONS],
+)
+def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing(
+    role: ServiceRole, use: GpuUse, options: dict[str, Any], reason: str
+) -> None:
+    assert Claims(ClusterConfig(**options), use).wait_reason(role) == reason
 
 
 @pytest.mark.parametrize(("given", "visible"), [(["3"], "3"), (["GPU-8f2e"], "GPU-8f2e"), ([], "")])

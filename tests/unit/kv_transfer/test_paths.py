@@ -30,6 +30,7 @@ from kv_transfer.protocol.events import (
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.paths import FIRST_PROBE_BYTES, MAX_PATHS, NUM_PINGS, NUM_SPEEDS, RETRY_S
+from tests.support.deadlines import deadlines_until
 from tests.unit.kv_transfer.transfer_pair import address
 
 CONFIG = TransferConfig(connect_timeout_s=5.0, slow_path_share=0.25)
@@ -115,7 +116,7 @@ class Reader:
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
-        while (due := self.machine.next_deadline()) is not None and due <= end:
+        for due in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, due)
             self.tick()
         self.now = end

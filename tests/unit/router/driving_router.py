@@ -32,6 +32,7 @@ from core.step import SampledToken
 from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
+from tests.support.deadlines import deadlines_until
 from tests.support.transcripts import Replay, counts, error_words, numbers_of, runs, transcripts_of
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
@@ -239,7 +240,7 @@ class DrivenRouter(Replay):
     def time(self, seconds: float) -> list[RouterAction]:
         """Let time pass, with a Tick at each deadline."""
         end, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end
