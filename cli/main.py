@@ -92,6 +92,7 @@ def serve(
     """Start routers and both pools, and serve until Ctrl-C. A flag overrides the config file."""
     from cli.config_file import load_config
     from cli.diagnosis.start_checks import check_before_start
+    from cli.interrupts import interruptible
     from fleet.ray.cluster import begin
 
     loaded = load_config(config, flags)
@@ -99,12 +100,10 @@ def serve(
     first_line = f"joining Ray at {loaded.cluster.address}" if loaded.cluster.address else "starting Ray"
     print_line(console, first_line)
     cluster = begin(loaded.cluster)
-    try:
+    with interruptible(cluster.close):
         from cli.commands.serve import serve as serve_fleet  # a slow import, while Ray starts
 
         serve_fleet(loaded, flags, cluster, console)
-    finally:
-        cluster.close()
 
 
 @app.command()
@@ -363,18 +362,17 @@ def demo() -> None:
     """Run a fleet on this machine, ask three questions, show the duration of each phase, and stop the fleet."""
     from cli.commands.demo_config import demo_config
     from cli.diagnosis.start_checks import check_before_start
+    from cli.interrupts import interruptible
     from fleet.ray.cluster import begin
 
     config = demo_config()
     check_before_start(config, console)
     console.print("starting Ray, a router, a prefill worker and a decode worker", style="dim", highlight=False)
     cluster = begin(config.cluster)
-    try:
+    with interruptible(cluster.close):
         from cli.commands.demo import demo as run_demo  # a slow import, while Ray starts
 
         run_demo(config, cluster, console)
-    finally:
-        cluster.close()
     console.print("everything has stopped", style="dim")
 
 

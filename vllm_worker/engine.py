@@ -26,6 +26,7 @@ class EngineInfo:
     num_blocks: int  # of the KV pool
     layout: KVLayout  # `block_size` counts the tokens of a block of the prefix cache
     eos_token_ids: frozenset[int]
+    vocab_size: int
     context_length: int
     max_step_tokens: int
     agent: AgentAddress | None = None  # its transfer agent; None: vLLM's own connector moves the blocks

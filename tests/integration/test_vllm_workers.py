@@ -14,7 +14,7 @@ import grpc
 import openai
 import pytest
 
-from benchmarks.asking import ask, random_prompts
+from benchmarks.asking import ask
 from benchmarks.dataplane.load import ask_worker
 from core.config import TelemetryConfig, WorkerConfig
 from core.errors import TandemError
@@ -273,7 +273,7 @@ async def test_kserve_and_a_trace_show_a_request_through_two_engines(tmp_path: P
 
 async def test_the_benchmark_of_a_worker_times_every_token() -> None:
     async with deploy_fakes(num_prefill=0) as fleet:
-        prompts = random_prompts(4, 20)
+        prompts = [[number] * 20 for number in range(1, 5)]
         found = await asyncio.to_thread(ask_worker, fleet.endpoints["decode-0"].address, prompts, 9)
         assert [len(times) for times in found] == [9] * 4
         assert all(times == sorted(times) for times in found)

@@ -42,7 +42,9 @@ from worker.prefixes import PrefixRequested, PulledPrefix
 
 EOS = 7
 LAYOUT = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=2)
-INFO = EngineInfo(num_blocks=100, layout=LAYOUT, eos_token_ids=frozenset({EOS}), context_length=64, max_step_tokens=32)
+INFO = EngineInfo(
+    num_blocks=100, layout=LAYOUT, eos_token_ids=frozenset({EOS}), vocab_size=64, context_length=64, max_step_tokens=32
+)
 TIMEOUT_S = 100.0
 
 Actions = list[Any]

@@ -16,7 +16,7 @@ from decode_worker.events import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
 from tandem_client.stubs import worker_pb2
-from worker.grammar_check import refuse_grammars
+from worker.request_check import RequestCheck, refuse_grammars
 
 
 class FakeDriver:
@@ -63,7 +63,7 @@ class Context:
 class Scene:
     def __init__(self) -> None:
         self.servicer, self.driver = DecodeServicer(60.0), FakeDriver()
-        self.servicer.attach(cast(Any, self.driver), "decode-0", refuse_grammars)
+        self.servicer.attach(cast(Any, self.driver), "decode-0", RequestCheck(100, 100, refuse_grammars))
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def stream(self, stream_id: int) -> Stream:
