@@ -24,8 +24,8 @@ from simulator.shells.disk import SimulatedDisk
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.faults import DiskFaults, Fault
 from simulator.virtual.world import SimulationError
-from tests.simulation.test_disk_tier import small
 from tests.simulation.test_every_move_state import BrokenMove, cancel, deadline, router_death
+from tests.support.sharing_worlds import with_small_pools
 from worker.tier.disk_tier import DiskTier
 from worker.tier.events import (
     BlocksCopied,
@@ -60,7 +60,7 @@ class BrokenDisk:
     """A small world in which faults happen when a read or a write of any disk is in a state for the third time."""
 
     def __init__(self, state: str, *what: Callable[[BrokenDisk, WorkerShell, Any], None]) -> None:
-        scenario = small(make_scenario(SEED))
+        scenario = with_small_pools(make_scenario(SEED))
         faults = DiskFaults(seconds_per_block=0.003, hung=0.5 * (state == "is given up"))
         workers = tuple(replace(spec, disk=faults) for spec in scenario.workers)
         requests = scenario.requests[:NUM_REQUESTS]

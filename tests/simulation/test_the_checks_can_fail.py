@@ -20,7 +20,7 @@ from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
-from kv_transfer.protocol.events import Actions, OfferEnded, PullFailed
+from kv_transfer.protocol.events import Actions, OfferEnded, PullCompleted, PullFailed, PullStats
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
 from kv_transfer.protocol.puller import Puller
@@ -36,13 +36,16 @@ from simulator.search.scenario import (
     SLOW_STEP_COST,
     ClientRequest,
     Scenario,
+    make_disk_scenario,
     make_fleet_scenario,
     make_scenario,
     make_vllm_scenario,
     other_choices,
 )
 from simulator.search.simulation import run_scenario
+from simulator.shells import disk
 from simulator.shells.authorship import Authorship
+from simulator.shells.disk import SimulatedDisk
 from simulator.shells.router_shell import RouterShell
 from simulator.shells.vllm_shell import VllmShell
 from simulator.shells.worker_shell import WorkerShell
@@ -57,6 +60,9 @@ from vllm_worker.engine_call import EngineCall
 from vllm_worker.fake_engine import FakeCore
 from vllm_worker.machine import VllmMachine
 from worker.core import WorkerCore
+from worker.prefixes import Prefixes, PrefixPull, PrefixRequested, PullResult
+from worker.tier.disk_tier import DiskTier
+from worker.tier.events import BlocksRead, ReadBlocks, ReadEnd
 
 MAX_SEEDS = 60
 
@@ -224,7 +230,54 @@ TWO_AUTHORS = (
     ),
 )
 
+
+def _complete(result: PullCompleted | PullFailed, pull: PrefixPull) -> PullCompleted:
+    return PullCompleted(result.transfer_id, (), PullStats(len(pull.targets), 0, 0, 0, 0.0, 0.0, 0.0))
+
+
+def _use_failed(self: Prefixes, result: PullResult, now: float, end: Any = Prefixes.end) -> None:
+    pull = self.pulls[result.transfer_id]
+    is_failed = isinstance(result, PullFailed) and result.reason is not AbortReason.DEADLINE and pull.is_awaited
+    end(self, _complete(result, pull) if is_failed else result, now)  # type: ignore[arg-type]
+
+
+def _use_all(self: Prefixes, result: PullResult, now: float, end: Any = Prefixes.end) -> None:
+    is_complete = isinstance(result, PullCompleted)
+    end(self, _complete(result, self.pulls[result.transfer_id]) if is_complete else result, now)  # type: ignore[arg-type]
+
+
+def _offer_half(self: Prefixes, event: PrefixRequested, *rest: Any, offer: Any = Prefixes.offer) -> Any:
+    """As after an eviction between the promise and the offer."""
+    return offer(self, replace(event, token_ids=event.token_ids[: len(event.token_ids) // 2]), *rest)
+
+
+def _end_as_complete(self: DiskTier, event: BlocksRead, now: float, on_read: Any = DiskTier.on_read) -> Any:
+    num_asked = len(self._reads[event.read_id].reads)
+    return on_read(self, replace(event, num_read=num_asked, end=ReadEnd.COMPLETE), now)
+
+
+def _find_anything(self: SimulatedDisk, action: ReadBlocks, num_read: int) -> list[list[int] | None]:
+    found = [self._slots.get(read.slot) for read in action.reads[:num_read]]
+    return [None if kept is None else kept[1][::-1] for kept in found]
+
+
 BROKEN = {
+    "a worker that uses the blocks of a prefix that has failed": Broken(
+        ("is right",), ((Prefixes, "end", _use_failed),), first_seed=38
+    ),
+    "a worker that believes the promise of the source of a prefix": Broken(
+        ("is right",), ((Prefixes, "end", _use_all), (Prefixes, "offer", _offer_half))
+    ),
+    "a worker that waits for its prefix for ever": Broken(("AssertionError",), ((Prefixes, "_join", ignore),)),
+    "a disk that does not compare names": Broken(
+        ("is right",), ((SimulatedDisk, "_found", _find_anything),), make=make_disk_scenario, first_seed=2
+    ),
+    "a worker that uses blocks that the disk has not brought": Broken(
+        ("is right",), ((DiskTier, "on_read", _end_as_complete),), make=make_disk_scenario, first_seed=2
+    ),
+    "a worker that does not hold what is copied to the disk": Broken(  # another sequence writes into the block before
+        ("is right",), ((disk, "COPY_S", 0.5), (DiskTier, "_pin", ignore)), make=make_disk_scenario, first_seed=2
+    ),
     "a router that finishes at the end of a call without its last tokens": Broken(
         ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=25
     ),
