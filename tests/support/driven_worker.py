@@ -93,9 +93,10 @@ class DrivenWorker:
         return self.post(StepFailed(TandemError("the step failed")))
 
     def wait(self, seconds: float) -> list[Any]:
-        end, actions = self.now + seconds, []
+        end, actions, num_ticks = self.now + seconds, [], 0
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
-            self.now = max(self.now, deadline)
+            self.now, num_ticks = max(self.now, deadline), num_ticks + 1
+            assert num_ticks < 10_000, "the machine asks for the same tick for ever"
             actions += self.post(Tick())
         self.now = end
         return actions

@@ -89,10 +89,10 @@ def test_the_weights_are_read_once_and_the_kv_of_each_context() -> None:
 
 def test_steps_with_a_decode_are_counted_by_duration() -> None:
     stats = StepStats()
-    for seconds in (STEP_BOUNDS_S[0], STEP_BOUNDS_S[2], 100.0):
+    for seconds, counted in ((STEP_BOUNDS_S[0], (1,)), (STEP_BOUNDS_S[2], (1, 0, 1)), (100.0, (1, 0, 1, *[0] * 11, 1))):
         stats.record(DECODES, seconds)
+        assert stats.decode_steps == counted
     stats.record(PROMPT, 1.0)
-    assert stats.decode_steps == (1, 0, 1, *[0] * 11, 1)
     assert stats.seconds == pytest.approx(101.0 + STEP_BOUNDS_S[0] + STEP_BOUNDS_S[2])
     assert stats.decode_seconds == pytest.approx(stats.seconds - 1.0)
 

@@ -95,7 +95,8 @@ def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) 
     for path in directory.iterdir():
         if path.name != "recent.kv":
             os.utime(path, (0.0, 0.0))
-    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)  # a start is a use
+    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)
+    assert (directory / "decode-0.kv").stat().st_mtime > 0, "a start is a use"
     os.utime(directory / "open.kv", (0.0, 0.0))
     assert again.remove_unused(now) == ["past.kv"]
     assert {path.name for path in directory.iterdir()} == {"open.kv", "recent.kv", "decode-0.kv", "notes.txt"}

@@ -137,6 +137,7 @@ the part that the worker has takes room from the rest
   run                           -> tokens b 0: 4; done b length
   arrive r 8 first=60 max=2     -> first step r 0+8
   seek a 26 prefix=24
+  blocks                        -> held 2
 
 a prompt with a longer prefix has a read of its own
   seek a 10 prefix=8            -> connect peer; want 9: 0 1

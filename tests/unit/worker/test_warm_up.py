@@ -67,6 +67,7 @@ def test_every_step_writes_each_slot_once_inside_the_pool() -> None:
     runner = TimedRunner(FAST)
     warmed(runner)
     assert max(len(step.chunks) for step in runner.steps) == max(DECODES)
+    assert all(chunk.start for step in runner.steps[1:] for chunk in step.chunks), "each attends to a prompt"
     for step in runner.steps:
         slots = [
             (chunk.sequence.block_table[position // runner.layout.block_size], position % runner.layout.block_size)
