@@ -315,6 +315,8 @@ def test_a_worker_that_left_is_disconnected_and_its_path_forgotten() -> None:
     reader = measured(6e9)
     reader.post(PeerLeft("owner"))
     assert reader.of(Disconnect) == [Disconnect("owner")]
+    for late in (PathProbed("owner", 1, 1.0, Lane.TCP), ProbeFailed("owner", "cancelled")):
+        reader.post(late)
     assert reader.machine.paths == ()
     assert reader.machine.next_deadline() is None
 
