@@ -288,6 +288,11 @@ a read gives its blocks to prompts of higher rank
   arrive p 40 first=80 ticket=3 -> first step p 0+8; release 9 overloaded
   blocks                        -> held 2
 
+a read keeps its blocks if higher ranks have theirs
+  prefill blocks=11
+  seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
+  arrive p 4 first=80 ticket=3  -> first step p 0+4
+
 a prompt that stalls behind a read of higher rank gets its blocks before an offer is withdrawn
   prefill blocks=11
   seek a 42 prefix=40 limit=9   -> connect peer; want 9: 0..9
