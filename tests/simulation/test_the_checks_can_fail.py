@@ -20,7 +20,7 @@ from core.step import SampledToken, ScheduledChunk
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
-from kv_transfer.protocol.events import Actions, OfferEnded, PullCompleted, PullFailed, PullStats
+from kv_transfer.protocol.events import Actions, OfferEnded, PullCompleted, PullFailed
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
 from kv_transfer.protocol.puller import Puller
@@ -60,9 +60,9 @@ from vllm_worker.engine_call import EngineCall
 from vllm_worker.fake_engine import FakeCore
 from vllm_worker.machine import VllmMachine
 from worker.core import WorkerCore
-from worker.prefixes import Prefixes, PrefixPull, PrefixRequested, PullResult
+from worker.prefixes import Prefixes, PrefixRequested, PullResult
 from worker.tier.disk_tier import DiskTier
-from worker.tier.events import BlocksRead, ReadBlocks, ReadEnd
+from worker.tier.events import ReadBlocks
 
 MAX_SEEDS = 60
 
@@ -231,29 +231,16 @@ TWO_AUTHORS = (
 )
 
 
-def _complete(result: PullCompleted | PullFailed, pull: PrefixPull) -> PullCompleted:
-    return PullCompleted(result.transfer_id, (), PullStats(len(pull.targets), 0, 0, 0, 0.0, 0.0, 0.0))
-
-
-def _use_failed(self: Prefixes, result: PullResult, now: float, end: Any = Prefixes.end) -> None:
-    pull = self.pulls[result.transfer_id]
-    is_failed = isinstance(result, PullFailed) and result.reason is not AbortReason.DEADLINE and pull.is_awaited
-    end(self, _complete(result, pull) if is_failed else result, now)  # type: ignore[arg-type]
-
-
 def _use_all(self: Prefixes, result: PullResult, now: float, end: Any = Prefixes.end) -> None:
-    is_complete = isinstance(result, PullCompleted)
-    end(self, _complete(result, self.pulls[result.transfer_id]) if is_complete else result, now)  # type: ignore[arg-type]
+    if isinstance(result, PullCompleted):
+        stats = replace(result.stats, num_blocks=len(self.pulls[result.transfer_id].targets))
+        result = replace(result, stats=stats)
+    end(self, result, now)
 
 
 def _offer_half(self: Prefixes, event: PrefixRequested, *rest: Any, offer: Any = Prefixes.offer) -> Any:
     """As after an eviction between the promise and the offer."""
     return offer(self, replace(event, token_ids=event.token_ids[: len(event.token_ids) // 2]), *rest)
-
-
-def _end_as_complete(self: DiskTier, event: BlocksRead, now: float, on_read: Any = DiskTier.on_read) -> Any:
-    num_asked = len(self._reads[event.read_id].reads)
-    return on_read(self, replace(event, num_read=num_asked, end=ReadEnd.COMPLETE), now)
 
 
 def _find_anything(self: SimulatedDisk, action: ReadBlocks, num_read: int) -> list[list[int] | None]:
@@ -262,18 +249,11 @@ def _find_anything(self: SimulatedDisk, action: ReadBlocks, num_read: int) -> li
 
 
 BROKEN = {
-    "a worker that uses the blocks of a prefix that has failed": Broken(
-        ("is right",), ((Prefixes, "end", _use_failed),), first_seed=38
-    ),
     "a worker that believes the promise of the source of a prefix": Broken(
         ("is right",), ((Prefixes, "end", _use_all), (Prefixes, "offer", _offer_half))
     ),
-    "a worker that waits for its prefix for ever": Broken(("AssertionError",), ((Prefixes, "_join", ignore),)),
     "a disk that does not compare names": Broken(
         ("is right",), ((SimulatedDisk, "_found", _find_anything),), make=make_disk_scenario, first_seed=2
-    ),
-    "a worker that uses blocks that the disk has not brought": Broken(
-        ("is right",), ((DiskTier, "on_read", _end_as_complete),), make=make_disk_scenario, first_seed=2
     ),
     "a worker that does not hold what is copied to the disk": Broken(  # another sequence writes into the block before
         ("is right",), ((disk, "COPY_S", 0.5), (DiskTier, "_pin", ignore)), make=make_disk_scenario, first_seed=2
@@ -298,15 +278,6 @@ BROKEN = {
     ),
     "a machine that asks for the same tick for ever": Broken(
         ("no end after 10000 events",), ((world, "MAX_EVENTS", 10_000), (Owner, "on_tick", do_nothing)), first_seed=3
-    ),
-    "an owner that frees blocks under a reader": Broken(  # its lease is nothing, while readers go on
-        ("is right",),
-        (
-            (Pull, "lease_covers_reads", property(lambda _: True)),
-            *((BlockPool, name, ignore) for name in ("lease", "unlease")),
-            (Owner, "check", ignore),
-        ),
-        without_digests,
     ),
     "a scheduler that plans ahead of guesses": Broken(  # the step ahead starts where the chunk without drafts had ended
         ("",), ((_StepInFlight, "has_drafts", False), (Scheduler, "check", ignore)), first_seed=19
@@ -414,13 +385,6 @@ def a_puller_that_gives_targets_back_before_its_reads_end(
         del pull.reads[read_id]
         self._pull_of_read.pop(read_id)
     return self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
-
-
-@broken("KeyError", method=DecodeMachine._end)  # its sequence has no call any more
-def a_decode_worker_that_forgets_a_cancelled_call(
-    _: Any, self: DecodeMachine, request_id: str, error: TandemError, *_ignored: Any
-) -> list[Any]:
-    return self._fail_call(request_id, error) if request_id in self._calls else []
 
 
 @broken("has not asked", method=PullQueue._is_behind_a_prompt, first_seed=10)

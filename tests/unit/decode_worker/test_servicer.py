@@ -191,5 +191,5 @@ async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(
     assert stream.written == [(11, 0, 7)]
     scene.driver.is_stopped = True
     with pytest.raises(WorkerUnavailable, match="has stopped"):
-        await (await scene.stream(2)).task
+        await asyncio.wait_for((await scene.stream(2)).task, 5.0)
     await scene.close()
