@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from core.config import CacheConfig, EngineConfig, TandemConfig
+from core.config import CacheConfig
 from core.errors import ConfigError, TransportError
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import BlockPool
@@ -95,7 +95,8 @@ def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) 
     for path in directory.iterdir():
         if path.name != "recent.kv":
             os.utime(path, (0.0, 0.0))
-    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)  # a start is a use
+    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)
+    assert (directory / "decode-0.kv").stat().st_mtime > 0, "a start is a use"
     os.utime(directory / "open.kv", (0.0, 0.0))
     assert again.remove_unused(now) == ["past.kv"]
     assert {path.name for path in directory.iterdir()} == {"open.kv", "recent.kv", "decode-0.kv", "notes.txt"}
@@ -327,27 +328,6 @@ def test_a_file_system_in_memory_without_a_limit_holds_any_size(
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 8)))
     _, running = open_in_memory(tmp_path)
     assert running.close(WAIT_S)
-
-
-@pytest.mark.parametrize("name", ["disk_dir", "host_dir"])
-@pytest.mark.parametrize("place", ["kv", "./kv", " "])
-def test_a_directory_below_the_working_directory_of_a_worker_is_refused(name: str, place: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must begin with / or ~, is '{place}'"):
-        CacheConfig(**{name: place})  # type: ignore[arg-type]
-
-
-def test_one_worker_has_one_tier() -> None:
-    with pytest.raises(ConfigError, match="disk_gb and host_gb"):
-        CacheConfig(disk_gb=1.0, disk_dir="/d", host_gb=1.0)
-
-
-@pytest.mark.parametrize("cache", [CacheConfig(disk_gb=1.0, disk_dir="/d"), CacheConfig(host_gb=1.0)])
-def test_workers_with_vllm_have_none(cache: CacheConfig) -> None:
-    with pytest.raises(
-        ConfigError, match=r"\[cache\] (disk|host)_gb needs Tandem's own engine, \[engine\] name is vllm"
-    ):
-        TandemConfig(engine=EngineConfig(name="vllm"), cache=cache)
-    TandemConfig(engine=EngineConfig(device="cuda"), cache=cache)
 
 
 def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:

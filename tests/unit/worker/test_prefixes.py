@@ -137,6 +137,7 @@ the part that the worker has takes room from the rest
   run                           -> tokens b 0: 4; done b length
   arrive r 8 first=60 max=2     -> first step r 0+8
   seek a 26 prefix=24
+  blocks                        -> held 2
 
 a prompt with a longer prefix has a read of its own
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
@@ -286,6 +287,11 @@ a read gives its blocks to prompts of higher rank
   seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
   arrive p 40 first=80 ticket=3 -> first step p 0+8; release 9 overloaded
   blocks                        -> held 2
+
+a read keeps its blocks if higher ranks have theirs
+  prefill blocks=11
+  seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
+  arrive p 4 first=80 ticket=3  -> first step p 0+4
 
 a prompt that stalls behind a read of higher rank gets its blocks before an offer is withdrawn
   prefill blocks=11

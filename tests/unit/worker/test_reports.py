@@ -211,6 +211,7 @@ def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -
     worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (1, 5)
+    assert (load.batch_sequences, load.batch_tokens) == (2, 8)
     for _ in range(3):
         worker.step()
     load = worker.machine.load()

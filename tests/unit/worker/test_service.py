@@ -94,6 +94,8 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
         assert after.snapshot.worker_id == before.snapshot.worker_id == endpoint.service_id
         assert after.snapshot.agent == before.snapshot.agent
         assert (before.load.takes_moves, after.load.takes_moves) == (True, False)
+        assert before.load.gives_prefixes
+        assert after.load.gives_prefixes
         assert after.load.state == worker_pb2.WORKER_STATE_SERVING
         decode = worker._servicers[ServiceRole.DECODE]
         assert isinstance(decode, DecodeServicer)
