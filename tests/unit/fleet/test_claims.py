@@ -77,11 +77,6 @@ def test_a_single_machine_with_too_little_memory_is_refused_by_name() -> None:
         check_memory(claims, {P: 1, D: 2, R: 1}, machine)
 
 
-def test_a_pool_without_gpus_runs_beside_a_pool_with_gpus() -> None:
-    claims = Claims(ClusterConfig(decode_gpus=0.0), GpuUse.ALWAYS)
-    assert [claims.of(role, [GPU_MACHINE]).gpus for role in (P, D)] == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (GPU_MACHINE, GpuUse.ALWAYS)])
 def test_a_single_machine_settles_whether_its_workers_use_gpus(machine: dict[str, float], use: GpuUse) -> None:
     assert Claims(ClusterConfig(), GpuUse.IF_PRESENT).settled(machine).gpu_use is use

@@ -72,13 +72,7 @@ a roll goes on with the services that have not rolled while the fleet is ready
                    -> say fleet goes on with the services of an earlier supervisor: 3 serve
                    -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
                    -> say decode-0 is replaced by decode-1: roll to config 4; ready
-  serves decode-1  -> router-0: (decode-0) prefill-1 decode-1; say decode-1 serves; drain decode-0
-  drained decode-0 -> router-0: prefill-1 decode-1; say decode-0 has drained; start router-1 config 4 for router-0
-                   -> say router-0 is replaced by router-1: roll to config 4
-  serves router-1  -> (router-0) router-1: prefill-1 decode-1; say router-1 serves; drain router-0
-  drained router-0 -> router-1: prefill-1 decode-1; say router-0 has drained
-                   -> say fleet has rolled: every service has config 4
-  configs          -> has 4; router-1 4; prefill-1 4; decode-1 4
+  configs          -> rolls to 4; router-0 3; prefill-1 4; decode-0 3; decode-1 4
 
 a roll that restores goes on and cannot be stopped
   adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 can_stop=0 -> router-0: decode-0 prefill-1

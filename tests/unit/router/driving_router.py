@@ -272,8 +272,8 @@ def seen(action: RouterAction) -> str:
             return f"move {source_id} {worker_id} to {dispatch_id} {_name(reader)}/{ticket} {num_tokens} tokens"
         case events.ResumeSequence(dispatch_id, worker_id, ticket):
             return f"resume {dispatch_id} {worker_id}/{ticket}"
-        case events.HandOver(dispatch_id, worker_id, ticket, handoff, _):
-            return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()}"
+        case events.HandOver(dispatch_id, worker_id, ticket, handoff, timeout_s):
+            return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()} in {timeout_s:g} s"
         case events.WithdrawOffer(dispatch_id, worker_id, ticket):
             return f"withdraw {dispatch_id} {worker_id}/{ticket}"
         case events.CancelDispatch(dispatch_id):

@@ -38,16 +38,6 @@ the wait ends worker_wait_s after the last worker drains
   reports D draining
   time 19.9
   time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
-
-each absence of the worker starts a new wait
-  reports D draining
-  time 12
-  reports D
-  time 12
-  reports D draining
-  time 12
-  reports D
-  time 12
 """,
     QUEUED,
 )

@@ -30,7 +30,6 @@ from router.routing.policy import (
     move_target,
     reason_for,
 )
-from router.routing.prefix_index import PrefixIndex
 
 BLOCK = 4
 COST = StepCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, token_s=0.001, pair_s=0.0)
@@ -330,29 +329,6 @@ def test_more_work_never_makes_the_first_token_earlier(work: list[float], more: 
     before = pair(num_tokens, view("p", arriving=backlog(*work)), view("d"))
     after = pair(num_tokens, view("p", arriving=backlog(*work, more)), view("d"))
     assert after.first_token_s >= before.first_token_s - 1e-9
-
-
-def test_requests_follow_their_cached_prefix_unless_the_other_worker_is_less_busy() -> None:
-    """The decision test of Dynamo: each worker caches the blocks (A to G) that it gets, and its queue never empties."""
-    index, work = PrefixIndex(), {"a": [], "b": []}  # type: ignore[var-annotated]
-    one_block = replace(COST, step_s=0.0, token_s=0.01)
-
-    def route(*blocks: str) -> str:
-        names = [ord(block) for block in blocks]
-        matched = index.match(names)
-        options = [
-            view(name, BLOCK * matched.get(name, 0), cost=one_block, arriving=(sum(work[name]),)) for name in ("a", "b")
-        ]
-        worker = ask(BLOCK * len(blocks), options, [view("d")])[0].prefill_worker
-        assert worker is not None
-        work[worker].append(0.01 * BLOCK * (len(blocks) - matched.get(worker, 0)))
-        index.store(worker, names)
-        return worker
-
-    assert route("A", "B", "C", "D") == "a", "equal costs: the first by name"
-    assert route("E", "F") == "b", "worker a is busy"
-    assert route("A", "B", "C", "D", "G") == "a", "four blocks cached outweigh two blocks more queued"
-    assert route("A", "E") == "b", "one cached block does not"
 
 
 @pytest.mark.parametrize(

@@ -314,10 +314,18 @@ it makes no offer and is not asked again
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
 
-it is gone and is not asked again
+it is gone and gets no call before its next report
+  reports S token_s=0.001 gives_prefixes=1
   prefix_refused b#1 S WorkerUnavailable
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
+
+it has started again and is asked again
+  prefix_refused b#1 S QueueFull
+  lost S              -> peers P left S
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives c prompt=41 -> decode c#1 D from P/6; prefill c#1 P for D/6 reads 40 tokens of S/5
+                      -> offer c#1 S to P/5 1..40 within 0.058 s
 
 a call with it has failed and it is not asked again
   # For another reader, that says nothing.
