@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.asking import Answer, request_of
+from benchmarks.asking import Answer, request_of, streams
 from benchmarks.gpu_sections.device import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
 from benchmarks.processes import tandem
@@ -164,7 +164,7 @@ async def measure_second_token(section: Section, client: AsyncClient) -> None:
     length, ids = (40, (3, 250)) if section.rehearse else (LONG_PROMPT, (300, 128_000))
     for _ in range(6):
         request = request_of([draws.randrange(*ids) for _ in range(length)], 8)
-        answer = await Answer().receive(client, request, TIMEOUT_S, time.perf_counter())
+        answer = await Answer().receive(client, request, TIMEOUT_S)
         gaps.append(answer.gaps)
     for name, values in (("second token after the first", [gap[0] for gap in gaps]),
                          ("later gaps", [value for gap in gaps for value in gap[1:]])):  # fmt: skip
@@ -178,24 +178,18 @@ async def kill_under_streams(section: Section, client: AsyncClient, role: str, p
     """Kill the busiest decode worker in the midst of the streams, or the prefill worker in the midst of the prompts."""
     num_tokens, ids = (TINY_STREAM_TOKENS, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
     prompt_tokens = min(prompt_tokens, 60) if section.rehearse else prompt_tokens
-    draws, start = random.Random(role), time.perf_counter()
+    draws = random.Random(role)
     prompts = [[draws.randrange(*ids) for _ in range(prompt_tokens)] for _ in range(NUM_STREAMS)]
-    answers = [Answer() for _ in prompts]
-    calls = [
-        asyncio.create_task(answer.receive(client, request_of(prompt, num_tokens), TIMEOUT_S, start))
-        for answer, prompt in zip(answers, prompts, strict=True)
-    ]
-    begun = [asyncio.create_task(answer.has_begun.wait()) for answer in answers]
-    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED)
-    workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]
-    victim = max(workers, key=lambda worker: worker.load.num_running)
-    num_begun = sum(bool(answer.times) for answer in answers)
-    os.kill(listener(victim.address), signal.SIGKILL)
-    killed_at = time.perf_counter() - start
-    await asyncio.gather(*calls, *begun)
+    until = asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED
+    async with streams(client, prompts, num_tokens, until) as answers:
+        workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]
+        victim = max(workers, key=lambda worker: worker.load.num_running)
+        num_begun = sum(bool(answer.times) for answer in answers)
+        os.kill(listener(victim.address), signal.SIGKILL)
+        killed_at = time.perf_counter()
     failed = [answer.error or "too few tokens" for answer in answers if len(answer.times) != num_tokens]
     what = f"kill -9 of {victim.worker_id} under {len(answers)} streams"
-    attempts = sum(answer.finished.attempts for answer in answers if answer.finished is not None)
+    attempts = sum(answer.finished.attempts for answer in answers)
     section.note(f"{what}: {num_begun} had begun, {attempts} attempts in all")
     section.add(Line(f"{what}: whole", len(answers) - len(failed), "", least=len(answers)))
     paused = [max((t for t in answer.times if t > killed_at), default=killed_at) for answer in answers]

@@ -16,10 +16,10 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from benchmarks.asking import Answer, random_prompts, request_of
+from benchmarks.asking import Answer, random_prompts, streams
 from benchmarks.report import Line, Report, percentile
 from benchmarks.service import BLOCK_SIZE, MOVING, Role, ServiceProcess
 from tandem_client import AsyncClient
@@ -93,34 +93,17 @@ def fleet(*decode: Role, num_routers: int = 1) -> Iterator[Fleet]:
         yield Fleet(stack, num_routers, *decode)
 
 
-@contextlib.asynccontextmanager
-async def streams(
-    client: AsyncClient, count: int, num_tokens: int, num_output: int, seed: int
-) -> AsyncIterator[list[Answer]]:
-    """Streams that have begun. The end of the block waits for their ends."""
-    begun = [Answer() for _ in range(count)]
-    async with asyncio.TaskGroup() as tasks:
-        for answer, prompt in zip(begun, random_prompts(count, num_tokens, seed), strict=True):
-            tasks.create_task(answer.receive(client, request_of(prompt, num_output), TIMEOUT_S))
-        await asyncio.gather(*(answer.has_begun.wait() for answer in begun))
-        yield begun
-
-
 def gaps_of(answer: Answer, since: float, until: float = math.inf) -> list[float]:
     """Those that ended after `since`, when the part began to disturb the streams, and before `until`."""
     return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended < until]
 
 
-def has_moved(answer: Answer) -> bool:
-    return answer.finished is not None and answer.finished.num_moves > 0
-
-
 def failures(found: Sequence[Answer]) -> float:
-    return float(sum(bool(answer.error) or answer.finished is None for answer in found))
+    return float(sum(bool(answer.error) for answer in found))
 
 
 def recomputed(found: Sequence[Answer]) -> float:
-    return float(sum(answer.finished.recomputed_tokens for answer in found if answer.finished is not None))
+    return float(sum(answer.finished.recomputed_tokens for answer in found))
 
 
 # ---- parts
@@ -136,12 +119,12 @@ async def gap(report: Report, repeats: int) -> None:
                 for length in LENGTHS:
                     (leaving,), number = running.decode, repeat * len(LENGTHS) + LENGTHS.index(length)
                     spare = running.spare(decode_role(1 + number))
-                    async with streams(client, STREAMS_PER_GAP, length, 150, number) as begun:
+                    async with streams(client, random_prompts(STREAMS_PER_GAP, length, number), 150) as begun:
                         await running.join(spare)
                         since = time.perf_counter()
                         await running.drain(leaving)
                     found[length] += begun
-                    for gaps in (gaps_of(stream, since) for stream in begun if has_moved(stream)):
+                    for gaps in (gaps_of(stream, since) for stream in begun if stream.finished.num_moves):
                         step_s = statistics.median(gaps)  # about a step
                         added[length].append(1e3 * max(0.0, max(gaps) - 2 * step_s))
                     running.leave(leaving)
@@ -165,7 +148,7 @@ async def drain(report: Report, repeats: int) -> None:
             with fleet(decode_role(0)) as running:
                 async with AsyncClient(running.addresses) as client:
                     (leaving,), spare = running.decode, running.spare(decode_role(1))
-                    async with streams(client, DRAINED_STREAMS, DRAINED_TOKENS, 400, repeat) as begun:
+                    async with streams(client, random_prompts(DRAINED_STREAMS, DRAINED_TOKENS, repeat), 400) as begun:
                         if way != "waiting":
                             await running.join(spare)
                         start = time.perf_counter()
@@ -202,7 +185,7 @@ async def router(report: Report, repeats: int) -> None:
         with fleet(decode_role(0), decode_role(1), num_routers=2) as running:
             first, second = running.addresses
             async with AsyncClient([first, second]) as client:
-                async with streams(client, 64, 256, 200, repeat) as begun:
+                async with streams(client, random_prompts(64, 256, repeat), 200) as begun:
                     since = time.perf_counter()
                     running.routers[0].kill()
                 gaps += [max(gaps_of(stream, since)) for stream in begun]

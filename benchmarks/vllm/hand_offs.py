@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from benchmarks.asking import Answer, ask, random_prompts
-from benchmarks.operations.moves import failures, gaps_of, recomputed, streams
+from benchmarks.asking import TIMEOUT_S, Answer, ask, random_prompts, streams, whole
+from benchmarks.operations.moves import failures, gaps_of, recomputed
 from benchmarks.report import Line, Report, percentile
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, open_channel
 from tandem_client import AsyncClient
@@ -35,7 +35,6 @@ CHANGES = {
         "args": [*CONFIG["vllm"]["args"], "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "32"],
     }
 }
-TIMEOUT_S = 180.0
 NUM_TOKENS, NUM_OUTPUTS = 1500, 12
 MOST_STEPS = 1.5
 NUM_CANCELS, MOST_FREE_MS, POLL_S = 8, 100.0, 0.005
@@ -92,7 +91,7 @@ async def prefix(report: Report, workers: Workers, repeats: int) -> None:
         pools = [workers["prefill-0"], holder]
         async with routed(pools, local_prefill="never", peer_prefixes=option) as (client, _):
             found[option] = [await _answer(client, turn, 4) for turn in turns[place::2]]
-    read = [answer for answer in found["auto"] if _num_read(answer) >= HISTORY // 2]
+    read = [answer for answer in found["auto"] if answer.finished.receipt.read_tokens >= HISTORY // 2]
     report.add(Line(f"second turns of {repeats} whose history was read", len(read), "turns", least=repeats))
     computed_s, read_s = (statistics.median(answer.times[0] for answer in found[option]) for option in found)
     name = f"first token of a second turn, {HISTORY} tokens from a peer"
@@ -102,10 +101,11 @@ async def prefix(report: Report, workers: Workers, repeats: int) -> None:
 async def drain(report: Report, workers: Workers, _: int) -> None:
     """Last of all: the worker ends."""
     source, target = workers["decode-1"], workers["decode-0"]
+    prompts = random_prompts(NUM_STREAMS, STREAM_TOKENS, seed=4)
     async with routed([source]) as (client, router):
-        async with streams(client, NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUTS, seed=4) as undisturbed:
+        async with streams(client, prompts, STREAM_OUTPUTS) as undisturbed:
             pass
-        async with streams(client, NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUTS, seed=4) as begun:
+        async with streams(client, prompts, STREAM_OUTPUTS) as begun:
             await router.set_workers([source.endpoint, target.endpoint])
             since = time.perf_counter()
             await source.drain()
@@ -128,14 +128,7 @@ PARTS: dict[str, Part] = {"handoff": handoff, "cancel": cancel, "prefix": prefix
 
 
 async def _answer(client: AsyncClient, prompt: list[int], max_tokens: int) -> Answer:
-    answer = await ask(client, prompt, max_tokens, TIMEOUT_S, time.perf_counter())
-    if answer.error or answer.finished is None:
-        raise RuntimeError(answer.error or "the answer has no end")
-    return answer
-
-
-def _num_read(answer: Answer) -> int:
-    return 0 if answer.finished is None else answer.finished.receipt.read_tokens
+    return whole(await ask(client, prompt, max_tokens))
 
 
 async def _until_free(worker: VllmProcess) -> None:
