@@ -187,6 +187,8 @@ def arrivals(rate: float, count: int) -> list[float]:
     return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
-def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(
+    count: int, num_tokens: int, seed: int | str = 0, ids: tuple[int, int] = (FIRST_WORD_ID, LAST_WORD_ID)
+) -> list[list[int]]:
     numbers = random.Random(seed)
-    return [[numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(num_tokens)] for _ in range(count)]
+    return [[numbers.randint(*ids) for _ in range(num_tokens)] for _ in range(count)]

@@ -8,7 +8,7 @@ report.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import os
 import platform
 import time
@@ -35,6 +35,21 @@ class Section(Report):
     @property
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
+
+    def has_fleets(self) -> bool:
+        if importlib.util.find_spec("ray") is None:
+            self.note("no fleet was measured, ray is not installed")
+            return False
+        return True
+
+    def has_vllm(self) -> bool:
+        from cli.diagnosis.vllm_environment import python_of  # needs packages that other sections do without
+        from core.config import VllmConfig
+
+        python = python_of(VllmConfig())
+        if not python.exists():
+            self.note(f"vLLM is not installed at {python}")
+        return python.exists()
 
     def has_time_for(self, seconds: float, case: str) -> bool:
         """Notes a case that would not end before the deadline. A rehearsal has time for every case."""

@@ -12,7 +12,6 @@ model has 128,256 tokens, so wrong KV would not pass as rounding.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import random
 import signal
@@ -26,14 +25,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.asking import Answer, request_of, streams
+from benchmarks.asking import ask, random_prompts, streams
 from benchmarks.gpu_sections.device import TINY_MODEL
 from benchmarks.gpu_sections.section import Section
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
-from cli.diagnosis.vllm_environment import python_of
-from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient, Completion
 from tools.hf_model import RANDOM_WEIGHTS, write_model
@@ -62,13 +59,8 @@ class Likeness(Enum):
 
 
 def run(section: Section) -> None:
-    if importlib.util.find_spec("ray") is None:
-        section.note("not measured, ray is not installed")
-        return
-    if not section.rehearse and not python_of(VllmConfig()).exists():
-        section.note(f"not measured, vLLM is not installed at {python_of(VllmConfig())}")
-        return
-    if not section.has_time_for(START_S + REST_S, "vLLM inside"):
+    has_engine = section.has_fleets() and (section.rehearse or section.has_vllm())
+    if not (has_engine and section.has_time_for(START_S + REST_S, "vLLM inside")):
         return
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
@@ -116,7 +108,7 @@ def make_prompts(section: Section) -> list[list[int]]:
     count, longest, ids = (TINY_NUM_PROMPTS, 60, (3, 250)) if section.rehearse else (NUM_PROMPTS, 3000, (300, 128_000))
     lengths = [min(length, longest) for length in LENGTHS]
     lengths += [draws.randint(1, longest) for _ in range(count)]
-    return [[draws.randrange(*ids) for _ in range(length)] for length in lengths[:count]]
+    return [random_prompts(1, length, number, ids)[0] for number, length in enumerate(lengths[:count])]
 
 
 # ---- tokens
@@ -160,12 +152,9 @@ def likeness(divided: Completion, undivided: Completion) -> Likeness:
 
 async def measure_second_token(section: Section, client: AsyncClient) -> None:
     """The hand-off lies between the first and the second token. The first repeat also connects the workers."""
-    draws, gaps = random.Random(1), []
     length, ids = (40, (3, 250)) if section.rehearse else (LONG_PROMPT, (300, 128_000))
-    for _ in range(6):
-        request = request_of([draws.randrange(*ids) for _ in range(length)], 8)
-        answer = await Answer().receive(client, request, TIMEOUT_S)
-        gaps.append(answer.gaps)
+    prompts = random_prompts(6, length, 1, ids)
+    gaps = [(await ask(client, prompt, 8, TIMEOUT_S)).gaps for prompt in prompts]
     for name, values in (("second token after the first", [gap[0] for gap in gaps]),
                          ("later gaps", [value for gap in gaps for value in gap[1:]])):  # fmt: skip
         section.add(Line(f"{length:,} tokens handed off: {name}", statistics.median(values) * 1e3, "ms"))
@@ -178,8 +167,7 @@ async def kill_under_streams(section: Section, client: AsyncClient, role: str, p
     """Kill the busiest decode worker in the midst of the streams, or the prefill worker in the midst of the prompts."""
     num_tokens, ids = (TINY_STREAM_TOKENS, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
     prompt_tokens = min(prompt_tokens, 60) if section.rehearse else prompt_tokens
-    draws = random.Random(role)
-    prompts = [[draws.randrange(*ids) for _ in range(prompt_tokens)] for _ in range(NUM_STREAMS)]
+    prompts = random_prompts(NUM_STREAMS, prompt_tokens, role, ids)
     until = asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED
     async with streams(client, prompts, num_tokens, until) as answers:
         workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]

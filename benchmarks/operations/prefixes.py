@@ -20,8 +20,8 @@ from pathlib import Path
 from benchmarks.asking import TIMEOUT_S, Answer, ask, random_prompts, streams, whole
 from benchmarks.operations.moves import gaps_of
 from benchmarks.report import Line, Report, percentile
-from benchmarks.service import BLOCK_SIZE, MOVING, Role, ServiceProcess, config_with, running
 from tandem_client import AsyncClient
+from tests.support.service_process import BLOCK_SIZE, MOVING, Role, ServiceProcess, config_with, running
 
 NUM_TOKENS = 1024
 LEAST_RATIO = 1 / 0.35  # of the time to compute

@@ -34,12 +34,12 @@ from benchmarks.asking import TIMEOUT_S, Answer, ask, random_prompts, streams, w
 from benchmarks.dataplane.load import ask_worker
 from benchmarks.operations.moves import failures, gaps_of, recomputed
 from benchmarks.report import Line, Report, parser_of, percentile, run_parts
-from benchmarks.service import Role, ServiceProcess
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, open_channel
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
+from tests.support.service_process import Role, ServiceProcess
 from tests.support.vllm_fleet import CONFIG, VllmProcess, routed, started_workers
 
 ALONE = {"engine": {"name": "vllm", "model": str(default_model_dir()), "kv_memory_mb": 2048}}
