@@ -22,10 +22,10 @@ from typing import Any
 
 from conformance.http_exchange import Call, End, Endpoint, Reply, exchange
 from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs import inference_pb2
+from tandem_client.stubs import cluster_pb2, inference_pb2
 
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
-TIMEOUT_S = 300.0
+TIMEOUT_S, LOOK_S = 300.0, 0.005
 BEGUN_TOKENS = 8  # an answer with more of them has begun
 
 
@@ -179,6 +179,16 @@ async def ask_at(times: Sequence[float], ask: Callable[[int, float], Awaitable[A
         return await ask(number, start)
 
     return await asyncio.gather(*map(one, range(len(times))))
+
+
+async def until(client: AsyncClient, holds: Callable[[cluster_pb2.GetFleetResponse], bool]) -> None:
+    """Look at the fleet until the condition holds. Raises `TimeoutError`."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            with contextlib.suppress(CallFailed):  # of a router that a roll replaces
+                if holds(await client.fleet()):
+                    return
+            await asyncio.sleep(LOOK_S)
 
 
 def arrivals(rate: float, count: int) -> list[float]:

@@ -27,9 +27,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, random_prompts, whole
-from benchmarks.gpu_sections.device import BIG_MODEL, TINY_MODEL
 from benchmarks.gpu_sections.harness import query_gpu
-from benchmarks.gpu_sections.section import Section
+from benchmarks.gpu_sections.section import BIG_MODEL, TINY_MODEL, Section
 from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from benchmarks.runner_driver import NO_LIMIT_MS

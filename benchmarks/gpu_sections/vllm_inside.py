@@ -25,9 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.asking import ask, random_prompts, streams
-from benchmarks.gpu_sections.device import TINY_MODEL
-from benchmarks.gpu_sections.section import Section
+from benchmarks.asking import ask, random_prompts, streams, until
+from benchmarks.gpu_sections.section import TINY_MODEL, Section
 from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
@@ -38,7 +37,6 @@ from tools.hf_model import RANDOM_WEIGHTS, write_model
 PORT = 50_681
 ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 90.0
-POLL_S = 0.2
 BLOCK = 16
 KV_BYTES = 6 << 30  # of each worker; by itself, vLLM would measure what its neighbours take while they start
 LENGTHS = [k * BLOCK + edge for k in (1, 2, 8, 64, 128) for edge in (-1, 0, 1)] + [1, 2, 5, 50, 100, 200, 333, 700]
@@ -96,7 +94,7 @@ async def measure(section: Section) -> None:
             await kill_under_streams(section, client, "prefill", LONG_PROMPT)
         with section.section("undivided"):
             await client.scale(prefill=0)
-            await no_prefill_worker(client)
+            await until(client, lambda fleet: not any(one.worker_id.startswith("prefill") for one in fleet.workers))
             passes["undivided"] = await one_by_one(client, prompts, "undivided")
             report_paths(section, "undivided", passes["undivided"])
             report_likeness(section, passes["divided"], passes["undivided"])
@@ -196,12 +194,3 @@ def listener(address: str) -> int:
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
     )
-
-
-async def no_prefill_worker(client: AsyncClient) -> None:
-    """Wait until the router has none left. Raises `TimeoutError`."""
-    for _ in range(round(TIMEOUT_S / POLL_S)):
-        if not any(worker.worker_id.startswith("prefill") for worker in (await client.fleet()).workers):
-            return
-        await asyncio.sleep(POLL_S)
-    raise TimeoutError(f"a prefill worker serves {TIMEOUT_S:g} s after the pool was emptied")

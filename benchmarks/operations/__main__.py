@@ -21,17 +21,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.asking import TIMEOUT_S, ask, random_prompts
+from benchmarks.asking import ask, random_prompts, until
 from benchmarks.operations import moves, prefixes
 from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
 from cli.credentials import client_of, find_credentials
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 
 PORT = 50655
 ADDRESS = f"127.0.0.1:{PORT}"
-LOOK_S = 0.005
 NUM_CLIENTS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 100
 SERVING = cluster_pb2.SLOT_STATE_SERVING
@@ -72,15 +71,6 @@ async def loaded(counts: Counts) -> AsyncIterator[AsyncClient]:
         is_over = True
         await asyncio.gather(*asking)
     assert counts.ended, "no request has ended: there was no load"
-
-
-async def until(connection: AsyncClient, holds: Callable[[cluster_pb2.GetFleetResponse], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            with contextlib.suppress(CallFailed):  # of a router that a roll replaces
-                if holds(await connection.fleet()):
-                    return
-            await asyncio.sleep(LOOK_S)
 
 
 def add_counts(report: Report, words: str, counts: Counts) -> None:
