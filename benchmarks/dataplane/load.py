@@ -199,4 +199,4 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
 
 def close(connections: Sequence[Connection | HttpStream]) -> None:
     for connection in connections:
-        connection.close()
+        connection.socket.close()
