@@ -11,19 +11,21 @@ TTFT = the first time; TPOT = (last - first) / (n - 1).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 from conformance.http_exchange import Call, End, Endpoint, Reply, exchange
 from tandem_client import AsyncClient, CallFailed
-from tandem_client.stubs import inference_pb2
+from tandem_client.stubs import cluster_pb2, inference_pb2
 
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
+TIMEOUT_S, LOOK_S = 300.0, 0.005
 BEGUN_TOKENS = 8  # an answer with more of them has begun
 
 
@@ -36,7 +38,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     error: str = ""
-    finished: inference_pb2.Finished | None = None
+    finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)  # empty after an error
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)  # or has ended
 
     @property
@@ -51,13 +53,14 @@ class Answer:
     @property
     def promised_ttft_s(self) -> float | None:
         """By the router."""
-        is_promised = self.finished is not None and self.finished.HasField("promise")
-        return self.finished.promise.ttft_ms / 1e3 if self.finished is not None and is_promised else None
+        return self.finished.promise.ttft_ms / 1e3 if self.finished.HasField("promise") else None
 
     async def receive(
-        self, client: AsyncClient, request: inference_pb2.GenerateRequest, timeout_s: float, start: float = 0.0
-    ) -> Answer:
-        """`start`: the zero of the times, by `time.perf_counter`."""
+        self, client: AsyncClient, request: inference_pb2.GenerateRequest, timeout_s: float = TIMEOUT_S,
+        start: float | None = None,
+    ) -> Answer:  # fmt: skip
+        """`start`: the zero of the times, by `time.perf_counter`; None = now."""
+        start, self.error = time.perf_counter() if start is None else start, "the answer has no end"
         try:
             async for response in client.generate(request, timeout_s):
                 if response.HasField("tokens"):
@@ -65,7 +68,7 @@ class Answer:
                     self.token_ids += response.tokens.token_ids
                     self.text += response.tokens.text
                 elif response.HasField("finished"):
-                    self.finished = response.finished
+                    self.finished, self.error = response.finished, ""
                 self.num_tokens = len(self.times)
                 if self.num_tokens > BEGUN_TOKENS:
                     self.has_begun.set()
@@ -90,9 +93,33 @@ def request_of(
 
 
 async def ask(
-    client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float, start: float, salt: str = ""
-) -> Answer:
+    client: AsyncClient, prompt: Sequence[int], max_tokens: int, timeout_s: float = TIMEOUT_S,
+    start: float | None = None, salt: str = "",
+) -> Answer:  # fmt: skip
     return await Answer().receive(client, request_of(prompt, max_tokens, cache_salt=salt), timeout_s, start)
+
+
+def whole(answer: Answer) -> Answer:
+    """Raises `RuntimeError` where the answer has failed."""
+    if answer.error:
+        raise RuntimeError(answer.error)
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def streams(
+    client: AsyncClient, prompts: Sequence[Sequence[int]], num_output: int, until: str = asyncio.ALL_COMPLETED
+) -> AsyncIterator[list[Answer]]:
+    """Streams, as soon as all of them have begun, or the first one. The end of the block waits for their ends.
+
+    Their times are those of `time.perf_counter`.
+    """
+    answers = [Answer() for _ in prompts]
+    async with asyncio.TaskGroup() as tasks:
+        for answer, prompt in zip(answers, prompts, strict=True):
+            tasks.create_task(answer.receive(client, request_of(prompt, num_output), start=0.0))
+        await asyncio.wait([tasks.create_task(answer.has_begun.wait()) for answer in answers], return_when=until)
+        yield answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +181,14 @@ async def ask_at(times: Sequence[float], ask: Callable[[int, float], Awaitable[A
     return await asyncio.gather(*map(one, range(len(times))))
 
 
-def whole(answer: Answer) -> Answer:
-    """Raises `RuntimeError` where the answer has failed."""
-    if answer.error:
-        raise RuntimeError(answer.error)
-    return answer
+async def until(client: AsyncClient, holds: Callable[[cluster_pb2.GetFleetResponse], bool]) -> None:
+    """Look at the fleet until the condition holds. Raises `TimeoutError`."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            with contextlib.suppress(CallFailed):  # of a router that a roll replaces
+                if holds(await client.fleet()):
+                    return
+            await asyncio.sleep(LOOK_S)
 
 
 def arrivals(rate: float, count: int) -> list[float]:
@@ -167,6 +197,8 @@ def arrivals(rate: float, count: int) -> list[float]:
     return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
-def random_prompts(count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(
+    count: int, num_tokens: int, seed: int | str = 0, ids: tuple[int, int] = (FIRST_WORD_ID, LAST_WORD_ID)
+) -> list[list[int]]:
     numbers = random.Random(seed)
-    return [[numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(num_tokens)] for _ in range(count)]
+    return [[numbers.randint(*ids) for _ in range(num_tokens)] for _ in range(count)]

@@ -119,9 +119,6 @@ class Connection:
         if start < len(data):
             self._parts[stream] = bytearray(data[start:])
 
-    def close(self) -> None:
-        self.socket.close()
-
 
 class Refused(RuntimeError):
     """The server answered a request of the load with an error."""
@@ -163,9 +160,6 @@ class HttpStream:
         self.num_ended += ended
         if ended and self._tokens_again:
             self.send(self._tokens_again)
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def receive_for(readers: Sequence[Reader], seconds: float, enough: Callable[[], bool] = lambda: False) -> float:

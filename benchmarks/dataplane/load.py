@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.dataplane.counting_clients import Connection, HttpStream, LoadFailed, OnMessage, receive_for
-from benchmarks.service import FIRST_ID, ServiceProcess, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from protos import codec
 from tandem_client.stubs import inference_pb2, worker_pb2
+from tests.support.service_process import FIRST_ID, ServiceProcess, age_s
 
 GENERATE = "/tandem.v1.Inference/Generate"
 STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.DecodeWorker/Decode"
@@ -177,8 +177,8 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
     """The ages of tokens over HTTP: seconds from sampling to arrival.
 
     All sequences of a step sample at the same time. A probe, one direct call of the same router, gets the ids of its
-    tokens, which tell when they were sampled (benchmarks/service.py). So the age of a token of another stream
-    is the time from the newest known step to its arrival; the steps are further apart than any token is old.
+    tokens, which tell when they were sampled (`token_id_at`). So the age of a token of another stream is the time from
+    the newest known step to its arrival; the steps are further apart than any token is old.
     """
     probe = Counter(tokens_of_response)
     direct = Connection(router, probe.take)
@@ -199,4 +199,4 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
 
 def close(connections: Sequence[Connection | HttpStream]) -> None:
     for connection in connections:
-        connection.close()
+        connection.socket.close()

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import random
 import statistics
 import tempfile
 import time
@@ -28,10 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, whole
-from benchmarks.gpu_sections.device import BIG_MODEL, TINY_MODEL
+from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, random_prompts, whole
 from benchmarks.gpu_sections.harness import query_gpu
-from benchmarks.gpu_sections.section import Section
+from benchmarks.gpu_sections.section import BIG_MODEL, TINY_MODEL, Section
 from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from benchmarks.runner_driver import NO_LIMIT_MS
@@ -71,8 +68,7 @@ class Sizes:
     output: int = 128
 
     def random_prompt(self, num_tokens: int, seed: str) -> list[int]:
-        draws = random.Random(seed)
-        return [draws.randrange(*self.token_ids) for _ in range(num_tokens)]
+        return random_prompts(1, num_tokens, seed, self.token_ids)[0]
 
 
 TINY = Sizes((3, 250), (1, 3), 40, 2, 66, (40,), 2, (20.0,), 0.5, 40, 8)
@@ -89,8 +85,7 @@ class System:
 
 
 def run(section: Section) -> None:
-    if importlib.util.find_spec("ray") is None:
-        section.note("not measured, ray is not installed")
+    if not section.has_fleets():
         return
     beside = Comparison(section, TINY if section.rehearse else Sizes())
     for system in systems(section):
@@ -116,8 +111,7 @@ def systems(section: Section) -> list[System]:
     ]
     if section.rehearse:
         return found[:-1]  # the last differs from the first in a number of its config
-    if not python_of(VllmConfig()).exists():
-        section.note(f"vLLM is not installed at {python_of(VllmConfig())}")
+    if not section.has_vllm():
         return found
     small_steps = System(f"vLLM, steps of {STEP_TOKENS:,} tokens", partial(vllm_server, STEP_TOKENS), 125.0)
     return [System(VLLM, vllm_server, 150.0, alone=True), *found[:-1], small_steps, found[-1]]

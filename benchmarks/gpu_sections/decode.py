@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_sections.device import build, copy_rate, finish
-from benchmarks.gpu_sections.section import Section
+from benchmarks.gpu_sections.section import Section, build, copy_rate, finish
 from benchmarks.report import Line
 from benchmarks.runner_driver import MAX_OUTPUT, RunnerDriver, fill_with_noise, random_prompt, request
 from core.cost.step_cost import StepWork

@@ -21,17 +21,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.asking import ask, random_prompts
+from benchmarks.asking import ask, random_prompts, until
 from benchmarks.operations import moves, prefixes
 from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
 from cli.credentials import client_of, find_credentials
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 
 PORT = 50655
 ADDRESS = f"127.0.0.1:{PORT}"
-TIMEOUT_S, LOOK_S = 300.0, 0.005
 NUM_CLIENTS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 100
 SERVING = cluster_pb2.SLOT_STATE_SERVING
@@ -46,13 +45,13 @@ class Counts:
 
 async def one(connection: AsyncClient, counts: Counts, number: int) -> None:
     prompt = [token_id % 200 + 1 for token_id in random_prompts(1, PROMPT_TOKENS, number)[0]]
-    answer = await ask(connection, prompt, OUTPUT_TOKENS, TIMEOUT_S, 0.0)
+    answer = await ask(connection, prompt, OUTPUT_TOKENS)
     counts.failed += bool(answer.error)
     if answer.error:
         print(answer.error, file=sys.stderr)
-    if answer.finished is not None:
+    else:
         counts.ended += 1
-        counts.recomputed += answer.finished.recomputed_tokens
+    counts.recomputed += answer.finished.recomputed_tokens
 
 
 @contextlib.asynccontextmanager
@@ -72,15 +71,6 @@ async def loaded(counts: Counts) -> AsyncIterator[AsyncClient]:
         is_over = True
         await asyncio.gather(*asking)
     assert counts.ended, "no request has ended: there was no load"
-
-
-async def until(connection: AsyncClient, holds: Callable[[cluster_pb2.GetFleetResponse], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            with contextlib.suppress(CallFailed):  # of a router that a roll replaces
-                if holds(await connection.fleet()):
-                    return
-            await asyncio.sleep(LOOK_S)
 
 
 def add_counts(report: Report, words: str, counts: Counts) -> None:

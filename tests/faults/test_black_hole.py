@@ -22,6 +22,7 @@ from tandem_client.stubs import cluster_pb2, inference_pb2_grpc
 from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
 from tests.support.deployment import Deployment, another_router, deploy, machine_of, transfers
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
+from tests.support.service_process import ROOT
 from tests.support.steps import slow_down
 from tests.support.tcp_link import TcpLink
 from tests.support.waiting import until

@@ -7,8 +7,8 @@ import contextlib
 from benchmarks.dataplane import load
 from benchmarks.dataplane.counting_clients import Connection, HttpStream, receive_for
 from benchmarks.dataplane.load import Counter
-from benchmarks.service import MODEL, Role, config_with, cores, running
 from tests.support.ports import kept_port
+from tests.support.service_process import MODEL, Role, config_with, cores, running
 
 TIMEOUT_S = 60.0
 NUM_TOKENS = 7

@@ -32,10 +32,9 @@ from tests.integration.transfer_worker import (
     TRANSFER_ID,
     HandOff,
     Kind,
-    OpenTransport,
-    TransferWorker,
     run_until_results,
 )
+from tests.support.transfer_worker import OpenTransport, TransferWorker
 
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=0.3)
 
@@ -92,6 +91,7 @@ def test_over_nixl_garbage_and_messages_of_a_sender_without_a_readable_name_are_
         assert time.monotonic() < end, "it was not counted"
         stranger.poll()
         victim.step(0.001)
+        victim.machine.check()
     stranger.close()
     hand_off.run()
     hand_off.assert_moved()

@@ -17,7 +17,7 @@ from kv_transfer.protocol.events import PullCompleted
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from tests.integration.transfer_owner_process import real_transport
-from tests.integration.transfer_worker import TransferWorker
+from tests.support.transfer_worker import TransferWorker
 
 WHOLE = KVLayout(model="m", dtype="bfloat16", num_layers=3, num_kv_heads=4, block_size=16, head_dim=8)
 HALVES = (replace(WHOLE, num_kv_heads=2), replace(WHOLE, num_kv_heads=2, first_kv_head=2))
@@ -101,6 +101,7 @@ def hand_off(
         assert time.monotonic() < end, [worker.results for worker in everybody]
         for worker in everybody:
             worker.step(0.001)
+            worker.machine.check()
     for shard in targets:
         assert all(isinstance(result, PullCompleted) for result in shard.worker.results), shard.worker.results
         shard.assert_holds(sequence)

@@ -1,6 +1,6 @@
 """Services, each a process of its own: a decode or prefill worker, a router, or a bare gRPC server.
 
-    benchmark or test: ServiceProcess  --commands-->  `python -m benchmarks.service ROLE`: HostedService
+    benchmark or test: ServiceProcess  --commands-->  `python -m tests.support.service_process ROLE`: HostedService
 
 Workers and routers start as in a fleet, in a `ServiceHost` on uvloop. Benchmarks replace the model alone: a step sleeps
 for `Role.step_s`, as on a GPU that leaves the cores to others. A token that such a step samples tells when: its id
@@ -41,7 +41,7 @@ from model_files.model_source import describe, resolve_model
 from runtime.named_function import load_function
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
 MAX_STREAMS = 1024
 MODEL = TandemConfig().engine.model
@@ -91,7 +91,7 @@ class ServiceProcess(ChildProcess):
         """`prefix`: of the command, such as `ip netns exec ...`."""
         self.role = role
         self.draining = False
-        command = [*prefix, python, "-m", "benchmarks.service", json.dumps(asdict(role))]
+        command = [*prefix, python, "-m", "tests.support.service_process", json.dumps(asdict(role))]
         super().__init__(f"{role.name}-{role.ordinal}", command, environment, ROOT, role.core, log)
 
     @functools.cached_property
