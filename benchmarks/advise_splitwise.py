@@ -29,12 +29,12 @@ from simulator.replay.trace import TraceRequest
 from simulator.replay.workloads import azure
 
 AZURE = TRACES / "azure" / "AzureLLMInferenceTrace_conv.csv"
-TIMES_MS = (  # tokens of each prompt, prompts at once; prompt and token of an A100; prompt and token of an H100
+TIMES_MS = (  # tokens of each prompt, prompts at once; prompt and token of an A100, of an H100 (0: not used)
     (128, 1, 79.67, 47.61, 48.28, 35.74), (256, 1, 99.16, 47.71, 51.18, 36.15), (512, 1, 173.81, 48.76, 75.49, 36.11),
     (512, 2, 286.83, 49.99, 131.25, 36.91), (512, 4, 528.63, 51.00, 238.83, 38.06),
     (1024, 1, 289.19, 48.80, 132.62, 35.48), (2048, 1, 540.41, 49.36, 253.11, 35.72),
-    (512, 8, None, 52.95, None, 38.14), (512, 16, None, 57.34, None, 40.64), (512, 32, None, 65.38, None, 45.84),
-    (512, 64, None, 96.58, None, 63.82),
+    (512, 8, 0.0, 52.95, 0.0, 38.14), (512, 16, 0.0, 57.34, 0.0, 40.64), (512, 32, 0.0, 65.38, 0.0, 45.84),
+    (512, 64, 0.0, 96.58, 0.0, 63.82),
 )  # fmt: skip
 OUTPUT_TOKENS = 128  # of each prompt
 A100, H100 = range(2)
@@ -69,7 +69,8 @@ def splitwise(report: Report) -> None:
 
 
 def fitted(report: Report, name: str, place: int, is_theirs: bool) -> StepCost:
-    terms, times = [], []
+    terms: list[tuple[float, ...]] = []
+    times = []
     for size, count, *found in TIMES_MS:
         prompt_ms, token_ms = found[2 * place], found[2 * place + 1]
         if prompt_ms:
