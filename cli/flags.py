@@ -28,7 +28,7 @@ class Commands(TyperGroup):
         except typer.BadParameter as error:
             found: Any = error.__cause__
             if found is not None and isinstance(error.param, TyperOption | TyperArgument):
-                wanted = error.param.display_type(error.ctx).strip("<>").replace("|", " or ")
+                wanted = error.param.display_type(error.ctx or ctx).strip("<>").replace("|", " or ")
                 wanted = wanted.replace("range", f"in [{error.param.min}, {error.param.max}]")
                 error.message = f"must be {wanted}, is {shortened(repr(found.errors()[0]['input']))}"
             raise

@@ -148,7 +148,7 @@ def _limit(part: Any, option: str, odd: object) -> str:
 
 def _value(part: Any, option: str, known: Field[Any], value: object) -> object:
     """The value in the type of the option, within what services, messages and `tandem config` can hold."""
-    wanted = type(known.default)
+    wanted: Any = type(known.default)
     found = _repr(value) if known.repr else "something else"  # never print a secret
     if wanted is tuple:
         if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
