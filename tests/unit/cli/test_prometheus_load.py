@@ -113,7 +113,7 @@ def test_a_server_that_is_silent_or_not_there_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(prometheus_load, "ANSWER_S", 0.2)
     with pytest.raises(ConfigError, match="does not answer: no connection"):
         read_prometheus(f"127.0.0.1:{unused_tcp_port}", "", 60.0, 100)
-    with pytest.raises(ConfigError, match="is no URL of HTTP"):
+    with pytest.raises(ConfigError, match="must be host:port or a URL of HTTP"):
         read_prometheus("ftp://here", "", 60.0, 100)
 
 
