@@ -16,13 +16,9 @@ import grpc.aio
 import pytest
 
 from runtime.rpc import grpc_server
-from tandem_client import NO_RETRY, AsyncClient, CallFailed
-from tandem_client.credentials import CHANNEL_OPTIONS
 from tandem_client.stubs import cluster_pb2, inference_pb2_grpc
-from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
 from tests.support.deployment import Deployment, another_router, deploy, machine_of, transfers
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
-from tests.support.service_process import ROOT
 from tests.support.steps import slow_down
 from tests.support.tcp_link import TcpLink
 from tests.support.waiting import until
@@ -106,32 +102,6 @@ async def test_a_worker_behind_a_black_hole_loses_its_streams_to_another_and_fre
     behind = scene.deployment.id_of(scene.behind_the_link)
     await until(lambda: is_known(scene.deployment, behind), "the router has the worker again")
     await serves_on(scene.deployment.inference)
-
-
-async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tenth = [(name, value // 10 if name.endswith("_ms") else value) for name, value in CHANNEL_OPTIONS]
-    monkeypatch.setattr("tandem_client.credentials.CHANNEL_OPTIONS", tenth)
-    async with deploy(fault_config()) as deployment, TcpLink.to(deployment.router_address) as link:
-        slow_down(deployment.decode[0], 0.01)
-        bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
-        request = GenerateRequest(text="a router that vanishes", stop=StopConditions(max_tokens=1000, ignore_eos=True))
-        started = time.monotonic()
-
-        async def follow() -> None:
-            async with AsyncClient(link.address, resume=NO_RETRY) as client:
-                async for _ in client.generate(request, timeout_s=60.0):
-                    link.vanish()
-
-        with pytest.raises(CallFailed) as failed:
-            await follow()
-        assert failed.value.code is grpc.StatusCode.UNAVAILABLE
-        assert failed.value.retryable
-        assert time.monotonic() - started < 1.5 + SLACK_S
-        assert link.num_bytes_held > 0
-        assert not bystander.ended
-        link.mend()
-        await bystander.right()
-        await deployment.settle()
 
 
 async def test_a_worker_that_is_silent_is_listed_without_a_ledger_and_in_time(

@@ -164,12 +164,3 @@ async def test_stop_strings_and_wanted_outputs(deployment: Deployment) -> None:
     (raw,) = response.raw_output_contents
     assert [output.name for output in response.outputs] == ["text_output"]
     assert raw[4:].decode() == answer.text[: answer.text.index(stop)]
-
-
-async def test_a_client_that_goes_away_frees_everything(deployment: Deployment) -> None:
-    stub = kserve_pb2_grpc.GRPCInferenceServiceStub(deployment.channel)
-    call = stub.ModelStreamInfer(timeout=30)
-    await call.write(infer_request(parameters={"max_tokens": PARAMETER(int64_param=400)}))
-    await call.read()
-    call.cancel()
-    await deployment.settle()

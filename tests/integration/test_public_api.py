@@ -16,10 +16,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.rpc.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
-from tandem_client.client import AsyncClient
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
@@ -201,27 +199,6 @@ async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(
     await deployment.router.set_workers(list(deployment.endpoints.values()))
     assert "tandem-predicted-ttft-ms" in dict(await promise)
     generate.cancel()
-
-
-async def test_the_page_comes_over_grpc_without_a_metrics_port_and_adds_up_what_tenants_took() -> None:
-    async with deploy(tiny_config()) as deployment, AsyncClient(deployment.router_address) as client:
-        request = make_request(text=PROMPT, max_tokens=5)
-        request.user = "acme"
-        _, _, (finished,) = await call(deployment, request)
-        text = await client.metrics()
-    found = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    charged = found["tandem_tenant_kv_block_seconds_total", ("tenant", "acme")]
-    assert charged == pytest.approx(finished.receipt.kv_block_seconds)
-    assert found["tandem_tenant_tokens_total", ("kind", "output"), ("tenant", "acme")] == 5
-    gaps = [value for (name, *_), value in found.items() if name == "tandem_inter_token_latency_seconds_count"]
-    assert gaps == [4]
-    assert found["vllm:generation_tokens_total", ("model_name", "fake:tiny")] == 5
-    assert found["tandem_workers", ("role", "decode"), ("state", "serving")] == 1
-    assert found["tandem_router_decision_seconds_count",] == 1
 
 
 async def test_the_receipt_of_a_call_is_the_sum_over_its_choices(deployment: Deployment) -> None:

@@ -131,6 +131,14 @@ def test_two_shards_become_one(transport: str) -> None:
     close(*hand_off(real_transport(transport), list(HALVES), [WHOLE]))
 
 
+def test_one_becomes_two_shards(memory: Opener) -> None:
+    sources, targets = hand_off(memory, [WHOLE], list(HALVES))
+    moved = [result.stats.num_bytes for shard in targets for result in shard.worker.results if
+             isinstance(result, PullCompleted)]  # fmt: skip
+    assert moved == [WHOLE.num_blocks_for(NUM_TOKENS) * WHOLE.block_bytes // 2] * 2, "each moves its heads alone"
+    close(sources, targets)
+
+
 @pytest.mark.parametrize(("owner_size", "puller_size"), [(32, 16), (8, 32)])
 def test_shards_and_block_sizes_may_differ_at_once(memory: Opener, owner_size: int, puller_size: int) -> None:
     owners = [replace(half, block_size=owner_size) for half in HALVES]

@@ -64,6 +64,16 @@ def test_more_transfers_than_the_limit_are_refused() -> None:
         pair.puller.machine.reserve_pull(1, pair.owner.address, 0.0)
 
 
+def test_the_claims_of_both_sides_name_the_peer_and_too_little_of_the_transfer_for_a_ticket() -> None:
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.reserve_pull()
+    ((offer,), (pull,)) = (side.machine.claims() for side in (pair.owner, pair.puller))
+    assert (offer.state, offer.peer, len(offer.blocks)) == (OwnerState.OFFERED, "puller", 2)
+    assert (pull.state, pull.peer, pull.blocks) == (PullerState.RESERVED, "owner", ())
+    assert offer.name == pull.name == f"{ID:032x}"[:8]
+
+
 def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
     pair = Pair(digests=False)
     pair.offer([0])

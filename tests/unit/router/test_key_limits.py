@@ -79,6 +79,10 @@ def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
         limits.admit(ApiKeyConfig(name="free", sha256="0" * 64), 0.0)
     limits.admit(STREAMS, 0.0)
     assert (limits.num_open("free"), limits.num_open("alice")) == (100, 1)
+    limits.admit(STREAMS, 0.0)
+    with pytest.raises(KeyLimitReached, match=r"'alice' has 2 open requests, its limit \(max_streams\)") as full:
+        limits.admit(STREAMS, 0.0)
+    assert (full.value.retryable, full.value.retry_after_s) == (True, 1.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=60), st.integers(1, 4), st.integers(1, 5))

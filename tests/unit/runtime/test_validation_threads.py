@@ -43,12 +43,6 @@ def gate():  # type: ignore[no-untyped-def]
     gate.set()
 
 
-async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: ValidationThreads) -> None:
-    assert await pool.run(CLIENT, 5.0, LONG, max, 1, 2) == 2
-    with pytest.raises(InvalidRequest, match="text: no"):
-        await pool.run(CLIENT, 5.0, LONG, _refuse)
-
-
 async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collection(pool: ValidationThreads) -> None:
     class Body:
         pass
@@ -237,10 +231,6 @@ async def test_long_calls_leave_most_cores_to_others(num_cores: int, most: int, 
 
 class _Prompt:
     """Large, in production."""
-
-
-def _refuse() -> None:
-    raise InvalidRequest("text", "no")
 
 
 # ---- Addresses and their keys take slots in turns, and no slot is lost or given twice, whoever is cancelled when.

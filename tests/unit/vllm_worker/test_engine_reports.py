@@ -14,7 +14,7 @@ from vllm_worker.kv.parameters import READ_BYTES, READ_SECONDS
 from vllm_worker.load import EngineLoad
 from worker.open_calls import OpenCalls
 
-INFO = EngineInfo(100, KVLayout("m", "float32", 1, 1, 16, 2), frozenset(), 4096, 2048)
+INFO = EngineInfo(100, KVLayout("m", "float32", 1, 1, 16, 2), frozenset(), 1000, 4096, 2048)
 NIXL = {"bytes_transferred": [4096, 2048], "transfer_duration": [0.25, 0.5], "num_failed_transfers": [1]}
 EACH_STEP = {
     "vLLM's connector": (NIXL, 6144, 0.75),

@@ -85,9 +85,10 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
     try:
         endpoint = await worker.start()
         before, parts = worker._snapshot(), worker._parts
+        assert parts is not None
+        parts.agent.num_malformed = 3
         await worker.switch_role(ServiceRole.PREFILL, 5.0)
         after = worker._snapshot()
-        assert parts is not None
         assert isinstance(worker._parts.machine, PrefillMachine)
         assert worker._parts.machine.core is parts.machine.core
         assert after.snapshot.role == worker_pb2.WORKER_ROLE_PREFILL
@@ -97,6 +98,7 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
         assert before.load.gives_prefixes
         assert after.load.gives_prefixes
         assert after.load.state == worker_pb2.WORKER_STATE_SERVING
+        assert after.load.num_malformed_messages == 3
         decode = worker._servicers[ServiceRole.DECODE]
         assert isinstance(decode, DecodeServicer)
         with pytest.raises(WorkerDrains, match="serves as prefill worker"):
