@@ -1,8 +1,8 @@
 """Something happens to the file of a tier below the pool, under a worker that serves: the next prompts have the tokens
 of one engine, no block is left, and another process of the worker starts with what it finds.
 
-The states of a read and a write are in tests/simulation/test_every_disk_state.py, every damage of a slot in
-tests/property/test_slot_file.py."""
+Blocks that are torn, damaged or another's are in tests/property/test_slot_file.py, the states of a read and a write in
+tests/simulation/test_every_disk_state.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.limits import no_file_larger_than
 from worker.service import WorkerService
 from worker.tier import disk_tier
 from worker.tier.disk_tier import DiskTier
-from worker.tier.slot_file import DIRECTORY, PAGE_BYTES, slot_bytes_for
+from worker.tier.slot_file import DIRECTORY, PAGE_BYTES
 
 
 @dataclass
@@ -48,16 +48,6 @@ class Kept:
         disk = self.worker._parts.disk
         assert disk is not None
         return disk._file._disk._descriptor  # type: ignore[attr-defined, no-any-return]
-
-
-def torn(kept: Kept) -> None:
-    """A part of each block is that of another write."""
-    slot_bytes = slot_bytes_for(kept.worker._parts.agent.pool.layout.block_bytes)
-    content = bytearray(kept.path.read_bytes())
-    for start in range(PAGE_BYTES + 64, len(content), slot_bytes):
-        content[start : start + 512] = b"\7" * 512
-    with kept.path.open("r+b") as file:
-        file.write(content)
 
 
 def cut(kept: Kept) -> None:
@@ -102,7 +92,6 @@ class Case:
 
 
 CASES = [
-    Case(torn),
     Case(cut),
     Case(without_its_directory, NUM_CACHED, 0, 0),  # the process has the file as long as it lives
     Case(replaced, NUM_CACHED, 0, 0),

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.diagnosis import doctor
+from cli.diagnosis.doctor_findings import Health
 from cli.screens.path_lines import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import PathState, PathStatus
@@ -120,7 +121,7 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
     assert summary == "paths: 1 slow"
     assert line.endswith(str(path))
     (finding,) = doctor.paths(fleet)
-    assert (finding.health, finding.text) == (doctor.Health.WARN, str(path))
+    assert (finding.health, finding.text) == (Health.WARN, str(path))
     told = [record for record in caplog.records if f"-> {reader} is slow" in record.getMessage()]
     assert [record.levelname for record in told] == ["WARNING"]
     states = {labels["state"]: value for labels, value in page["tandem_transfer_paths"] if labels["worker"] == reader}
@@ -131,9 +132,9 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
 
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
-@pytest.mark.parametrize(("lanes", "health"), [("", doctor.Health.OK), ("tcp,self", doctor.Health.WARN)])
+@pytest.mark.parametrize(("lanes", "health"), [("", Health.OK), ("tcp,self", Health.WARN)])
 async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
-    transport: str, lanes: str, health: doctor.Health, monkeypatch: pytest.MonkeyPatch
+    transport: str, lanes: str, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_transport(transport)
     if lanes:

@@ -113,8 +113,8 @@ async def test_a_decode_worker_with_streams_becomes_a_prefill_worker_and_its_cac
     assert parts is not None
     assert (worker._parts.agent, worker._parts.executor) == (parts.agent, parts.executor)
     await known_as(deployment, worker, ServiceRole.PREFILL)
-    staying = [worker, *deployment.decode]  # so that no other worker computes the prompt
-    await deployment.router.set_workers([deployment.endpoints[id(each)] for each in staying])
+    known = [worker, *deployment.decode]  # so that no other worker computes the prompt
+    await deployment.router.set_workers([deployment.endpoints[id(each)] for each in known])
     answer = await deployment.generate(token_ids=moved[-1], max_tokens=8)
     assert answer.token_ids == expected(deployment, moved[-1], 8)
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED

@@ -32,10 +32,9 @@ from tests.integration.transfer_worker import (
     TRANSFER_ID,
     HandOff,
     Kind,
-    OpenTransport,
-    TransferWorker,
     run_until_results,
 )
+from tests.support.transfer_worker import OpenTransport, TransferWorker
 
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=0.3)
 
@@ -78,7 +77,9 @@ def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) ->
 @pytest.mark.parametrize(
     ("name", "payload"), [("stranger", b"nonsense"), (b"\xff\xfe", encode(Release(TRANSFER_ID, 7, 9, None)))]
 )
-def test_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(name: Any, payload: bytes) -> None:
+def test_over_nixl_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(
+    name: Any, payload: bytes
+) -> None:
     hand_off = hand_off_over(NixlTransport)
     victim, stranger = hand_off.owner, NixlTransport(name)
     _array, memory = host_pool(LAYOUT, 1)
@@ -90,6 +91,7 @@ def test_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(na
         assert time.monotonic() < end, "it was not counted"
         stranger.poll()
         victim.step(0.001)
+        victim.machine.check()
     stranger.close()
     hand_off.run()
     hand_off.assert_moved()

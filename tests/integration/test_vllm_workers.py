@@ -12,7 +12,7 @@ import grpc
 import openai
 import pytest
 
-from benchmarks.asking import ask, random_prompts
+from benchmarks.asking import ask
 from benchmarks.dataplane.load import ask_worker
 from core.config import WorkerConfig
 from core.errors import TandemError
@@ -236,7 +236,7 @@ async def _infer(fleet: FakeEngineFleet, model: str) -> tuple[int, ...]:
 
 async def test_the_benchmark_of_a_worker_times_every_token() -> None:
     async with deploy_fakes(num_prefill=0) as fleet:
-        prompts = random_prompts(4, 20)
+        prompts = [[number] * 20 for number in range(1, 5)]
         found = await asyncio.to_thread(ask_worker, fleet.endpoints["decode-0"].address, prompts, 9)
         assert [len(times) for times in found] == [9] * 4
         assert all(times == sorted(times) for times in found)

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.service import Role, ServiceProcess, Tables, config_with
 from cli.compose import build_router
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig, from_mapping
 from router.service import RouterService
 from tandem_client import AsyncClient
 from tests.support.deployment import place
+from tests.support.service_process import Role, ServiceProcess, Tables, config_with
 from tests.support.waiting import until
 
 DRAIN_S = 120.0

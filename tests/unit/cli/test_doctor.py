@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import io
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -260,7 +261,7 @@ def test_the_packages_tell_which_cuda_torch_has(found: dict[str, str], subject: 
 
 
 def test_gpu_kernels_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks.shutil, "which", no_smi)
+    monkeypatch.setattr(shutil, "which", no_smi)
     (finding,) = findings_of(GOOD)["GPU kernels"]
     assert finding.health is Health.FAIL
     assert "a C compiler" in finding.text

@@ -103,7 +103,7 @@ def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--arrivals", "sometimes"], "--arrivals must be one of"),
         (["--arrivals", "trace"], "--arrivals trace needs a file"),
-        (["--prefix-groups", "4"], "num_groups and prefix_tokens"),
+        (["--prefix-groups", "4"], "--prefix-groups and --prefix-tokens"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, tandem: Tandem) -> None:
@@ -133,7 +133,7 @@ def test_without_matplotlib_a_chart_names_the_extra(monkeypatch: pytest.MonkeyPa
     [
         (["--from-points", "/nowhere.csv", "--kv-token-bytes", "4"], 1, "No such file or directory"),
         (["--from-points", "/nowhere.csv"], 2, "--kv-token-bytes"),
-        (["--requests", "0"], 2, "need at least 1 request"),
+        (["--requests", "0"], 2, "must be int in [1,"),
         (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
     ],
 )

@@ -143,7 +143,7 @@ async def test_a_router_that_answers_no_connection_holds_up_a_call_for_a_fourth_
 
 @pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
 def test_an_address_without_host_or_port_is_refused_as_such(address: str) -> None:
-    with pytest.raises(CallFailed, match=r"^router: must be host:port, is "):
+    with pytest.raises(CallFailed, match=r"^router: must be host:port, with a port in \[1, 65535\], is "):
         AsyncClient(address)
 
 

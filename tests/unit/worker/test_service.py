@@ -4,6 +4,7 @@ its role."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from unittest.mock import Mock, call, patch
 
@@ -93,6 +94,9 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
         assert after.snapshot.role == worker_pb2.WORKER_ROLE_PREFILL
         assert after.snapshot.worker_id == before.snapshot.worker_id == endpoint.service_id
         assert after.snapshot.agent == before.snapshot.agent
+        assert (before.load.takes_moves, after.load.takes_moves) == (True, False)
+        assert before.load.gives_prefixes
+        assert after.load.gives_prefixes
         assert after.load.state == worker_pb2.WORKER_STATE_SERVING
         assert after.load.num_malformed_messages == 3
         decode = worker._servicers[ServiceRole.DECODE]
@@ -101,3 +105,4 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
             decode._driver.refuse_if_stopped()
     finally:
         await worker.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")]
