@@ -73,7 +73,7 @@ async def test_turn_two_reads_the_history_from_the_decode_worker(deployment: Dep
 
 async def test_a_salted_history_is_read_under_its_salt_alone(deployment: Deployment) -> None:
     history = await first_turn(deployment, cache_salt="a")
-    options = {"token_ids": history, "max_tokens": 4} | SAMPLING
+    options: dict[str, Any] = {"token_ids": history, "max_tokens": 4} | SAMPLING
     other, same = [await deployment.generate(**options, cache_salt=salt) for salt in "ba"]
     assert (other.finished.receipt.read_tokens, same.finished.receipt.read_tokens > 0) == (0, True)
     assert other.token_ids == same.token_ids == expected(deployment.config.engine, history)[:4]
