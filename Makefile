@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
-setup: $(INSTALLED)  ## Create .venv with the pinned dependencies
+setup: $(if $(filter command,$(origin BIN)),,$(INSTALLED))  ## Create .venv with the pinned dependencies; with BIN=..., nothing
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -90,7 +90,7 @@ bench-operations: setup  ## Measure what streams feel of rolls, live changes, dr
 bench-planner: setup  ## Compare the planner with fixed sizes and an oracle, in virtual time (half an hour)
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(PARTS_OF)
 
-bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (a minute)
+bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (two minutes)
 	$(BIN)/python -m benchmarks.advise $(PARTS_OF)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)

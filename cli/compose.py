@@ -35,7 +35,7 @@ from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
-from worker.grammar_check import refuse_grammars
+from worker.request_check import RequestCheck, refuse_grammars
 from worker.service import BuildParts, WorkerParts, WorkerService
 from worker.serving_worker import Servicer
 from worker.step_stats import StepStats
@@ -272,6 +272,7 @@ def _worker_parts(
             return DecodeMachine(core, transfers, config.worker.max_pulls_waiting)
 
         check_grammar = grammars.compile_aside if runner.takes_grammars else refuse_grammars
-        return WorkerParts(identity.name, make_machine(role), make_machine, executor, agent, check_grammar, disk)
+        check = RequestCheck(runner.info.vocab_size, runner.info.context_length, check_grammar)
+        return WorkerParts(identity.name, make_machine(role), make_machine, executor, agent, check, disk)
 
     return build

@@ -1,37 +1,55 @@
-"""Ctrl-C and SIGTERM of the commands that serve: the first one drains, the second one ends the process at once."""
+"""Ctrl-C and SIGTERM of the commands that serve: the first one drains, the second one ends the process at once.
+
+before the loop runs    KeyboardInterrupt, then `close`
+while the task runs     the first one cancels the task, the second one ends the process
+afterwards              the process ends
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from cli.exit_codes import INTERRUPTED
+
+STOPS = signal.SIGINT, signal.SIGTERM
 
 PrintLine = Callable[[str], None]
 
 
 class Interrupts:
-    """The first Ctrl-C or SIGTERM cancels the task; the second calls `end` and ends the process at once."""
+    """The first Ctrl-C or SIGTERM cancels the task; the second calls `end` and ends the process at once.
+
+    After the end of the task any of them ends the process. A handler of the loop would be gone by then: SIGTERM would
+    end the process with no exit code of its own.
+    """
 
     def __init__(self, task: asyncio.Task[None], print_line: PrintLine, end: Callable[[], None]) -> None:
         self._task, self._print_line, self._end = task, print_line, end
+        self._loop = asyncio.get_running_loop()
         self.count = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        for number in STOPS:
+            signal.signal(number, self._on_signal)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, *_: object) -> None:
+        """Runs between any two lines of the main thread."""
+        if self._task.done():
+            _exit_at_once()
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
         self.count += 1
         if self.count == 1:
             self._print_line("draining; a second Ctrl-C stops at once")
             self._task.cancel()
             return
         self._end()
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
+        _exit_at_once()
 
 
 def run_interruptible(
@@ -52,4 +70,27 @@ def run_interruptible(
                 raise
         return interrupts.count > 0
 
-    return run(supervised())
+    handlers = [signal.getsignal(number) for number in STOPS]
+    try:
+        return run(supervised())
+    finally:
+        for number, handler in zip(STOPS, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interruptible(close: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the body by `KeyboardInterrupt`. `close` follows any end; another one ends the process."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in STOPS:
+            signal.signal(number, _exit_at_once)
+        close()
+
+
+def _exit_at_once(*_: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the interrupted line writes
+        sys.stdout.flush()
+    os._exit(INTERRUPTED)

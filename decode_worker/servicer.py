@@ -40,7 +40,7 @@ from runtime.rpc.grpc_server import abort, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
-from worker.grammar_check import GrammarCheck
+from worker.request_check import RequestCheck
 
 SPAN_OF_STAGE = {
     Stage.QUEUE: SpanName.DECODE_QUEUE,
@@ -73,9 +73,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStreamWriter] = {}  # open StreamTokens calls, by stream id
 
-    def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str, check_grammar: GrammarCheck) -> None:
+    def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str, check: RequestCheck) -> None:
         self._driver = driver
-        self._check_grammar = check_grammar
+        self._check = check
         self._worker_id = worker_id
 
     # ---- calls of routers
@@ -112,8 +112,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _decode(self, wire: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
         request = codec.decode_sequence(wire.sequence)
-        if request.sampling.grammar:
-            await self._check_grammar(request.sampling.grammar)
+        await self._check(request)
         source = None
         if wire.HasField("source"):
             source = (codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.source))
@@ -228,7 +227,8 @@ def _decode_move(wire: worker_pb2.MoveRequest) -> MoveArrived | ResumeArrived:
             return MoveArrived(wire.request_id, transfer_id, agent, num_tokens)
         case "resume":
             return ResumeArrived(wire.request_id, transfer_id)
-    raise InvalidRequest("decision", "one of reader and resume must be set, none is")
+        case _:
+            raise InvalidRequest("decision", "one of reader and resume must be set, none is")
 
 
 def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object]:

@@ -24,7 +24,7 @@ from runtime.rpc.grpc_server import abort, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
-from worker.grammar_check import GrammarCheck
+from worker.request_check import RequestCheck
 
 SPAN_OF_STAGE = {Stage.QUEUE: SpanName.PREFILL_QUEUE, Stage.PREFILL: SpanName.PREFILL_COMPUTE}
 
@@ -37,9 +37,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         self.default_timeout_s = default_timeout_s
         self._calls: dict[str, asyncio.Future[PrefillDone]] = {}  # open calls, by request id
 
-    def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str, check_grammar: GrammarCheck) -> None:
+    def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str, check: RequestCheck) -> None:
         self._driver = driver
-        self._check_grammar = check_grammar
+        self._check = check
         self._worker_id = worker_id
 
     async def Prefill(
@@ -84,8 +84,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
 
     async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:
         request = codec.decode_sequence(wire.sequence)
-        if request.sampling.grammar:
-            await self._check_grammar(request.sampling.grammar)
+        await self._check(request)
         transfer_id, reader = codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.reader)
         deadline = self._driver.now() + timeout_s
         call, prefix = codec.decode_call(wire.sequence), codec.decode_prefix(wire)

@@ -14,6 +14,7 @@ import atexit
 import gc
 import os
 import re
+import signal
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ settings.register_profile(
     "explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True
 )
 settings.load_profile("tandem")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Patterns of reasons -> why CI cannot do anything about them.
 ALLOWED_SKIPS = {

@@ -97,6 +97,7 @@ class AsyncEngine:
             num_blocks=config.cache_config.num_gpu_blocks - 1,  # one is the null block, which holds no tokens
             layout=layout,
             eos_token_ids=arguments.info.eos_token_ids,
+            vocab_size=arguments.info.vocab_size,
             context_length=config.model_config.max_model_len,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             agent=agent,

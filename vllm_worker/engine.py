@@ -26,6 +26,7 @@ class EngineInfo:
     num_blocks: int  # of the KV pool
     layout: KVLayout  # `block_size` counts the tokens of a block of the prefix cache
     eos_token_ids: frozenset[int]
+    vocab_size: int
     context_length: int
     max_step_tokens: int
     agent: AgentAddress | None = None  # its transfer agent; None: vLLM's own connector moves the blocks
@@ -86,6 +87,8 @@ class EngineStep(NamedTuple):
     holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
     lost_moves: tuple[TransferId, ...] = ()  # whose blocks do not come, on both sides; the owner's request goes on
     pulled_tokens: tuple[tuple[TransferId, tuple[int, ...]], ...] = ()  # that came with blocks, before any sampled one
+    read_bytes: int = 0  # KV from peers, since the step before, as the connector counts it
+    read_seconds: float = 0.0  # ... in which reads were in flight
 
 
 class BlocksChanged(NamedTuple):

@@ -43,6 +43,7 @@ INFO = EngineInfo(
     num_blocks=1024,
     layout=KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=16, head_dim=2),
     eos_token_ids=frozenset(),
+    vocab_size=VOCAB_SIZE + 3,  # the special tokens of its tokenizer are in prompts
     context_length=4096,
     max_step_tokens=512,
 )

@@ -26,7 +26,7 @@ from vllm_worker.machine import Limits, VllmMachine
 from vllm_worker.moves import MoveOut, Stay
 from vllm_worker.view import VllmView
 from worker.core import ConfigChanged
-from worker.grammar_check import accept_grammars
+from worker.request_check import RequestCheck, accept_grammars
 from worker.serving_worker import Servicer, ServingWorker
 
 SERVICERS: dict[ServiceRole, Callable[[float], Servicer]] = {
@@ -69,7 +69,8 @@ class VllmService(ServingWorker):
         )
         self._machine = VllmMachine(info, self._limits)
         self._driver = Driver[VllmEvent, VllmAction](self._machine, self._perform, self._on_fatal, self._after_event)
-        self._servicers[self._role].attach(self._driver, worker_id, accept_grammars)
+        check = RequestCheck(info.vocab_size, info.context_length, accept_grammars)
+        self._servicers[self._role].attach(self._driver, worker_id, check)
         return await self._serve(worker_id, address)
 
     def set_config(self, live: LiveConfig) -> None:

@@ -149,11 +149,8 @@ class WorkerCore:
     ) -> Sequence:
         """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
-        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter or a biased token
-        that the model does not have.
+        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter.
         """
-        if (biased := max(request.sampling.logit_bias, default=0)) >= self.vocab_size:
-            raise InvalidRequest("logit_bias", f"token id {biased} is outside the vocabulary [0, {self.vocab_size})")
         if request.adapter:
             raise InvalidRequest("model", "the engine of this worker has no adapters; workers with `--engine vllm` do")
         # A sequence that is aborted during a step stays in the scheduler until the step ends.

@@ -29,7 +29,7 @@ from runtime.driver import Driver
 from runtime.rpc.security import OPEN, Credentials
 from worker.core import ConfigChanged, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
-from worker.grammar_check import GrammarCheck
+from worker.request_check import RequestCheck
 from worker.serving_worker import Servicer, ServingWorker
 from worker.tier.events import TierAction
 from worker.tier.threads import TierThreads
@@ -52,7 +52,7 @@ class WorkerParts:
     make_machine: Callable[[ServiceRole], WorkerMachine]  # with the same core and transfers; only once those are idle
     executor: StepExecutor
     agent: TransferAgent  # started
-    check_grammar: GrammarCheck
+    check: RequestCheck
     disk: TierThreads | None = None  # of the tier below the pool
 
 
@@ -141,7 +141,7 @@ class WorkerService(ServingWorker):
         refusing.stop(WorkerDrains, f"this worker serves as {self._role.value} worker")
         for role, servicer in self._servicers.items():
             driver = self._driver if role is self._role else refusing
-            servicer.attach(driver, parts.worker_id, parts.check_grammar)
+            servicer.attach(driver, parts.worker_id, parts.check)
 
     # ---- actions
 

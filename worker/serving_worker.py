@@ -28,8 +28,8 @@ from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_a
 from runtime.rpc.security import WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.core import DrainRequested
-from worker.grammar_check import GrammarCheck
 from worker.reports import ReportFeed
+from worker.request_check import RequestCheck
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Servicer(Protocol):
     full_name: str
     default_timeout_s: float  # of a call without a deadline
 
-    def attach(self, driver: Driver[Any, Any], worker_id: str, check_grammar: GrammarCheck) -> None: ...
+    def attach(self, driver: Driver[Any, Any], worker_id: str, check: RequestCheck) -> None: ...
 
     def register(self, servicer: Any, server: Any) -> None: ...
 

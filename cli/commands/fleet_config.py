@@ -16,16 +16,20 @@ from cli.commands.events import event_line
 from cli.screens.fleet_health import services_without
 from cli.screens.terminal import print_line
 from core.config import Taken, from_mapping, taken
-from core.errors import InvalidRequest, TandemError
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import cluster_pb2
 
 REFRESH_S = 0.02  # while services take a change
 PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
-SILENT_S = 60.0  # without an answer of any router: the one that answered is replaced, too
+GONE_S = 10.0  # without an answer; beyond: the fleet has ended
+SILENT_S = 60.0  # the same while another router starts, because a roll may drain the only one first
 MAX_EVENTS = 1000
 _FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
+
+
+_NOT_COMING = {cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_DRAINING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,11 @@ async def _events_until_taken(
 ) -> AsyncIterator[cluster_pb2.FleetNote]:
     """The events after number `last`, until every service has the config of the answer.
 
-    A roll replaces the router that answers, too. Then the connection is made again, to a router that serves.
+    A roll replaces the router that answers, too. Then the connection is made again, to a router that serves. Raises
+    `WorkerUnavailable` if the fleet ends meanwhile.
     """
     loop, revision = asyncio.get_running_loop(), answer.config_revision
-    begun_at = heard_at = loop.time()
+    begun_at, heard_at, silent_s = loop.time(), loop.time(), GONE_S
     late, rolling = [""], True
     while late or rolling:
         await asyncio.sleep(ROLL_REFRESH_S if answer.restarts else REFRESH_S)  # the API has no stream of events
@@ -126,9 +131,18 @@ async def _events_until_taken(
             fleet = await client.fleet()
             notes = await client.events(MAX_EVENTS, last)
         except CallFailed as error:
-            if not error.retryable or loop.time() - heard_at > SILENT_S:
+            if not error.retryable:
                 raise
+            if loop.time() - heard_at > silent_s:
+                raise WorkerUnavailable(
+                    f"no router has answered for {silent_s:g} s: the fleet has ended, or serves at another address, "
+                    f"before the change to config {revision} was complete ({error})"
+                ) from error
             continue
+        routers = {slot.state for slot in fleet.slots if slot.role == cluster_pb2.SERVICE_ROLE_ROUTER}
+        if routers == {cluster_pb2.SLOT_STATE_DRAINING}:  # of a fleet that goes on, one more router is wanted
+            raise WorkerUnavailable(f"the fleet stops before the change to config {revision} is complete")
+        silent_s = GONE_S if routers <= _NOT_COMING else SILENT_S
         heard_at, rolling, late = loop.time(), fleet.rolling, services_without(revision, fleet)
         for note in notes.events:
             last = note.number

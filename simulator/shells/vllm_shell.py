@@ -15,7 +15,7 @@ from core.cost.step_cost import StepWork
 from core.handoff import AgentAddress
 from simulator.shells.worker_shell import WorkerShell
 from simulator.shells.worker_spec import WorkerSpec
-from simulator.virtual.memory import EOS_TOKEN_IDS, token_behind
+from simulator.virtual.memory import EOS_TOKEN_IDS, VOCAB_SIZE, token_behind
 from simulator.virtual.world import World
 from vllm_worker.engine import BlocksChanged, EngineDied, EngineInfo, EngineOutput, HandshakeEnded, Prompt
 from vllm_worker.events import Abort, Fail, Submit
@@ -46,7 +46,7 @@ class VllmShell(WorkerShell):
     def _build(self, incarnation: int) -> None:
         spec, steps = self.spec, self.spec.scheduler
         num_tokens = spec.num_blocks * spec.layout.block_size
-        info = EngineInfo(spec.num_blocks, spec.layout, EOS_TOKEN_IDS, num_tokens, steps.max_batched_tokens)
+        info = EngineInfo(spec.num_blocks, spec.layout, EOS_TOKEN_IDS, VOCAB_SIZE, num_tokens, steps.max_batched_tokens)
         self.engine = FakeCore(self._cluster, self.name, info, token_behind)
         metadata = self.engine.info.address
         self.address = AgentAddress(self.name, incarnation, metadata, 0, spec.num_blocks, spec.layout, lease_s=1.0)

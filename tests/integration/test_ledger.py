@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -67,31 +66,6 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
         for listed in (await look(deployment)).values():
             assert_adds_up(listed.ledger, *num_blocks)
             assert list(listed.ledger.holders) == []
-
-
-async def test_an_offer_that_nobody_reads_stands_in_the_ledger(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = tiny_config()
-    config = replace(config, transfer=replace(config.transfer, lease_s=2.5))
-    async with deploy(config) as deployment:
-        reader = deployment.decode[0]._parts
-        monkeypatch.setattr(reader.agent, "perform", lambda *_: None)  # all that it says is lost
-        call = asyncio.create_task(deployment.generate(text="an offer for nobody", max_tokens=4, timeout_s=4.0))
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                described = (await look(deployment))["prefill-0"].ledger
-                offers = [holder for holder in described.holders if holder.kind == worker_pb2.HOLDER_KIND_OFFER]
-                if offers and offers[0].num_counted:
-                    break
-        (offer,) = offers
-        assert offer.state == worker_pb2.HOLDER_STATE_OFFERED
-        assert offer.num_counted == described.ledger.leased > 0
-        assert offer.peer.startswith("decode-0.")
-        assert len(offer.name) == 8, "a whole transfer id would be a ticket"
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await deployment.settle()
 
 
 async def test_a_decode_call_that_is_cancelled_on_its_way_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,14 +61,6 @@ def hand_off(opener: OpenTransport) -> Iterator[HandOff]:
     one.close()
 
 
-def test_blocks_move_over_nixl_and_their_digests_fit() -> None:
-    hand_off = hand_off_over(NixlTransport)
-    hand_off.run()
-    stats = hand_off.assert_moved().stats
-    assert (stats.num_blocks, stats.num_blocks_reread) == (24, 0)
-    hand_off.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a whole process's")
 def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) -> None:
     hand_off.run()
@@ -82,24 +74,10 @@ def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) ->
     assert niceness == {"transfer": {NICENESS}, "digests": {NICENESS}, "MainThread": {0}}
 
 
-def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: OpenTransport) -> None:
-    stranger = TransferWorker("stranger", opener, CONFIG, LAYOUT, 1)
-    transport = opener("raw")
-    transport.register(stranger.agent.pool)
-    transport.connect(hand_off.owner.machine.address)
-    for payload in (b"", b"nonsense", b"\x08\x63", bytes(2_000_000)):
-        transport.notify(hand_off.owner.agent.identity.name, payload)
-    hand_off.run()
-    hand_off.assert_moved()
-    assert hand_off.owner.agent.num_malformed == 4
-    transport.close()
-    stranger.close()
-
-
 @pytest.mark.parametrize(
     ("name", "payload"), [("stranger", b"nonsense"), (b"\xff\xfe", encode(Release(TRANSFER_ID, 7, 9, None)))]
 )
-def test_over_nixl_too_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(
+def test_over_nixl_garbage_and_messages_of_a_sender_without_a_readable_name_are_dropped(
     name: Any, payload: bytes
 ) -> None:
     hand_off = hand_off_over(NixlTransport)

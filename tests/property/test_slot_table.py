@@ -101,6 +101,8 @@ def test_a_full_table_of_used_blocks_takes_new_prompts() -> None:
     assert [write(table, new, new) for new in range(3, 9)] == [2] * 6
     single = SlotTable(4, {})
     assert [write(single, new) for new in range(1, 20)] == [1] * 19
+    single.forget(chain(16)[0])
+    assert [write(single, new) for new in range(20, 22)] == [1] * 2
 
 
 def test_a_block_that_is_written_again_is_worth_what_the_blocks_behind_it_are() -> None:

@@ -22,6 +22,7 @@ from decode_worker.machine import DecodeMachine
 from kv_transfer.protocol.events import SendMessage
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
+from tests.support.deadlines import deadlines_until
 from worker.core import RunStep, StepFailed, StepFinished, WorkerCore
 
 BLOCK_SIZE = 4
@@ -94,7 +95,7 @@ class DrivenWorker:
 
     def wait(self, seconds: float) -> list[Any]:
         end, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end

@@ -28,6 +28,7 @@ from core.scheduling.worker_load import CallId
 from core.step import SampledToken
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, HandoffArrived, MoveArrived, ResumeArrived
 from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillDone
+from tests.support.deadlines import deadlines_until
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
@@ -41,7 +42,9 @@ from worker.prefixes import PrefixRequested, PulledPrefix
 
 EOS = 7
 LAYOUT = KVLayout("0" * 16, "float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=2)
-INFO = EngineInfo(num_blocks=100, layout=LAYOUT, eos_token_ids=frozenset({EOS}), context_length=64, max_step_tokens=32)
+INFO = EngineInfo(
+    num_blocks=100, layout=LAYOUT, eos_token_ids=frozenset({EOS}), vocab_size=64, context_length=64, max_step_tokens=32
+)
 TIMEOUT_S = 100.0
 
 Actions = list[Any]
@@ -200,7 +203,7 @@ class VllmReplay(Replay):
 
     def wait(self, seconds: float) -> Actions:
         end, actions = self.now + seconds, []
-        while (deadline := self.worker.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.worker.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end

@@ -14,7 +14,7 @@ from rich.console import Console
 from cli.commands import fleet_commands, fleet_config
 from cli.commands.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
 from core.config import ApiKeyConfig, ConfigText, RouterConfig, TandemConfig, VllmConfig, from_mapping
-from core.errors import InvalidRequest, TandemError
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2
 from tests.unit.cli.conftest import connection_to
@@ -77,6 +77,12 @@ NOTES = [
 ]
 
 
+DRAINING, SERVING, STARTING = (
+    cluster_pb2.SLOT_STATE_DRAINING, cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_STARTING,
+)  # fmt: skip
+AWAY = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+
+
 class Router:
     """A router of a fleet that gets config 2, by a change that one service takes late, or by a roll of three events."""
 
@@ -86,8 +92,10 @@ class Router:
         changes: tuple[str, ...] = ("[router] max_queued 1024 -> 7",),
         rolls_to: int = 0,  # that config
         error: CallFailed | None = None,  # of the first call during the roll
+        last_seen: tuple[cluster_pb2.SlotState, ...] = (),  # routers of a fleet that answers one call and goes away
     ) -> None:
         self._num_calls_late, self._changes, self._rolls_to, self._error = num_calls_late, changes, rolls_to, error
+        self._last_seen = last_seen
         self._num_happened = 0
 
     async def apply(
@@ -100,17 +108,24 @@ class Router:
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if self._last_seen:
+            self.fleet = self._away  # type: ignore[method-assign]
+            router = cluster_pb2.SERVICE_ROLE_ROUTER
+            slots = [cluster_pb2.FleetSlot(state=state, role=router) for state in self._last_seen]
+            return cluster_pb2.GetFleetResponse(slots=slots, config_revision=2, rolling=True)
         if self._rolls_to:
             self._num_happened += 1
             rolling = self._num_happened < len(NOTES)
             return cluster_pb2.GetFleetResponse(config_revision=self._rolls_to, rolling=rolling)
         self._num_calls_late -= 1
-        serving = cluster_pb2.SLOT_STATE_SERVING
         slots = [
-            cluster_pb2.FleetSlot(name="decode-0", state=serving, config_revision=1 if self._num_calls_late > 0 else 2),
+            cluster_pb2.FleetSlot(name="decode-0", state=SERVING, config_revision=1 if self._num_calls_late > 0 else 2),
             cluster_pb2.FleetSlot(name="decode-1", state=cluster_pb2.SLOT_STATE_WAITING, config_revision=1),
         ]
         return cluster_pb2.GetFleetResponse(slots=slots, config_revision=2)
+
+    async def _away(self) -> cluster_pb2.GetFleetResponse:
+        raise AWAY
 
     async def events(self, limit: int, after: int = 0) -> cluster_pb2.ListEventsResponse:
         found = [note for note in (BEFORE, *NOTES[: self._num_happened]) if note.number > after]
@@ -146,8 +161,7 @@ async def test_a_service_that_does_not_take_the_change_is_named(monkeypatch: pyt
 
 
 async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced_meanwhile() -> None:
-    away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
-    changed, *events, told = await shown(Router(rolls_to=2, error=away))
+    changed, *events, told = await shown(Router(rolls_to=2, error=AWAY))
     assert changed == "[router] max_queued 1024 -> 7"
     assert [line.split("  ")[1] for line in events] == [
         "fleet rolls to config 2",
@@ -162,15 +176,27 @@ async def test_a_roll_that_was_undone_is_an_error() -> None:
         await shown(Router(rolls_to=1))
 
 
-async def test_a_call_that_cannot_succeed_and_a_router_that_stays_away_end_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_call_that_cannot_succeed_ends_the_command() -> None:
     with pytest.raises(CallFailed, match="wrong token"):
         await shown(Router(rolls_to=2, error=CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")))
-    monkeypatch.setattr(fleet_config, "SILENT_S", 0.0)
-    away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
-    with pytest.raises(CallFailed, match="no router"):
-        await shown(Router(rolls_to=2, error=away))
+
+
+@pytest.mark.parametrize(
+    ("last_seen", "told"),
+    [
+        ((SERVING, DRAINING), r"no router has answered for 0\.05 s: the fleet has ended, .* \(no router\)"),
+        ((DRAINING, STARTING), r"no router has answered for 0\.5 s: the fleet has ended, .* \(no router\)"),
+        ((DRAINING, DRAINING), "the fleet stops before the change to config 2 is complete"),
+    ],
+)
+async def test_a_fleet_that_ends_meanwhile_ends_the_command(
+    last_seen: tuple[cluster_pb2.SlotState, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that starts may be the next to answer. A fleet that goes on has more routers than those that drain."""
+    monkeypatch.setattr(fleet_config, "GONE_S", 0.05)
+    monkeypatch.setattr(fleet_config, "SILENT_S", 0.5)
+    with pytest.raises(WorkerUnavailable, match=told):
+        await shown(Router(last_seen=last_seen))
 
 
 def test_a_file_that_was_printed_is_applied_to_its_own_revision_only(

@@ -16,7 +16,7 @@ from decode_worker.events import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
 from tandem_client.stubs import worker_pb2
-from worker.grammar_check import refuse_grammars
+from worker.request_check import RequestCheck, refuse_grammars
 
 
 class FakeDriver:
@@ -24,12 +24,14 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.events: list[object] = []
+        self.is_stopped = False
 
     def now(self) -> float:
         return 0.0
 
     def refuse_if_stopped(self) -> None:
-        pass
+        if self.is_stopped:
+            raise WorkerUnavailable("this worker has stopped")
 
     def ask(self, event: object) -> None:
         self.events.append(event)
@@ -63,7 +65,7 @@ class Context:
 class Scene:
     def __init__(self) -> None:
         self.servicer, self.driver = DecodeServicer(60.0), FakeDriver()
-        self.servicer.attach(cast(Any, self.driver), "decode-0", refuse_grammars)
+        self.servicer.attach(cast(Any, self.driver), "decode-0", RequestCheck(100, 100, refuse_grammars))
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def stream(self, stream_id: int) -> Stream:
@@ -187,4 +189,7 @@ async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(
         with pytest.raises(WorkerUnavailable, match="stopping"):
             await task
     assert stream.written == [(11, 0, 7)]
+    scene.driver.is_stopped = True
+    with pytest.raises(WorkerUnavailable, match="has stopped"):
+        await asyncio.wait_for((await scene.stream(2)).task, 5.0)
     await scene.close()

@@ -52,30 +52,21 @@ async def test_the_first_message_is_empty_and_says_that_the_stream_is_open() -> 
     await stopped(writer)
 
 
-async def test_tokens_of_one_step_are_one_message() -> None:
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
-    for call in range(256):
-        stream.add(call, 0, SampledToken(1000 + call))
-    assert await router.next() == [(call, 0, 1000 + call) for call in range(256)]
-    assert router.num_writes == 2
-    await stopped(writer)
-
-
-async def test_steps_that_end_while_a_write_waits_join_into_the_next_message() -> None:
+async def test_tokens_of_one_step_are_one_message_as_are_those_of_steps_that_end_while_a_write_waits() -> None:
     router = Router()
     stream, writer = started(router)
     assert await router.next() == []
     router.reading.clear()
-    stream.add(1, 0, SampledToken(10))
+    for call in range(256):
+        stream.add(call, 0, SampledToken(10))
     await asyncio.sleep(0.01)
     for index in (1, 2, 3):
         stream.add(1, index, SampledToken(10 + index))
         await asyncio.sleep(0)
     router.reading.set()
-    assert await router.next() == [(1, 0, 10)]
+    assert await router.next() == [(call, 0, 10) for call in range(256)]
     assert await router.next() == [(1, 1, 11), (1, 2, 12), (1, 3, 13)]
+    assert router.num_writes == 3
     await stopped(writer)
 
 
@@ -157,13 +148,15 @@ async def test_a_token_too_many_while_the_limit_of_a_write_expires_ends_the_stre
             await writer
 
 
-async def test_the_tokens_that_wait_are_written_before_the_stream_ends() -> None:
+@pytest.mark.parametrize("waiting", [[], [(1, 0, 10)]])
+async def test_the_tokens_that_wait_are_written_before_the_stream_ends(waiting: list[tuple[int, int, int]]) -> None:
     router = Router()
     stream, writer = started(router)
-    stream.add(1, 0, SampledToken(10))
+    assert await router.next() == []
+    for call, index, token_id in waiting:
+        stream.add(call, index, SampledToken(token_id))
     stream.end(WorkerUnavailable("this worker is stopping"))
     async with asyncio.timeout(5):
         with pytest.raises(WorkerUnavailable, match="stopping"):
             await writer
-    assert await router.next() == []
-    assert await router.next() == [(1, 0, 10)]
+    assert [await router.next() for _ in waiting] == [waiting] * bool(waiting)

@@ -156,24 +156,15 @@ def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: C
         assert length == pytest.approx(min(max(PAUSE_SHARE * (when - begun), FIRST_PAUSE_S), longest))
 
 
-def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
-    moved_at = clock.now + 0.5
-    wire, wake = Wire(clock, busy_at=(moved_at,)), Wake(clock)
+@pytest.mark.parametrize("is_command", [True, False])
+def test_a_command_and_whatever_moves_end_the_pauses_for_a_while(clock: Clock, is_command: bool) -> None:
+    at = clock.now + 0.5
+    wire, wake = Wire(clock, () if is_command else (at,)), Wake(clock, (at,) if is_command else ())
     run_agent(clock, wire, wake, seconds=0.6)
-    seen_at = next(when for when in wire.polled_at if when >= moved_at)
-    assert seen_at - moved_at <= CONFIG.idle_poll_interval_s + ROUND_S
-    after = [when for when, _ in wake.pauses if when > seen_at]
-    assert after[0] - seen_at >= SPIN_S
-    assert next(length for when, length in wake.pauses if when > seen_at) == FIRST_PAUSE_S
-
-
-def test_a_command_ends_the_pauses_for_a_while(clock: Clock) -> None:
-    command_at = clock.now + 0.5
-    wire, wake = Wire(clock), Wake(clock, commands_at=(command_at,))
-    run_agent(clock, wire, wake, seconds=0.6)
-    assert next(when for when in wire.polled_at if when > command_at) == pytest.approx(command_at + ROUND_S)
-    when, length = next(pause for pause in wake.pauses if pause[0] > command_at)
-    assert when - command_at >= SPIN_S
+    polled_at = next(when for when in wire.polled_at if when >= at)
+    assert polled_at - at <= ROUND_S * 1.01 + (0 if is_command else CONFIG.idle_poll_interval_s)
+    when, length = next(pause for pause in wake.pauses if pause[0] > polled_at)
+    assert when - polled_at >= SPIN_S - ROUND_S * is_command
     assert length == FIRST_PAUSE_S
 
 

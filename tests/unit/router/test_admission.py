@@ -38,16 +38,6 @@ the wait ends worker_wait_s after the last worker drains
   reports D draining
   time 19.9
   time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
-
-each absence of the worker starts a new wait
-  reports D draining
-  time 12
-  reports D
-  time 12
-  reports D draining
-  time 12
-  reports D
-  time 12
 """,
     QUEUED,
 )
@@ -163,6 +153,18 @@ time in the queue of the router counts
   enter D token_s=0.05 -> fail r QueueFull: the first token is predicted 1.212 s after the arrival of the request, \
                           and slo_ttft_ms is 1000, retry after 0.212 s
                        -> decode later#1 D
+
+requests that pass one of another size tell nothing of the wait for room
+  config max_in_flight_per_worker=2
+  enter small blocks=8
+  enter large
+  stream_lost large
+  arrives long max_tokens=32
+  arrives s1 -> decode s1#1 small
+  time 2
+  arrives s2 -> decode s2#1 small
+  arrives s3
+  arrives s4
 
 a request that has streamed tokens is never refused
   fleet D1 D2

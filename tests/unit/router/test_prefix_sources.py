@@ -37,6 +37,7 @@ BLOCK_BYTES = 1_000_000
 READER = replace(IDLE, worker_id="P", reads_prefixes=True, block_bytes=BLOCK_BYTES, agent_name="P")
 OWNER = replace(READER, worker_id="S", agent_name="S")
 D = replace(IDLE, worker_id="D")
+WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLOCK, disk_bytes_per_s=1e9)
 PATH = PathStatus("S", PathState.FINE, bytes_per_s=1e9)  # a block in 1 ms; to compute it takes 4
 
 
@@ -79,11 +80,12 @@ def test_a_decode_worker_alone_reads_too() -> None:
     assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
 
 
-def test_the_last_token_of_a_prompt_is_not_read() -> None:
-    reader = replace(READER, paths={"S": PATH})
-    question = RoutingQuestion(80, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(NEVER).candidates(question)[0]
-    assert (found.read.num_tokens, found.uncached_tokens) == (76, 4)
+@pytest.mark.parametrize(("num_tokens", "num_read"), [(80, 76), (81, 80)])
+def test_the_last_token_of_a_prompt_is_not_read(num_tokens: int, num_read: int) -> None:
+    for reader in (replace(READER, paths={"S": PATH}), WITH_DISK):
+        question = RoutingQuestion(num_tokens, [(reader, 0)], [(D, 0)], True, BLOCK, 0.0, [(OWNER, 84)], {"P": 84})
+        found = SecondsPolicy(NEVER).candidates(question)[0]
+        assert (found.read.num_tokens, found.uncached_tokens) == (num_read, num_tokens - num_read)
 
 
 def test_pulls_that_the_router_knows_of_come_first() -> None:
@@ -252,6 +254,11 @@ a worker of a fleet whose config forbids it
   enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
   arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
 
+a worker of a fleet whose pools have blocks of different sizes
+  enter P block_size=8 token_s=0.001 gives_prefixes=1 -> peers P reader D; peers D owner P
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
+
 a worker that has failed the request
   enter P1 token_s=0.001 gives_prefixes=1 cached=40 -> peers P1 reader D; peers D owner P1
   arrives a prompt=41 -> decode a#1 D from P1/1; prefill a#1 P1 for D/1
@@ -270,8 +277,10 @@ a decode worker that computes the prompt takes blocks for all of it
 
 a prefill worker may read from the decode worker of the prompt
   reports S token_s=0.001 gives_prefixes=1
+  reports P token_s=0.01 gives_prefixes=1
+  # It may take half of the time that it saves.
   arrives a prompt=41 -> decode a#1 S from P/2; prefill a#1 P for S/2 reads 40 tokens of S/1
-                      -> offer a#1 S to P/1 1..40 within 0.054 s
+                      -> offer a#1 S to P/1 1..40 within 0.201 s
 """,
     SOURCE,
 )
@@ -305,10 +314,18 @@ it makes no offer and is not asked again
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
 
-it is gone and is not asked again
+it is gone and gets no call before its next report
+  reports S token_s=0.001 gives_prefixes=1
   prefix_refused b#1 S WorkerUnavailable
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
+
+it has started again and is asked again
+  prefix_refused b#1 S QueueFull
+  lost S              -> peers P left S
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives c prompt=41 -> decode c#1 D from P/6; prefill c#1 P for D/6 reads 40 tokens of S/5
+                      -> offer c#1 S to P/5 1..40 within 0.058 s
 
 a call with it has failed and it is not asked again
   # For another reader, that says nothing.
@@ -379,13 +396,11 @@ def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None
 
 # ---- a disk
 
-WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLOCK, disk_bytes_per_s=1e9)
 
-
-def read_from_disk(worker: WorkerView, on_disk: int = 80, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
+def read_from_disk(worker: WorkerView, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
     """Of a prompt of 100 tokens, which a peer has, too."""
     sources = [(OWNER, 80)] if is_peer_near else []
-    question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": on_disk})
+    question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": 80})
     found = SecondsPolicy(NEVER).candidates(question)[0]
     return found.read
 
@@ -394,7 +409,6 @@ def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
     assert read_from_disk(WITH_DISK)[:3] == ("P", 80, pytest.approx(0.02 + DISK_READ_S))
     assert read_from_disk(WITH_DISK, cached=40)[:3] == ("P", 40, pytest.approx(0.01 + DISK_READ_S))
     assert read_from_disk(WITH_DISK, cached=80) is NO_READ
-    assert read_from_disk(WITH_DISK, on_disk=100).num_tokens == 96, "the last token is computed"
     assert read_from_disk(replace(WITH_DISK, disk_bytes_per_s=2e8)) is NO_READ  # 0.1 s for 0.08 s
     assert read_from_disk(replace(WITH_DISK, num_free_blocks=19)) is NO_READ
 

@@ -55,20 +55,6 @@ choices that follow are refused with the first that cannot be of use without the
   arrives d tenant=c following=1 ->
   arrives e tenant=e following=2 ->  # a tenant that has less than another
 
-the other choices stay held while the first one is retried
-  fleet D1 D2
-  arrives a others=b                   -> decode a#1 D1
-  decode_error a#1 TransferFailed once -> decode a#2 D2
-  tokens_from a#2 0 11                 -> deliver a 0: 11; decode b#1 D2
-
-the other choices fail with a first choice that is cancelled
-  fleet D
-  arrives a others=b,c -> decode a#1 D
-  cancelled a          -> cancel a#1; fail a RequestCancelled: cancelled by the client
-                       -> fail b RequestCancelled: cancelled by the client
-                       -> fail c RequestCancelled: cancelled by the client
-  counts               -> queued 0; in flight 0; deadlines 0
-
 the other choices fail with the last attempt of the first one
   fleet D
   arrives a others=b                  -> decode a#1 D
@@ -137,13 +123,6 @@ a full queue gives up the newest request of the tenant with most
 
 a full queue gives up nothing for a request of lower priority
   arrives other tenant=quiet priority=1 -> refused QueueFull: 3 requests are queued, and max_queued is 3
-
-a stream that goes on is not behind the turns of tenants
-  tokens_from f0#1 0 11 12               -> deliver f0 0: 11 12
-  ends f0#1                              -> finish f0 length, local, 2 tokens; decode f1#1 D
-  arrives other tenant=quiet
-  tokens_from f1#1 0 11                  -> deliver f1 0: 11
-  decode_error f1#1 TransferFailed stale -> decode f1#2 D behind 11
 """,
     FLOODED,
 )
@@ -170,12 +149,6 @@ the decode worker computes a prompt that no prefill worker can hold
   enter P blocks=8
   enter D             -> peers D owner P; peers P reader D
   arrives r prompt=33 -> decode r#1 D
-
-a retry returns to the failed worker if no other can hold the request
-  enter small blocks=8
-  enter large
-  arrives r max_tokens=32 -> decode r#1 large
-  decode_error r#1 TransferFailed the peer is gone -> decode r#2 large
 
 a request that waits for a large pool lets shorter ones pass and goes first when it has room
   enter small blocks=8

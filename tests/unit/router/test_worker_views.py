@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from core.handoff import OwnerState, PullerState
 from core.paths import PeerJoined
 from router.operations.fleet_metrics import readings
 from router.requests.events import UpdatePeers
@@ -148,6 +149,17 @@ def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     assert len(peers) > 30, "joining workers learn of different peers"
 
 
+def test_a_fleet_awaits_its_first_prefill_worker_and_no_later_one() -> None:
+    """Decode workers compute the prompts behind the loss of the last one."""
+    router = DrivenRouter(prefill=())
+    view = router.machine.view
+    view.begins_with_prefill = True
+    assert view.awaits_prefill
+    router.fleet("P")
+    router.lost("P")
+    assert not view.awaits_prefill
+
+
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,3 +176,17 @@ def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_som
     monkeypatch.setattr(view, "worker", worker_and_a_report_meanwhile)
     paths = [(labels["state"], value) for metric, value, labels in readings(view)() if metric is Metric.PATHS and value]
     assert paths == [("fine", 1)]
+
+
+def test_the_page_shows_transfers_by_side_and_state_and_what_strangers_sent() -> None:
+    router = DrivenRouter(prefill=(), decode=("D",))
+    counts = {OwnerState.OFFERED: 2, PullerState.READING: 3}
+    router.reports("D", transfers=counts, num_malformed_messages=4, num_dropped_messages=5)
+    found = [(metric, value, labels) for metric, value, labels in readings(router.machine.view)() if value]
+    transfers = {
+        (labels["side"], labels["state"]): value for metric, value, labels in found if metric is Metric.WORKER_TRANSFERS
+    }
+    assert transfers == {("offer", "offered"): 2, ("pull", "reading"): 3}
+    totals = {metric: value for metric, value, _ in found}
+    assert totals[Metric.WORKER_MALFORMED_MESSAGES] == 4
+    assert totals[Metric.WORKER_DROPPED_MESSAGES] == 5

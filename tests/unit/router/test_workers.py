@@ -182,13 +182,10 @@ def taken(*reports: tuple[float, int, int]) -> ReleaseRate:
     return rate
 
 
-def test_a_worker_that_holds_blocks_for_ten_seconds_releases_a_tenth_each_second() -> None:
+def test_time_without_requests_does_not_slow_the_release() -> None:
+    """A worker that holds blocks for ten seconds releases a tenth of them each second."""
     steady = [(float(second), 200, 20 * second) for second in range(60)]
     assert taken(*steady).blocks_per_s == pytest.approx(20.0, rel=0.02)
-
-
-def test_time_without_requests_does_not_slow_the_release() -> None:
-    steady = [(float(second), 200, 20 * second) for second in range(60)]
     idle = [(60.0 + second, 0, 1400) for second in range(300)]
     assert taken(*steady, *idle).blocks_per_s == 0.0, "nothing is held"
     assert taken(*steady, *idle, (400.0, 200, 1400)).blocks_per_s == pytest.approx(20.0, rel=0.4)

@@ -408,11 +408,12 @@ def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_o
 
 def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
     replay = TierReplay("decode", "keep 9")
-    for pauses in (1, 2, 4):
+    for pauses in (1, 2, 4, 0, 1):  # 0: a read succeeds
         replay.line("seek a 10")
-        replay.line(f"disk 0 end=failed read={replay.tier._next_read}")
+        end = f"disk 0 end=failed read={replay.tier._next_read}" if pauses else f"disk read={replay.tier._next_read}"
+        replay.line(end)
         replay.line("run")
-        assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses - 0.1) is None
+        assert not pauses or replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses - 0.1) is None
         assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses) is not None
         replay.evict()
         replay.later(FIRST_PAUSE_S * pauses)

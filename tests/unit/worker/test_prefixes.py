@@ -131,6 +131,14 @@ prompts with the same prefix wait for one read
   run                           -> tokens a 0: 10 11; tokens b 0: 14 15
                                 -> done a length, cached 8, read 8; done b length, cached 8, read 8
 
+the part that the worker has takes room from the rest
+  decode blocks=8
+  arrive b 4 max=1              -> first step b 0+4
+  run                           -> tokens b 0: 4; done b length
+  arrive r 8 first=60 max=2     -> first step r 0+8
+  seek a 26 prefix=24
+  blocks                        -> held 2
+
 a prompt with a longer prefix has a read of its own
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
   seek b 14 prefix=12 ticket=8  -> want 8: 0..2
@@ -208,10 +216,10 @@ a read ends before a running sequence is preempted or asked to move
   decode blocks=9
   arrive r 4 first=60 max=16    -> first step r 0+4
   step                          -> step r 4+1; tokens r 0: 4
-  arrive q 8 first=80 max=12
+  arrive q 8 first=80 max=9
   step                          -> step r 5+1, q 0+7; tokens r 1: 5
   seek a 14 prefix=12 limit=9   -> connect peer; want 9: 0..2
-  step                          -> step r 6+1, q 7+1; tokens r 2: 6; ask to move q (room)
+  step                          -> step r 6+1, q 7+1; tokens r 2: 6
   step                          -> step r 7+1, q 8+1; tokens r 3: 7, q 0: 8
   step                          -> step r 8+1, q 9+1; tokens r 4: 8, q 1: 9; release 9 overloaded
   load                          -> serving; waiting 1; promised 4
@@ -255,6 +263,10 @@ a prefix is read before the prompt is computed and offered with it
   release 1
   blocks
 
+a source that is late costs its time
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  wait 0.6                      -> first step a 0+8; release 9 deadline
+
 a full queue refuses a prompt with a source
   prefill max_waiting=1
   arrive b 8 first=40 ticket=2  -> first step b 0+8; connect peer
@@ -275,6 +287,11 @@ a read gives its blocks to prompts of higher rank
   seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
   arrive p 40 first=80 ticket=3 -> first step p 0+8; release 9 overloaded
   blocks                        -> held 2
+
+a read keeps its blocks if higher ranks have theirs
+  prefill blocks=11
+  seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
+  arrive p 4 first=80 ticket=3  -> first step p 0+4
 
 a prompt that stalls behind a read of higher rank gets its blocks before an offer is withdrawn
   prefill blocks=11

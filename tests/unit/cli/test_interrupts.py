@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM of `tandem serve` before its loop runs, and while Ray closes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from cli.exit_codes import INTERRUPTED
+
+SERVE = """
+import sys, time
+import cli.commands.serve, fleet.ray.cluster
+from cli.interrupts import run_interruptible
+from cli.main import run
+
+class Cluster:
+    def close(self):
+        print("closing", flush=True)
+        time.sleep(TIMEOUT_S)
+
+async def drained():
+    pass
+
+def wait_for_ray():
+    print("starting", flush=True)
+    time.sleep(TIMEOUT_S)
+
+fleet.ray.cluster.begin = lambda _: Cluster()
+phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
+cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print)
+run()
+"""
+TIMEOUT_S = 60.0
+STOPS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("phase", ["starts", "closes"])
+def test_a_signal_outside_the_loop_closes_ray_and_another_one_ends_the_process(
+    phase: str, number: signal.Signals
+) -> None:
+    program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
+    with subprocess.Popen([sys.executable, "-c", program, phase], stdout=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        if phase == "starts":
+            assert "starting\n" in iter(serve.stdout.readline, "")
+            serve.send_signal(number)
+        assert "closing\n" in iter(serve.stdout.readline, "")
+        serve.send_signal(number)
+        assert serve.wait(TIMEOUT_S / 2) == INTERRUPTED
