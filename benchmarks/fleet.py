@@ -33,12 +33,12 @@ import psutil
 
 from benchmarks.asking import Answer, random_prompts, request_of, whole
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
-from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
 from tandem_client.stubs.inference_pb2 import GenerateRequest
+from tests.support.child_processes import tandem
 
 PORT = 50651
 ADDRESS = f"127.0.0.1:{PORT}"

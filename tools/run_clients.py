@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of
 from model_files.catalogue import default_cache_dir
+from tests.support.child_processes import tandem
 from tools import install_peers
 from tools.install_peers import make_environment
 

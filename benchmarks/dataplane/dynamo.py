@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.dataplane import load
 from benchmarks.dataplane.counting_clients import HttpStream, receive_for
 from benchmarks.dataplane.load import Measured
-from benchmarks.processes import cpu_s, serving
+from tests.support.child_processes import cpu_s, serving
 from tests.support.service_process import cores, pinned_to
 from tools import install_peers
 

@@ -39,7 +39,6 @@ from benchmarks.engine.figures import (
     start_line,
 )
 from benchmarks.engine.programs import Start
-from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
 from core.request import SamplingParams
@@ -47,6 +46,7 @@ from core.step import ScheduledChunk, SequenceView
 from engine.gpu.runner import GpuRunner
 from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
+from tests.support.child_processes import ChildEnded, ChildProcess
 from text.tokenizer import load_tokenizer
 from tools.install_peers import MODEL
 

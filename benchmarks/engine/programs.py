@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import ChildProcess
 from core.config import EngineConfig
 from engine.backend import choose_dtype
 from model_files.model_source import resolve_model
+from tests.support.child_processes import ChildProcess
 from tools.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
 
 HERE = Path(__file__).parent

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.engine.programs import FIRST_WORD_ID, LAST_WORD_ID
-from benchmarks.processes import obey, take_stdout
 from benchmarks.runner_driver import RunnerDriver, fill_with_noise, request
 from core.config import EngineConfig
 from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
+from tests.support.child_processes import obey, take_stdout
 
 LIMITS = StepLimits(max_running=64, max_batched_tokens=512)
 READ_BYTES = 1 << 29  # far more than any cache

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask, ask_at
 from benchmarks.engine import programs
-from benchmarks.processes import ChildProcess, tandem
 from simulator.replay.trace import TraceRequest
 from tandem_client import AsyncClient
+from tests.support.child_processes import ChildProcess, tandem
 
 PORT = 18651
 ADDRESS = f"127.0.0.1:{PORT}"

@@ -29,12 +29,12 @@ from pathlib import Path
 from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, random_prompts, whole
 from benchmarks.gpu_sections.harness import query_gpu
 from benchmarks.gpu_sections.section import BIG_MODEL, TINY_MODEL, Section
-from benchmarks.processes import serving, tandem
 from benchmarks.report import Line, percentile
 from benchmarks.runner_driver import NO_LIMIT_MS
 from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
+from tests.support.child_processes import serving, tandem
 from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 GRPC_PORT, HTTP_PORT = 50_671, 50_672

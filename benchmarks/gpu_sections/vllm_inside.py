@@ -27,11 +27,11 @@ import psutil
 
 from benchmarks.asking import ask, random_prompts, streams, until
 from benchmarks.gpu_sections.section import TINY_MODEL, Section
-from benchmarks.processes import tandem
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient, Completion
+from tests.support.child_processes import tandem
 from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 PORT = 50_681

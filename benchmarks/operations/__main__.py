@@ -23,11 +23,11 @@ from functools import partial
 
 from benchmarks.asking import ask, random_prompts, until
 from benchmarks.operations import moves, prefixes
-from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
+from tests.support.child_processes import tandem
 
 PORT = 50655
 ADDRESS = f"127.0.0.1:{PORT}"

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.processes import ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
 from benchmarks.transfer.side import Spec, packed, unpacked
 from core.config import EngineConfig, TransferConfig
 from core.kv_layout import KVLayout
+from tests.support.child_processes import ChildProcess
 
 POOL_BYTES = 512 << 20
 SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating

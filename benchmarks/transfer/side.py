@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import obey, take_stdout
 from cli.compose import open_transport
 from core.config import EngineConfig, TransferConfig
 from core.handoff import AgentAddress
@@ -34,6 +33,7 @@ from engine.runner import run_step
 from fleet.host.service_host import SWITCH_INTERVAL_S
 from kv_transfer.protocol.events import PullCompleted
 from kv_transfer.transports.transport import PoolMemory
+from tests.support.child_processes import obey, take_stdout
 from tests.support.transfer_worker import Result, TransferWorker, host_pool
 
 TIMEOUT_S = 120.0

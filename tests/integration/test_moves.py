@@ -85,7 +85,7 @@ async def known_as(deployment: Deployment, worker: WorkerService, role: ServiceR
         return record is not None and record.role is role and not record.leaves
 
     await until(is_known, f"the router knows {worker_id} as {role.value} worker")
-    await wait_until_known(deployment, len(deployment.endpoints))
+    await wait_until_known(deployment.router, len(deployment.endpoints))
     await wait_until_met(deployment)
 
 

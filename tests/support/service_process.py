@@ -27,7 +27,6 @@ from typing import IO, Any, TextIO
 import grpc.aio
 import uvloop
 
-from benchmarks.processes import ChildProcess, obey_on_loop, take_stdout
 from core.config import TandemConfig, from_mapping
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
@@ -40,6 +39,7 @@ from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
 from runtime.named_function import load_function
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tests.support.child_processes import ChildProcess, obey_on_loop, take_stdout
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.processes import START_TIMEOUT_S
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
+from tests.support.child_processes import START_TIMEOUT_S
 from tests.support.ports import free_port
 from tests.support.service_process import ROOT
 

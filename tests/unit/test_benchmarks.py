@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import processes
 from benchmarks.engine.figures import VLLM
-from benchmarks.processes import ChildEnded, ChildProcess, serving
 from benchmarks.report import Line, Report, run_parts
+from tests.support import child_processes
+from tests.support.child_processes import ChildEnded, ChildProcess, serving
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -62,7 +62,7 @@ def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported
 def test_a_server_runs_with_its_children_from_its_ready_line_to_the_end_of_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
+    monkeypatch.setattr(child_processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
     sleeps = "import subprocess, time; subprocess.Popen(['sleep', '600'])"
     program = f"{sleeps}; print('serving at once', flush=True); time.sleep(600)"
     with serving([sys.executable, "-c", f"print('warms up'); {program}"], "^serving ") as process_id:
@@ -117,7 +117,7 @@ def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, m
 
 BLOCKED_STACK = """
 import contextlib, sys, time
-from benchmarks.processes import serving
+from tests.support.child_processes import serving
 from tools import check_matrix
 
 @contextlib.asynccontextmanager

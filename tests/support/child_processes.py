@@ -1,11 +1,11 @@
-"""The processes that benchmarks start: measured programs that obey commands, and servers that only run.
+"""The processes that tests and benchmarks start: programs that obey commands, and servers that only run.
 
     ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
     serving         runs a server from its ready line to the end of the block; `tandem` runs `tandem serve`
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
-vLLM's environment imports it, too. The tests use it for the processes of their fleets.
+vLLM's environment imports it, too.
 """
 
 from __future__ import annotations
