@@ -98,15 +98,17 @@ class Wake:
     def __init__(self, clock: Clock, commands_at: tuple[float, ...] = ()) -> None:
         self.clock, self.commands_at = clock, list(commands_at)
         self.pauses: list[tuple[float, float]] = []  # (when, for how long at most)
+        self.is_set = False
 
     def wait(self, timeout: float) -> bool:
         self.pauses.append((self.clock.now, timeout))
         is_set = bool(self.commands_at) and self.commands_at[0] <= self.clock.now + timeout
         self.clock.now = max(self.clock.now, self.commands_at.pop(0)) if is_set else self.clock.now + timeout
+        self.is_set |= is_set
         return is_set
 
     def clear(self) -> None:
-        pass
+        self.is_set = False
 
     def set(self) -> None:
         pass
@@ -134,6 +136,7 @@ def run_agent(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: b
 
     wire.poll = poll_until_the_end  # type: ignore[method-assign]
     agent._run_until_closed(cast(Any, wire))
+    assert not wake.is_set, "a command that was taken wakes the thread again and again"
 
 
 def test_it_does_not_sleep_at_once(clock: Clock) -> None:

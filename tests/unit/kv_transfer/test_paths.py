@@ -283,6 +283,7 @@ def test_a_probe_that_fails_makes_a_slow_path_that_says_why() -> None:
     reader.answer_all()
     reader.post(ProbeFailed("owner", "65536 bytes in 2.1 s: cancelled"))
     assert str(reader.path()) == "slow: a probe failed: 65536 bytes in 2.1 s: cancelled"
+    assert reader.path().bytes_per_s == 0.0
 
 
 def test_another_model_is_refused_by_the_names_of_the_fields_and_told_once() -> None:
@@ -320,6 +321,9 @@ def test_a_worker_that_left_is_disconnected_and_its_path_forgotten() -> None:
         reader.post(late)
     assert reader.machine.paths == ()
     assert reader.machine.next_deadline() is None
+    reader.of(Connect)
+    reader.join(agent("owner"))
+    assert reader.of(Connect) == [Connect(agent("owner"))]
 
 
 def test_paths_are_bounded_and_a_fine_one_makes_room() -> None:
