@@ -127,7 +127,7 @@ def run_agent(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: b
     pool = PoolMemory(0, 4, LAYOUT, memoryview(buffer))
     agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: cast(Any, wire), lambda _: None)
     agent._wake = cast(Any, wake)
-    agent._active = active
+    agent.perform([], active)
     end, poll = clock.now + seconds, wire.poll
 
     def poll_until_the_end() -> list[TransportEvent]:

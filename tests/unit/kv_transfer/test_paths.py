@@ -108,6 +108,7 @@ class Reader:
         while probes := self.of(ProbePath):
             (probe,) = probes
             sizes.append(probe.num_bytes)
+            assert probe.timeout_s == pytest.approx(probe.num_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s)
             self.post(PathProbed(probe.peer, probe.num_bytes, probe.num_bytes / bytes_per_s, seen))
         return sizes
 
@@ -273,6 +274,9 @@ def test_no_probe_runs_while_a_pull_does() -> None:
     reader.take(reader.machine.reserve_pull(1, agent("owner"), reader.now))
     reader.actions = [*pings]
     reader.answer_all()
+    due = reader.machine.next_deadline()
+    assert due is not None
+    assert due > reader.now
     reader.pass_time(2.0)
     assert not reader.of(ProbePath)
 
