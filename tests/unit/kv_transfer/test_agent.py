@@ -45,6 +45,7 @@ class CopyingWire:
         return handle == len(self.done)
 
     def poll(self) -> list[TransportEvent]:
+        assert len(self.done) < 100, "a read is not started"
         self.done.append("poll")
         return []
 
