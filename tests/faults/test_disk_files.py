@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,6 @@ class Kept:
     worker: WorkerService
     path: Path
 
-    @property
-    def descriptor(self) -> int:
-        disk = self.worker._parts.disk
-        assert disk is not None
-        return disk._file._disk._descriptor  # type: ignore[attr-defined, no-any-return]
-
 
 def cut(kept: Kept) -> None:
     os.truncate(kept.path, 0)
@@ -61,21 +55,6 @@ def without_its_directory(kept: Kept) -> None:
 def replaced(kept: Kept) -> None:
     kept.path.rename(kept.path.with_suffix(".old"))
     kept.path.write_bytes(b"another program's" * 1000)
-
-
-@contextlib.contextmanager
-def _broken(kept: Kept) -> Iterator[None]:
-    """Every read and write of the file is an error."""
-    good, (read_end, write_end) = os.dup(kept.descriptor), os.pipe()
-    os.dup2(write_end, kept.descriptor)
-    yield
-    os.dup2(good, kept.descriptor)
-    for descriptor in (good, read_end, write_end):
-        os.close(descriptor)
-
-
-def broken(kept: Kept) -> AbstractContextManager[None]:
-    return _broken(kept)
 
 
 def full(_: Kept) -> AbstractContextManager[None]:
@@ -95,7 +74,6 @@ CASES = [
     Case(cut),
     Case(without_its_directory, NUM_CACHED, 0, 0),  # the process has the file as long as it lives
     Case(replaced, NUM_CACHED, 0, 0),
-    Case(broken, num_left=NUM_CACHED),
     Case(full, NUM_CACHED, 1, NUM_CACHED),
 ]
 

@@ -5,6 +5,7 @@ Real gRPC, agents and machines; the memory transport makes the faults and counts
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -54,6 +55,20 @@ async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, e
         raise AssertionError("no run passed untouched")
     assert met >= 4, "WANT, READY, a read and RELEASE at least; the two have met before"
     assert nth == met + 1
+
+
+async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config(local_prefill="never")) as deployment:
+        other = await bystander(deployment)
+        for nth in range(1, 2000):
+            fabric.fail_operation(nth, TransportError("nothing goes"))
+        streams = [Stream(deployment.inference, prompt_of(20 + n), timeout_s=8.0) for n in range(4)]
+        await asyncio.gather(*(stream.right_or_typed() for stream in streams))
+        assert fabric.faults_done["fail"] >= 1
+        for stream in streams:  # one failed message loses the peer for all that is under way
+            assert stream.answer.end is None or stream.finished.attempts > 1, "it met no failure"
+        await other.right()
+        await deployment.settle()
 
 
 # ---- corrupt bytes

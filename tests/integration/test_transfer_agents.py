@@ -18,8 +18,6 @@ from core.handoff import AbortReason, Release
 from kv_transfer.agent import NICENESS
 from kv_transfer.protocol.events import (
     AgentFailed,
-    Connect,
-    SendMessage,
 )
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
@@ -129,19 +127,3 @@ def test_a_peer_that_cannot_be_reached_is_reported_lost(hand_off: HandOff) -> No
     hand_off.puller.act(hand_off.puller.machine.reserve_pull(TRANSFER_ID, ghost, time.monotonic()))
     run_until_results([hand_off.puller], 1)
     hand_off.assert_failed(AbortReason.PEER_LOST)
-
-
-def test_closing_performs_what_is_queued(fabric: MemoryFabric, hand_off: HandOff) -> None:
-    hand_off.run()
-    seen: list[str] = []
-
-    def fate(_sender: str, receiver: str, _payload: bytes) -> tuple[int, ...]:
-        seen.append(receiver)
-        return (0,)
-
-    fabric.fate = fate
-    owner = hand_off.owner.machine.address
-    message = SendMessage(owner.name, Release(1, 1, 1, None))
-    hand_off.puller.agent.perform([Connect(owner)] + [message] * 10, active=False)
-    hand_off.puller.close()
-    assert seen == [owner.name] * 10

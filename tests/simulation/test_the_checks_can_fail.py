@@ -16,7 +16,7 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.prompt_order import QUANTUM_S, PromptOrder, _Level
 from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
-from core.step import SampledToken, ScheduledChunk
+from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
@@ -52,7 +52,6 @@ from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual import world
 from simulator.virtual.calls import Call
 from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
-from simulator.virtual.memory import Memory
 from simulator.virtual.world import SimulationError
 from tests.support.draining_worlds import draining
 from vllm_worker.engine import Prompt
@@ -354,12 +353,6 @@ def a_worker_that_keeps_the_calls_of_a_broken_token_stream(_: Any, self: WorkerS
     self.token_streams.pop(stream.call_id, None)
 
 
-@broken("is right", method=Puller.on_read_finished, first_seed=11)
-def a_transfer_that_accepts_wrong_digests(end: Any, self: Puller, event: Any, now: float) -> Actions:
-    found: Actions = end(self, replace(event, digests=()), now)
-    return found
-
-
 READ_ENDS = {name: getattr(Puller, name) for name in ("on_read_finished", "on_read_timed_out", "on_read_failed")}
 
 
@@ -448,13 +441,6 @@ def a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step(
     if sequence.sequence_id in self.queues.ending:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-
-
-@broken("is right", method=Memory._sample)
-def a_runner_that_takes_wrong_guesses_for_tokens(
-    sample: Any, self: Memory, chunk: ScheduledChunk
-) -> tuple[SampledToken, ...]:
-    return (*map(SampledToken, chunk.drafts), *sample(self, chunk)[-1:])
 
 
 @broken("received tokens from index 0", method=RouterMachine._on_arrived, change=dying_routers)

@@ -66,6 +66,7 @@ class DrivenWorker:
     def post(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
         self.machine.check()
+        assert self.machine.transfers_alive == self.machine.transfers.alive
         for action in actions:
             self._by_kind[type(action)].append(action)
             if isinstance(action, SendMessage):

@@ -173,6 +173,7 @@ the target wants blocks to come, tells at once what it has, and takes fewer
   decode blocks=32
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
   ready 1 0..2                -> read 1: 0..2
+  load                        -> serving; promised 10
   reads                       -> heartbeat 1: ready 3 verified 3
   ready 1 3 tokens=12,13,14   -> read 1: 3
   reads                       -> first step a 14+1; release 1; tokens a 2: 12, a 3: 13, a 4: 14; handed over a 5

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from core.errors import TransportError
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PathStatus
-from kv_transfer.location import COPIED_BYTES, locate
+from kv_transfer.location import COPIED_BYTES, link_speed, locate
 from kv_transfer.path_probe import (
     MAX_DEVICE_PROBE_BYTES,
     MAX_PROBE_BYTES,
@@ -222,6 +223,19 @@ def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is(
     assert not location.on_gpu
     assert (array[: COPIED_BYTES + PROBE_BYTES] == 3).all()
     assert (array[COPIED_BYTES + PROBE_BYTES :] == 4).all()
+
+
+@pytest.mark.parametrize(("allowed", "bits_per_s"), [("", 200e9), ("mlx5_0:1", 100e9)])
+def test_the_link_is_the_fastest_rdma_port_that_ucx_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, bits_per_s: float
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", allowed)
+    monkeypatch.setattr(psutil, "net_if_stats", dict)
+    for device, rate in (("mlx5_0", "100 Gb/sec (4X EDR)"), ("mlx5_1", "200 Gb/sec (4X HDR)")):
+        port = tmp_path / device / "ports/1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(rate)
+    assert link_speed(tmp_path / "net", tmp_path) == bits_per_s / 8
 
 
 def test_a_pool_that_lies_in_the_caches_promises_nothing(pair: Pair) -> None:

@@ -108,6 +108,7 @@ class Reader:
         while probes := self.of(ProbePath):
             (probe,) = probes
             sizes.append(probe.num_bytes)
+            assert probe.timeout_s == pytest.approx(probe.num_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s)
             self.post(PathProbed(probe.peer, probe.num_bytes, probe.num_bytes / bytes_per_s, seen))
         return sizes
 
@@ -273,6 +274,9 @@ def test_no_probe_runs_while_a_pull_does() -> None:
     reader.take(reader.machine.reserve_pull(1, agent("owner"), reader.now))
     reader.actions = [*pings]
     reader.answer_all()
+    due = reader.machine.next_deadline()
+    assert due is not None
+    assert due > reader.now
     reader.pass_time(2.0)
     assert not reader.of(ProbePath)
 
@@ -283,6 +287,7 @@ def test_a_probe_that_fails_makes_a_slow_path_that_says_why() -> None:
     reader.answer_all()
     reader.post(ProbeFailed("owner", "65536 bytes in 2.1 s: cancelled"))
     assert str(reader.path()) == "slow: a probe failed: 65536 bytes in 2.1 s: cancelled"
+    assert reader.path().bytes_per_s == 0.0
 
 
 def test_another_model_is_refused_by_the_names_of_the_fields_and_told_once() -> None:
@@ -320,6 +325,9 @@ def test_a_worker_that_left_is_disconnected_and_its_path_forgotten() -> None:
         reader.post(late)
     assert reader.machine.paths == ()
     assert reader.machine.next_deadline() is None
+    reader.of(Connect)
+    reader.join(agent("owner"))
+    assert reader.of(Connect) == [Connect(agent("owner"))]
 
 
 def test_paths_are_bounded_and_a_fine_one_makes_room() -> None:

@@ -57,6 +57,7 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
 def test_more_transfers_than_the_limit_are_refused() -> None:
     pair = Pair(TransferConfig(max_transfers=1))
     pair.offer([0])
+    assert pair.owner.machine.num_by_state() == {OwnerState.OFFERED: 1}
     pair.reserve_pull()
     with pytest.raises(QueueFull):
         pair.owner.machine.offer(1, pair.puller.address, math.inf, 0.0)

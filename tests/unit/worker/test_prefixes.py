@@ -139,21 +139,12 @@ the part that the worker has takes room from the rest
   seek a 26 prefix=24
   blocks                        -> held 2
 
-a prompt with a longer prefix has a read of its own
+a prompt that differs in length, salt, tokens or limit has a read of its own
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 14 prefix=12 ticket=8  -> want 8: 0..2
-
-prompts with one salt do not wait for the read of another
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 salt=s -> want 8: 0 1
-
-a prompt with other tokens in the block has a read of its own
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 first=2 -> want 8: 0 1
-
-no prompt waits longer than its own limit
-  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 limit=0.4 -> want 8: 0 1
+  seek longer 14 prefix=12 ticket=8 -> want 8: 0..2
+  seek salted 10 prefix=8 ticket=7 salt=s -> want 7: 0 1
+  seek other 10 prefix=8 ticket=6 first=2 -> want 6: 0 1
+  seek hurried 10 prefix=8 ticket=5 limit=0.4 -> want 5: 0 1
 
 the others compute when the call that reads is cancelled
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
@@ -341,13 +332,11 @@ only what the reader lacks stays leased
   asked 9 12                    -> connect peer; ready 9:; digests 2; ready 9: 1 2 last
   blocks                        -> leased 2
 
-a prefix of other tokens is not offered
+a prefix of other tokens or with another salt is not offered
   asked 9 12 first=2            -> connect peer
   want 9 0..2                   -> ready 9: last
   release 9
-
-a prefix with another salt is not offered
-  asked 9 12 salt=s             -> connect peer
+  asked 8 12 salt=s
   blocks
 
 a reader that never comes keeps no block
