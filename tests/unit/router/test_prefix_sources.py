@@ -30,7 +30,7 @@ from router.routing.policy import (
     WorkerView,
 )
 from router.routing.source_trial import SourceTrial
-from tests.unit.router.driving_router import CONFIG, LAYOUT, SERVING, DrivenRouter, agent, transcripts
+from tests.unit.router.driving_router import LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
@@ -368,13 +368,6 @@ def test_reads_and_hand_offs_take_their_links_once_for_each_router(num_routers: 
     hand_off_s, read_s = 11 * block_bytes / UNKNOWN_BYTES_PER_S, MESSAGE_S + 10 * block_bytes / UNKNOWN_BYTES_PER_S
     links = [(table.chosen(name).link_until - router.now) / num_routers for name in ("S", "P", "D")]
     assert links == pytest.approx([read_s, read_s + hand_off_s, read_s + hand_off_s])
-
-
-def test_without_reads_no_hand_off_is_timed() -> None:
-    router = DrivenRouter(replace(CONFIG, peer_prefixes="never"))
-    router.arrives("r")
-    assert router.of(events.StartPrefill)
-    assert all(record.link_until == 0.0 for record in router.machine.workers)
 
 
 def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:

@@ -45,19 +45,6 @@ a worker that is lost learns nothing more
   reports P
   time 5 -> peers P left D
 
-a peer that joins late is kept
-  fleet P D
-  paths D P Plate
-  time 5
-  enter Plate -> peers Plate reader D; peers D owner Plate
-  reports P
-  reports D
-  time 9
-  reports P
-  reports D
-  reports Plate
-  time 9
-
 a worker learns of an absent peer that it reports later
   fleet P D
   time 9
@@ -85,21 +72,6 @@ a load is the report and the calls that had not arrived
   # The end is faster than the next report.
   decode_error b#1 WorkerUnavailable reset
   load D              -> D 0.09 s, 4 sequences, 64 blocks
-
-a call on the way counts once for each router with open calls
-  # Every router sees the same reports and chooses alike, and their calls on the way are unseen.
-  fleet D E
-  arrives a prompt=20 -> decode a#1 D
-  load D              -> D 0.02004 s, 1 sequences, 59 blocks
-  reports E num_calls=2 routers=second:9:1,third:5:1
-  load D E            -> D 0.06012 s, 1 sequences, 49 blocks; E 0 s, 2 sequences, 64 blocks
-  reports D backlog=0.007 num_calls=1 routers=second:8:1
-  load D              -> D 0.06712 s, 2 sequences, 49 blocks
-  # The second router has a call on D, the third none.
-  reports E
-  load D              -> D 0.04708 s, 2 sequences, 54 blocks
-  reports D backlog=0.02 num_calls=1 routers=router:1:1
-  load D              -> D 0.02 s, 1 sequences, 64 blocks
 
 a router whose worker is lost counts no more
   fleet D E
