@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from core.config import ClusterConfig
@@ -139,7 +141,7 @@ def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
     check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
 
 
-REASONS = [
+REASONS: list[tuple[GpuUse, dict[str, Any], str]] = [
     (GpuUse.NEVER, {}, "Ray has not placed it yet"),
     (GpuUse.ALWAYS, {}, "no GPU is free"),
     (GpuUse.ALWAYS, {"decode_memory_mb": 64}, "no GPU is free or 64 MB of memory are not free"),
@@ -162,7 +164,7 @@ REASONS = [
     ),
     (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, "no machine has a free 'decode'"),
 ]
-OF_ROUTERS = [
+OF_ROUTERS: list[tuple[GpuUse, dict[str, Any], str]] = [
     (GpuUse.ALWAYS, {"address": "head:6379"}, "Ray has not placed it yet"),
     (GpuUse.ALWAYS, {"address": "head:6379", "router_resource": "edge"}, "no machine has a free 'edge'"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,7 +116,7 @@ STEP_S = 0.512 + COST.step_s  # of a full step
     ],
 )
 def test_a_prompt_waits_for_the_prompts_that_go_first_and_the_step_that_runs(
-    num_tokens: int, busy: dict[str, object], now: float, queue_s: float
+    num_tokens: int, busy: dict[str, Any], now: float, queue_s: float
 ) -> None:
     assert pair(num_tokens, view("p", **busy), view("d"), now).queue_s == pytest.approx(queue_s)
 
@@ -255,7 +256,7 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
     ],
 )
 def test_among_more_decode_workers_than_are_paired_the_cheapest_is_found(
-    better: dict[str, int], others: dict[str, object]
+    better: dict[str, int], others: dict[str, Any]
 ) -> None:
     decode = [*(view(f"d{number}", block_bytes=10**7, **others) for number in range(MAX_PAIRED + 2))]
     found = ask(800, [view("p")], [*decode, view("dz", block_bytes=10**7, **better)])
