@@ -73,13 +73,6 @@ def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
     assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
 
 
-def test_a_decode_worker_alone_reads_too() -> None:
-    reader = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
-    question = RoutingQuestion(100, [], [(reader, 0)], False, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(AUTO).candidates(question)[0]
-    assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
-
-
 @pytest.mark.parametrize(("num_tokens", "num_read"), [(80, 76), (81, 80)])
 def test_the_last_token_of_a_prompt_is_not_read(num_tokens: int, num_read: int) -> None:
     for reader in (replace(READER, paths={"S": PATH}), WITH_DISK):

@@ -116,12 +116,6 @@ a request ends at its deadline during its prompt
                         -> fail r DeadlineExceeded: the deadline passed in stage prefill
   counts                -> queued 0; in flight 0; deadlines 0
 
-a retry gets the time that remains to the deadline
-  fleet P D
-  arrives r timeout_s=5 -> decode r#1 D from P/1 in 5 s; prefill r#1 P for D/1 in 5 s
-  time 2
-  prefill_error r#1 WorkerUnavailable connection reset -> cancel r#1; decode r#2 D in 3 s
-
 a request that is cancelled in the queue ends at once
   fleet P
   arrives r

@@ -22,13 +22,6 @@ a joining worker and the other pool learn of each other, and of its loss
   enter P2 -> peers P2 reader D0 reader D1; peers D0 owner P2; peers D1 owner P2
   lost P2  -> peers D0 left P2; peers D1 left P2
 
-a worker lost by silence is announced again after its next snapshot
-  fleet P D
-  time 5
-  reports D
-  time 6  -> peers D left P
-  enter P -> peers P reader D; peers D owner P
-
 a worker learns of a peer that died while no router ran
   # A new router: "dead" was a worker of an earlier router, and may still join.
   fleet P D

@@ -249,10 +249,6 @@ def test_a_decode_worker_without_a_prefill_worker_of_its_version_computes_prompt
     assert pairs(workers) == {("p-old", "d-old"), (None, "d-new")}
 
 
-def test_a_failed_worker_of_one_version_is_avoided_while_another_version_serves() -> None:
-    assert pairs(table(*BOTH, config=NEVER_LOCAL), frozenset({"d-old"})) == {("p-new", "d-new")}
-
-
 @pytest.mark.parametrize("version", [OLD, NEW])
 def test_a_worker_learns_only_of_peers_of_its_version(version: int) -> None:
     joining = of_version("d-2", D, version)
