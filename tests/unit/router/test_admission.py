@@ -51,8 +51,9 @@ requests wait as long as a start takes that the planner begins
   config worker_wait_s=7.0
   arrives r timeout_s=1000
   start_expected 60
-  time 89
-  time 2 -> fail r WorkerUnavailable: no decode worker is serving
+  time 74.9
+  start_expected 50
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
 
 a shorter time without workers ends requests that wait already
   arrives r

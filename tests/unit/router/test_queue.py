@@ -111,6 +111,7 @@ test_tenants = transcripts(
 a full queue gives up the newest request of the tenant with most
   arrives more tenant=flood  -> refused QueueFull: 3 requests are queued, and max_queued is 3
   arrives other tenant=quiet -> fail f3 QueueFull: 3 requests are queued, and max_queued is 3
+  arrives third tenant=third -> fail f2 QueueFull: 3 requests are queued, and max_queued is 3
   counts                     -> queued 3; in flight 1; deadlines 7
 
 a full queue gives up nothing for a request of lower priority

@@ -67,9 +67,9 @@ a load is the report and the calls that had not arrived
   load D              -> D 0.09 s, 4 sequences, 64 blocks
 
 a router whose worker is lost counts no more
-  fleet D E
+  fleet D
   arrives a prompt=20 -> decode a#1 D
-  reports E num_calls=2 routers=second:9:1
+  enter E routers=second:9:1
   load D              -> D 0.04008 s, 1 sequences, 54 blocks
   lost E
   load D              -> D 0.02004 s, 1 sequences, 59 blocks
