@@ -69,15 +69,15 @@ def test_each_role_asks_for_its_own_memory_with_a_gpu_and_without() -> None:
 
 
 def test_a_single_machine_with_too_little_memory_is_refused_by_name() -> None:
-    claims, machine = Claims(ClusterConfig(decode_memory_mb=600)), {"memory": 1000.0 * 1024 * 1024}
-    check_memory(claims, {P: 1, D: 1, R: 1}, machine)
+    claims, machine = Claims(ClusterConfig(decode_memory_mb=500)), {"memory": 1000.0 * 1024 * 1024}
+    check_memory(claims, {P: 1, D: 2, R: 1}, machine)
     with pytest.raises(
-        ConfigError, match=r"ask for 1200 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
+        ConfigError, match=r"ask for 1500 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
     ):
-        check_memory(claims, {P: 1, D: 2, R: 1}, machine)
+        check_memory(claims, {P: 1, D: 3, R: 1}, machine)
 
 
-@pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (GPU_MACHINE, GpuUse.ALWAYS)])
+@pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (CPU_MACHINE | {"GPU": 1.0}, GpuUse.ALWAYS)])
 def test_a_single_machine_settles_whether_its_workers_use_gpus(machine: dict[str, float], use: GpuUse) -> None:
     assert Claims(ClusterConfig(), GpuUse.IF_PRESENT).settled(machine).gpu_use is use
 
@@ -141,7 +141,7 @@ def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
     check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
 
 
-REASONS = [
+REASONS: list[tuple[GpuUse, dict[str, Any], str]] = [
     (GpuUse.NEVER, {}, "Ray has not placed it yet"),
     (GpuUse.ALWAYS, {}, "no GPU is free"),
     (GpuUse.ALWAYS, {"decode_memory_mb": 64}, "no GPU is free or 64 MB of memory are not free"),

@@ -97,6 +97,13 @@ a start that cannot succeed fails the fleet once before it has served
   time 0.1       -> kill decode-2
                 -> say decode-2 did not start: no answer within 50 s (cluster.start_timeout_s), starting it again in 1 s
 
+a start that is too slow fails a fleet that has not served
+  begin   -> start prefill-0; start decode-0; start router-0
+  placed decode-0
+  time 50 -> say prefill-0 waits for a machine: Ray has not placed it yet; kill decode-0
+          -> failed decode-0: no answer within 50 s (cluster.start_timeout_s)
+          -> say router-0 waits for a machine: Ray has not placed it yet
+
 before the fleet has served a start is attempted three times
   begin         -> start prefill-0; start decode-0; start router-0
   placed decode-0

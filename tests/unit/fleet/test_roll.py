@@ -7,32 +7,24 @@ from tests.unit.fleet.driving_fleet import transcripts
 test_rolls = transcripts(
     """
 a roll replaces one service at a time with the new one before the old and routers last
-  fleet prefill=2 routers=2
+  fleet prefill=2
   roll              -> say fleet rolls to config 2; start prefill-2 config 2 for prefill-0
                     -> say prefill-0 is replaced by prefill-2: roll to config 2
-  serves prefill-2  -> router-0 router-1: (prefill-0) decode-0 prefill-1 prefill-2; say prefill-2 serves
-                    -> drain prefill-0
-  drained prefill-0 -> router-0 router-1: decode-0 prefill-1 prefill-2; say prefill-0 has drained
+  serves prefill-2  -> router-0: (prefill-0) decode-0 prefill-1 prefill-2; say prefill-2 serves; drain prefill-0
+  drained prefill-0 -> router-0: decode-0 prefill-1 prefill-2; say prefill-0 has drained
                     -> start prefill-0 config 2 for prefill-1
                     -> say prefill-1 is replaced by prefill-0: roll to config 2
-  serves prefill-0  -> router-0 router-1: decode-0 (prefill-1) prefill-2 prefill-0; say prefill-0 serves
-                    -> drain prefill-1
-  drained prefill-1 -> router-0 router-1: decode-0 prefill-2 prefill-0; say prefill-1 has drained
+  serves prefill-0  -> router-0: decode-0 (prefill-1) prefill-2 prefill-0; say prefill-0 serves; drain prefill-1
+  drained prefill-1 -> router-0: decode-0 prefill-2 prefill-0; say prefill-1 has drained
                     -> start decode-1 config 2 for decode-0; say decode-0 is replaced by decode-1: roll to config 2
-  serves decode-1   -> router-0 router-1: (decode-0) prefill-2 prefill-0 decode-1; say decode-1 serves
-                    -> drain decode-0
-  drained decode-0  -> router-0 router-1: prefill-2 prefill-0 decode-1; say decode-0 has drained
-                    -> start router-2 config 2 for router-0; say router-0 is replaced by router-2: roll to config 2
-  serves router-2   -> (router-0) router-1 router-2: prefill-2 prefill-0 decode-1; say router-2 serves
-                    -> drain router-0
-  drained router-0  -> router-1 router-2: prefill-2 prefill-0 decode-1; say router-0 has drained
-                    -> start router-0 config 2 for router-1; say router-1 is replaced by router-0: roll to config 2
-  serves router-0   -> (router-1) router-2 router-0: prefill-2 prefill-0 decode-1; say router-0 serves
-                    -> drain router-1
-  configs           -> rolls to 2; router-0 2; router-1 1; router-2 2; prefill-0 2; prefill-2 2; decode-1 2
-  drained router-1  -> router-2 router-0: prefill-2 prefill-0 decode-1; say router-1 has drained
+  serves decode-1   -> router-0: (decode-0) prefill-2 prefill-0 decode-1; say decode-1 serves; drain decode-0
+  drained decode-0  -> router-0: prefill-2 prefill-0 decode-1; say decode-0 has drained
+                    -> start router-1 config 2 for router-0; say router-0 is replaced by router-1: roll to config 2
+  serves router-1   -> (router-0) router-1: prefill-2 prefill-0 decode-1; say router-1 serves; drain router-0
+  configs           -> rolls to 2; router-0 1; router-1 2; prefill-0 2; prefill-2 2; decode-1 2
+  drained router-0  -> router-1: prefill-2 prefill-0 decode-1; say router-0 has drained
                     -> say fleet has rolled: every service has config 2
-  configs           -> has 2; router-0 2; router-2 2; prefill-0 2; prefill-2 2; decode-1 2
+  configs           -> has 2; router-1 2; prefill-0 2; prefill-2 2; decode-1 2
 
 two starts that are too slow at once end the roll once
   fleet

@@ -115,6 +115,7 @@ class DrivenRouter(Replay):
         load = replace(
             SERVING, state=WorkerState(options.get("state", "serving")), ledger={Column.FREE: blocks},
             step_cost=_step_cost(options.get("token_s")), gives_prefixes=bool(options.get("gives_prefixes")),
+            router_calls=_router_calls(options.get("routers", "")),
         )  # fmt: skip
         cached = tuple(_hashes(options.get("cached", 0), options.get("adapter", "")))
         return self.post(events.WorkerJoined(name, role, agent(name, incarnation, layout, blocks), cached, load))
@@ -124,8 +125,7 @@ class DrivenRouter(Replay):
         are the calls of routers, as name:last:open."""
         ledger = {Column.FREE: free, Column.HELD: NUM_BLOCKS - free}
         cost, backlog = _step_cost(load.pop("token_s", None)), (load.pop("backlog"),) if "backlog" in load else ()
-        routers = [words.split(":") for words in load.pop("routers", "").split(",") if words]
-        calls = {name: RouterCalls(int(last), int(num_open)) for name, last, num_open in routers}
+        calls = _router_calls(load.pop("routers", ""))
         reported = WorkerLoad(
             WorkerState(state), ledger=ledger, step_cost=cost, prompt_backlog=backlog, router_calls=calls, **load
         )
@@ -340,6 +340,11 @@ def _error(error: TandemError) -> str:
 def _error_of(kind: str, words: Sequence[object]) -> TandemError:
     error: TandemError = getattr(core.errors, kind)(" ".join(map(str, words)))
     return error
+
+
+def _router_calls(words: str) -> dict[str, RouterCalls]:
+    routers = [router.split(":") for router in words.split(",") if router]
+    return {name: RouterCalls(int(last), int(num_open)) for name, last, num_open in routers}
 
 
 def _step_cost(token_s: float | None) -> StepCost:

@@ -85,6 +85,8 @@ a worker that drains costs no attempt
   fleet D1 D2
   arrives r                               -> decode r#1 D1
   decode_error r#1 WorkerDrains not begun -> decode r#2 D2
+  tokens_from r#2 0 11..14                -> deliver r 0: 11..14
+  ends r#2                                -> finish r length, local, 4 tokens
 
 a resumed request waits for room beyond max_attempts
   config max_attempts=1
@@ -159,15 +161,6 @@ the second attempt starts at once and the third after a pause
   decode_error r#3 TransferFailed fault 3
   time 0.098
   time 0.003                              -> decode r#4 D in 59.849 s
-
-a request that pauses ends when its client cancels
-  fleet D
-  arrives r                               -> decode r#1 D
-  decode_error r#1 TransferFailed fault 1 -> decode r#2 D
-  decode_error r#2 TransferFailed fault 2
-  cancelled r                             -> fail r RequestCancelled: cancelled by the client
-  time 1
-  counts                                  -> queued 0; in flight 0; deadlines 0
 
 a prompt that a worker has computed goes back to it
   # A decode worker that drains has not begun, so the attempt does not count. No report says yet what P2 has cached.

@@ -75,15 +75,15 @@ the end of the request ends both calls
   stopped r -> cancel r#2; cancel r#1; finish r stop, disaggregated, 4 tokens
   tokens_from r#2 4 99
 
-a cancel after the move ends both calls while the source waits
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  cancelled r          -> cancel r#1; cancel r#2; fail r RequestCancelled: cancelled by the client
-
 a source that cannot begin after the target has taken over changes nothing
   tokens_from r#2 4 14 -> deliver r 4: 14
   cannot_begin r#2
   cannot_begin r#1
   lost D1              -> peers P left D1
+
+a target that returns before its tokens arrive has taken over
+  ends r#2 num_tokens=16
+  tokens_from r#2 4 14..29 -> deliver r 4: 14..29; cancel r#1; finish r length, migrated, 20 tokens, moves 1
 
 a target that says where its part begins has taken over
   hands_over r#2 4
@@ -110,18 +110,6 @@ a move that fails is no fault of the worker that computed the prompt
 
 test_the_choice_of_a_target = transcripts(
     """
-a request goes on after the loss of the target that had computed its prompt
-  # P becomes a decode worker meanwhile.
-  reports D2 draining
-  lost P               -> peers D1 left P; peers D2 left P
-  enter P role=decode
-  reports P takes_moves=1
-  asks r#1             -> decode r#2 P from D1/2 behind 10..13 moves; move r#1 D1 to r#2 P/2 12 tokens
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  ends r#1 handoff
-  reports D2
-  lost P               -> cancel r#2; decode r#3 D2 behind 10..14
-
 a request stays without a worker that takes moves, or if its own one takes none
   reports D2
   asks r#1

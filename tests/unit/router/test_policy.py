@@ -121,10 +121,6 @@ def test_a_prompt_waits_for_the_prompts_that_go_first_and_the_step_that_runs(
     assert pair(num_tokens, view("p", **busy), view("d"), now).queue_s == pytest.approx(queue_s)
 
 
-def test_a_longer_prompt_fills_the_step_that_computes_a_shorter_one() -> None:
-    assert pair(100, view("p", backlog=backlog(60.0)), view("d")).prefill_s == pytest.approx(STEP_S)
-
-
 def path(bytes_per_s: float, expected: float = 0.0, latency_s: float = 0.0) -> dict[str, PathStatus]:
     return {"agent-p": PathStatus("agent-p", PathState.FINE, Lane.RDMA, bytes_per_s, expected, latency_s)}
 

@@ -30,7 +30,7 @@ from router.routing.policy import (
     WorkerView,
 )
 from router.routing.source_trial import SourceTrial
-from tests.unit.router.driving_router import CONFIG, LAYOUT, SERVING, DrivenRouter, agent, transcripts
+from tests.unit.router.driving_router import LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
@@ -71,13 +71,6 @@ def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
     found = SecondsPolicy(NEVER).candidates(question)[0]
     assert found.read.seconds < found.queue_s
     assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
-
-
-def test_a_decode_worker_alone_reads_too() -> None:
-    reader = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
-    question = RoutingQuestion(100, [], [(reader, 0)], False, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(AUTO).candidates(question)[0]
-    assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_read"), [(80, 76), (81, 80)])
@@ -180,22 +173,25 @@ def test_what_workers_report_of_their_paths_counts_until_they_report_less_or_lea
     assert p.view.machine == "A"
 
 
-@pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
-def test_no_prefix_is_read_without_a_path(state: PathState) -> None:
-    assert read_by(replace(READER, paths={"S": replace(PATH, state=state)})) is NO_READ
-
-
-def test_a_worker_that_cannot_read_or_whose_source_has_failed_computes() -> None:
-    assert read_by(replace(READER, reads_prefixes=False)) is NO_READ
-    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=10.0) is NO_READ
-    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=20.0).source == "S"
-
-
-def test_no_prefix_is_read_into_a_pool_without_room() -> None:
-    """The cached part of the prompt is of the free blocks, until the prompt holds it."""
-    reader = replace(READER, num_cached_blocks=10, num_free_blocks=20)
-    assert read_by(reader, cached=40).num_tokens == 40
-    assert read_by(replace(reader, num_free_blocks=19), cached=40) is NO_READ
+@pytest.mark.parametrize(
+    ("reader", "owner", "cached", "num_read"),
+    [
+        ({"paths": {"S": replace(PATH, state=PathState.UNREACHABLE)}}, {}, 0, 0),
+        ({"paths": {"S": replace(PATH, state=PathState.REFUSED)}}, {}, 0, 0),
+        ({"reads_prefixes": False}, {}, 0, 0),
+        ({"avoided_sources": {"S": 10.1}}, {}, 0, 0),
+        ({"avoided_sources": {"S": 10.0}}, {}, 0, 80),
+        ({"num_cached_blocks": 10, "num_free_blocks": 20}, {}, 40, 40),  # the cached part is of the free blocks
+        ({"num_cached_blocks": 10, "num_free_blocks": 19}, {}, 40, 0),
+        ({}, {"num_free_blocks": 20}, 0, 80),  # others wait for the blocks of its pool
+        ({}, {"num_free_blocks": 19}, 0, 0),
+    ],
+)
+def test_a_prefix_is_read_over_a_path_where_both_pools_have_room(
+    reader: dict[str, object], owner: dict[str, object], cached: int, num_read: int
+) -> None:
+    found = read_by(replace(READER, **reader), replace(OWNER, **owner), cached=cached, now=10.0)  # type: ignore[arg-type]
+    assert found.num_tokens == num_read
 
 
 def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_blocks() -> None:
@@ -211,11 +207,6 @@ def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_bl
     assert hand_off.transfer_s > 0.0, "the second token waits for the blocks"
     read = candidates(replace(OWNER, backlog=backlog(0.1), reported_at=10.0))[0]
     assert (read.prefill_worker, read.read.source) == (None, "S"), "the owner of the prefix is busy"
-
-
-def test_no_prefix_is_read_from_a_pool_whose_blocks_others_wait_for() -> None:
-    assert read_by(READER, replace(OWNER, num_free_blocks=20)).num_tokens == 80
-    assert read_by(READER, replace(OWNER, num_free_blocks=19)) is NO_READ
 
 
 # ---- the calls
@@ -370,13 +361,6 @@ def test_reads_and_hand_offs_take_their_links_once_for_each_router(num_routers: 
     hand_off_s, read_s = 11 * block_bytes / UNKNOWN_BYTES_PER_S, MESSAGE_S + 10 * block_bytes / UNKNOWN_BYTES_PER_S
     links = [(table.chosen(name).link_until - router.now) / num_routers for name in ("S", "P", "D")]
     assert links == pytest.approx([read_s, read_s + hand_off_s, read_s + hand_off_s])
-
-
-def test_without_reads_no_hand_off_is_timed() -> None:
-    router = DrivenRouter(replace(CONFIG, peer_prefixes="never"))
-    router.arrives("r")
-    assert router.of(events.StartPrefill)
-    assert all(record.link_until == 0.0 for record in router.machine.workers)
 
 
 def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
