@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu_sections.plan import SECTIONS, About
+from benchmarks.processes import group_killed
 from benchmarks.report import COLUMNS, Line, commit_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,17 +147,14 @@ def run_child(run: Run, result: SectionResult, allowed_s: float, log: IO[str]) -
         [*command, "--rehearse"] if run.rehearse else command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,  # its children end with it
     )  # fmt: skip
-    try:
-        code = child.wait(max(allowed_s, 0.0))
-        if code:
-            result.error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        result.status = "failed" if code else COMPLETE
-    except subprocess.TimeoutExpired:
-        result.status, result.error = "out of time", f"killed after {allowed_s:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    with group_killed(child):
+        try:
+            code = child.wait(max(allowed_s, 0.0))
+            if code:
+                result.error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            result.status = "failed" if code else COMPLETE
+        except subprocess.TimeoutExpired:
+            result.status, result.error = "out of time", f"killed after {allowed_s:.0f} s"
     result.read(messages)
     result.seconds = time.monotonic() - start
 

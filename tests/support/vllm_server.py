@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.processes import START_TIMEOUT_S
+from benchmarks.processes import START_TIMEOUT_S, group_killed
 from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
@@ -98,11 +98,9 @@ class VllmServer:
         """Also of what is left of the group."""
         if self.process is None:
             return
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with group_killed(self.process), contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.terminate()
             self.process.wait(END_S)
-        self.kill()
-        self.process.wait()
 
     def kill(self) -> None:
         assert self.process is not None
