@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -31,7 +31,7 @@ from model_files.builtin_configs import BYTE_VOCAB_SIZE
 from protos import codec, kserve_pb2
 from runtime.rpc.grpc_server import open_channel
 from runtime.rpc.security import Credentials
-from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
 from tests.support.gateway import serving_gateway
 from tests.unit.router.driving_router import agent, request
@@ -106,10 +106,8 @@ async def servers() -> AsyncIterator[Servers]:
             channel = await stack.enter_async_context(open_channel(address, 4 << 20, Credentials()))
             channels |= {f"tandem.v1.{own}": channel, f"tandem.v1.Worker@{own}": channel}
         # Without an open stream and a real reader, workers refuse every sequence at the door.
-        stream = worker_pb2.StreamTokensRequest(router_id="other", stream_id=STREAM_ID)
-        tokens = channels["tandem.v1.DecodeWorker"].unary_stream("/tandem.v1.DecodeWorker/StreamTokens")(
-            stream.SerializeToString()
-        )
+        stub = worker_pb2_grpc.DecodeWorkerStub(channels["tandem.v1.DecodeWorker"])  # type: ignore[no-untyped-call]
+        tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="other", stream_id=STREAM_ID))
         reading = asyncio.create_task(_read(tokens))
         good = GOOD | {
             "tandem.v1.PrefillRequest": worker_pb2.PrefillRequest(
@@ -135,7 +133,6 @@ def _services(file: Any) -> list[ServiceDescriptor]:
 
 # ---- gRPC
 
-AnySequence = TypeVar("AnySequence", worker_pb2.PrefillRequest, worker_pb2.DecodeRequest)
 # Most are of the model, so that some sequences have no other.
 TOKEN_IDS = (*range(0, BYTE_VOCAB_SIZE, 5), BYTE_VOCAB_SIZE - 1, BYTE_VOCAB_SIZE, 2**31, 2**32 - 1)
 TOKENS = request("r#1", max_tokens=3)
@@ -179,7 +176,7 @@ def grpc_calls(world: Servers, rng: random.Random, count: int) -> list[Callable[
     return sends
 
 
-def _with_odd_tokens(good: AnySequence, rng: random.Random) -> AnySequence:
+def _with_odd_tokens(good: Any, rng: random.Random) -> Any:
     """Well-formed, and of a sequence of its own, so only its tokens can be refused."""
     changed = type(good)()
     changed.CopyFrom(good)
