@@ -261,8 +261,8 @@ def _worker_parts(
         eos = runner.info.eos_token_ids
         scheduler = Scheduler(step, pool, runner.layout.block_size, eos)
         stats = StepStats(runner.sizes, Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9))
-        core = WorkerCore(scheduler, pool, vocab_size=runner.info.vocab_size, costs=costs, stats=stats, tier=tier)
-        transfers = TransferMachine(transfer, pool, address)
+        core = WorkerCore(scheduler, pool, costs=costs, stats=stats, tier=tier)
+        transfers = TransferMachine(transfer, pool, address, runner.info.vocab_size)
 
         def make_machine(role: ServiceRole) -> WorkerMachine:
             # A prefill worker samples one token of each prompt, so it has no use for guesses.

@@ -121,7 +121,6 @@ class WorkerCore:
     scheduler: Scheduler
     pool: BlockPool
     plans_ahead: bool = True
-    vocab_size: int = 1 << 32  # of the model
     costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
     stats: StepStats = field(default_factory=StepStats)
     held_blocks: BlockMeter = field(default_factory=BlockMeter)

@@ -23,12 +23,10 @@ from tandem_client.stubs import cluster_pb2
 REFRESH_S = 0.02  # while services take a change
 PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
-GONE_S = 10.0  # without an answer; beyond: the fleet has ended
-SILENT_S = 60.0  # the same while another router starts, because a roll may drain the only one first
+GONE_S = 10.0  # `tandem apply` without an answer of a router; beyond: `WorkerUnavailable`
+SILENT_S = 60.0  # `tandem apply` while another router starts: a roll may drain the only one first; beyond: the same
 MAX_EVENTS = 1000
 _FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
-
-
 _NOT_COMING = {cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_DRAINING}
 
 

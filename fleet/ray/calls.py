@@ -14,6 +14,8 @@ async def await_actor(call: Any) -> Any:
 
     try:
         return await call
+    except ray.exceptions.OutOfMemoryError as error:  # no `RayActorError`
+        raise HostDied("Ray killed its process, because the machine is short of memory") from error
     except ray.exceptions.RayActorError as error:
         raise HostDied(f"its process ended; its log is in {log_dir()}") from error
 

@@ -52,12 +52,15 @@ from kv_transfer.protocol.puller import Puller
 
 
 class TransferMachine:
-    def __init__(self, config: TransferConfig, pool: LeasingPool, address: AgentAddress) -> None:
+    def __init__(
+        self, config: TransferConfig, pool: LeasingPool, address: AgentAddress, vocab_size: int = 1 << 32
+    ) -> None:
+        """`vocab_size`: of the model whose tokens owners send."""
         self.address = address
         self._peers = Peers(address)
         self.owner = Owner(config, pool, self._peers)
         self._paths = Paths(config, self._peers)
-        self.puller = Puller(config, pool, self._peers, self._paths)
+        self.puller = Puller(config, pool, self._peers, self._paths, vocab_size)
 
     # ---- new transfers, which connect to their peer
 

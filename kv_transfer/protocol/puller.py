@@ -67,12 +67,13 @@ class _Heartbeats:
 
 
 class Puller:
-    def __init__(self, config: TransferConfig, pool: LeasingPool, peers: Peers, paths: Paths) -> None:
+    def __init__(self, config: TransferConfig, pool: LeasingPool, peers: Peers, paths: Paths, vocab_size: int) -> None:
         self.config = config
         self.pool = pool
         self.pulls: dict[TransferId, Pull] = {}  # alive
         self._peers = peers
         self._paths = paths
+        self._vocab_size = vocab_size
         self._pull_of_read: dict[int, Pull] = {}
         self._heartbeats: dict[str, _Heartbeats] = {}  # by owner's name
         self._ended: OrderedDict[TransferId, None] = OrderedDict()
@@ -161,6 +162,9 @@ class Puller:
                 pull.all_announced_at = now
             elif ready.token_ids != pull.token_ids:
                 return self._fail(pull, AbortReason.READ_FAILED, "the owner ended twice, with other tokens", now)
+            if (token_id := max(ready.token_ids, default=0)) >= self._vocab_size:
+                detail = f"the owner sent token id {token_id}, outside the vocabulary [0, {self._vocab_size})"
+                return self._fail(pull, AbortReason.READ_FAILED, detail, now)
             pull.all_announced, pull.token_ids = True, ready.token_ids
             if not pull.end_growth(ready.token_ids):
                 return self._fail(pull, AbortReason.READ_FAILED, "the sequence has outgrown the wanted blocks", now)

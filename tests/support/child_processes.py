@@ -128,11 +128,23 @@ def pinned(core: int | None) -> list[str]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Wait for a process that was asked to end; kill it after `STOP_TIMEOUT_S`."""
+    """Wait for a process that was asked to end; kill it after `STOP_TIMEOUT_S`, or when Ctrl-C breaks off the wait."""
     try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        process.kill()  # does nothing to one that has ended
+        process.wait()
+
+
+@contextlib.contextmanager
+def group_killed(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """However the block ends, also by a second Ctrl-C, kill what is left of the group that `process` leads."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -200,19 +212,18 @@ def serving(
         started.set()
 
     reader = threading.Thread(target=follow, daemon=True)
-    reader.start()
-    try:
-        if not (is_ready or (started.wait(START_TIMEOUT_S) and is_ready)):
-            raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SERVER_STOP_TIMEOUT_S)
-        reader.join(STOP_TIMEOUT_S)  # until its children have ended, too
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # an engine of vLLM must not keep the memory of the GPU
-        process.wait()
+    with group_killed(process):  # an engine of vLLM must not keep the memory of the GPU
+        reader.start()
+        try:
+            started.wait(START_TIMEOUT_S)
+            if not is_ready:
+                raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
+            yield process.pid
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SERVER_STOP_TIMEOUT_S)
+            reader.join(STOP_TIMEOUT_S)  # until its children have ended, too
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import psutil
 
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
-from tests.support.child_processes import START_TIMEOUT_S
+from tests.support.child_processes import START_TIMEOUT_S, group_killed
 from tests.support.ports import free_port
 from tests.support.service_process import ROOT
 
@@ -98,11 +98,9 @@ class VllmServer:
         """Also of what is left of the group."""
         if self.process is None:
             return
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with group_killed(self.process), contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.terminate()
             self.process.wait(END_S)
-        self.kill()
-        self.process.wait()
 
     def kill(self) -> None:
         assert self.process is not None

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -142,6 +143,58 @@ def test_a_signal_leaves_no_server_of_the_matrix_behind(number: signal.Signals) 
         server = psutil.Process(int(tool.stdout.readline()))
         try:
             tool.send_signal(number)
+            assert tool.wait(TIMEOUT_S) == -signal.SIGINT
+            assert not server.is_running()
+        finally:
+            tool.kill()
+            if server.is_running():
+                server.kill()
+
+
+STUBBORN = """
+import subprocess, sys, time
+from pathlib import Path
+from tests.support.child_processes import background, serving
+from tests.support.vllm_server import VllmServer
+
+told = sys.argv[2]
+command = ["sh", "-c", f"trap 'touch {told}' TERM; touch {told}.trapped; echo serving; while :; do sleep 0.1; done"]
+
+def run(process_id):
+    while not Path(f"{told}.trapped").exists():
+        time.sleep(0.01)
+    print(process_id, flush=True)
+    time.sleep(600)
+
+if sys.argv[1] == "serving":
+    with serving(command, "^serving") as process_id:
+        run(process_id)
+elif sys.argv[1] == "background":
+    with background(command, {}, 0, subprocess.DEVNULL) as process_id:
+        run(process_id)
+else:
+    server = VllmServer(Path(told), 0)
+    server.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        run(server.process.pid)
+    finally:
+        server.end()
+"""
+
+
+@pytest.mark.parametrize("kind", ["serving", "background", "vllm"])
+def test_a_second_ctrl_c_leaves_no_server_behind_that_does_not_end(kind: str, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", STUBBORN, kind, str(told)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as tool:
+        assert tool.stdout is not None
+        server = psutil.Process(int(tool.stdout.readline()))
+        try:
+            tool.send_signal(signal.SIGINT)
+            limit = time.monotonic() + TIMEOUT_S
+            while not told.exists() and time.monotonic() < limit:
+                time.sleep(0.01)
+            tool.send_signal(signal.SIGINT)
             assert tool.wait(TIMEOUT_S) == -signal.SIGINT
             assert not server.is_running()
         finally:

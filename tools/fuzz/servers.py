@@ -23,20 +23,24 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from core.block_hash import pack_token_ids
 from core.config import GatewayConfig
 from core.service import Service
 from gateway.fleets import Fleets
+from model_files.builtin_configs import BYTE_VOCAB_SIZE
 from protos import codec, kserve_pb2
 from runtime.rpc.grpc_server import open_channel
 from runtime.rpc.security import Credentials
-from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
-from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
 from tests.support.gateway import serving_gateway
 from tests.unit.router.driving_router import agent, request
 from tools.fuzz.mutations import changed_bytes, changed_json, changed_message, drawn_message
 
 Outcomes = Counter[str]
+MODEL = "random:smollm2-tiny"  # computed by our engine: the fake one takes any token id
 AT_ONCE = 16
+STREAM_ID = 7
 CALL_TIMEOUT_S = 0.4  # of a gRPC call: an odd hand-off waits in vain
 LATE_WRITE = "Internal error from Core"  # of gRPC's client in this process, which writes into a call that has ended
 FIRST_BYTE_S = 0.6  # an incomplete request has no answer
@@ -64,6 +68,7 @@ class Servers:
     deployment: Deployment
     http_port: int
     channels: dict[str, grpc.aio.Channel]  # by service
+    good: dict[str, Message]  # requests that succeed, by type
     errors: ErrorLog
     failures: list[asyncio.Task[BaseException]]
 
@@ -90,7 +95,7 @@ async def servers() -> AsyncIterator[Servers]:
     errors, loop, root = ErrorLog(), asyncio.get_running_loop(), logging.getLogger()
     loop.set_exception_handler(errors.on_unhandled)
     root.addHandler(errors)
-    config = tiny_config(local_prefill="auto", max_queued=64)
+    config = tiny_config(MODEL, local_prefill="auto", max_queued=64)
     async with deploy(config) as deployment, contextlib.AsyncExitStack() as stack:
         gateway = GatewayConfig(default_timeout_s=2.0)
         url = await stack.enter_async_context(serving_gateway(Fleets([deployment.router.calls]), gateway))
@@ -100,13 +105,23 @@ async def servers() -> AsyncIterator[Servers]:
             address = deployment.endpoints[id(worker)].address
             channel = await stack.enter_async_context(open_channel(address, 4 << 20, Credentials()))
             channels |= {f"tandem.v1.{own}": channel, f"tandem.v1.Worker@{own}": channel}
+        # Without an open stream and a real reader, workers refuse every sequence at the door.
+        stub = worker_pb2_grpc.DecodeWorkerStub(channels["tandem.v1.DecodeWorker"])  # type: ignore[no-untyped-call]
+        tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="other", stream_id=STREAM_ID))
+        reading = asyncio.create_task(_read(tokens))
+        good = GOOD | {
+            "tandem.v1.PrefillRequest": worker_pb2.PrefillRequest(
+                sequence=codec.encode_sequence(TOKENS), transfer_id=bytes(16),
+                reader=codec.encode_agent(transfers(deployment.decode[0]).address),
+            )
+        }  # fmt: skip
         services: list[Service] = [deployment.router, *deployment.workers]
         failures = [asyncio.create_task(service.failed()) for service in services]
         try:
-            yield Servers(deployment, int(url.rpartition(":")[2]), channels, errors, failures)
+            yield Servers(deployment, int(url.rpartition(":")[2]), channels, good, errors, failures)
             await deployment.settle()
         finally:
-            for task in failures:
+            for task in (reading, *failures):
                 task.cancel()
             root.removeHandler(errors)
             loop.set_exception_handler(None)
@@ -118,9 +133,11 @@ def _services(file: Any) -> list[ServiceDescriptor]:
 
 # ---- gRPC
 
+# Most are of the model, so that some sequences have no other.
+TOKEN_IDS = (*range(0, BYTE_VOCAB_SIZE, 5), BYTE_VOCAB_SIZE - 1, BYTE_VOCAB_SIZE, 2**31, 2**32 - 1)
 TOKENS = request("r#1", max_tokens=3)
 INFER = kserve_pb2.ModelInferRequest(
-    model_name="fake:tiny",
+    model_name=MODEL,
     inputs=[kserve_pb2.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1])],
 )
 INFER.inputs[0].contents.bytes_contents.append(b"hello")
@@ -130,10 +147,7 @@ GOOD: dict[str, Message] = {
     for message in (
         INFER,
         inference_pb2.GenerateRequest(text="hello", stop=inference_pb2.StopConditions(max_tokens=3)),
-        worker_pb2.PrefillRequest(
-            sequence=codec.encode_sequence(TOKENS), transfer_id=bytes(16), reader=codec.encode_agent(agent("D"))
-        ),
-        worker_pb2.DecodeRequest(sequence=codec.encode_sequence(TOKENS), stream_id=1),
+        worker_pb2.DecodeRequest(sequence=codec.encode_sequence(TOKENS), stream_id=STREAM_ID),
         worker_pb2.StreamTokensRequest(router_id="fuzz", stream_id=1),
         worker_pb2.MoveRequest(request_id="r#1", transfer_id=bytes(16)),
         worker_pb2.UpdatePeersRequest(changes=[worker_pb2.PeerChange(owner=codec.encode_agent(agent("P")))]),
@@ -153,10 +167,26 @@ def grpc_calls(world: Servers, rng: random.Random, count: int) -> list[Callable[
     sends: list[Callable[[], Awaitable[str]]] = []
     for _ in range(count):
         channel, method = rng.choice(methods)
-        good = GOOD.get(method.input_type.full_name) or GetMessageClass(method.input_type)()
-        odd = changed_message(good, rng) if rng.random() < 0.6 else drawn_message(method.input_type, rng)
+        good = world.good.get(method.input_type.full_name) or GetMessageClass(method.input_type)()
+        if isinstance(good, worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) and rng.random() < 0.5:
+            odd: Message = _with_odd_tokens(good, rng)
+        else:
+            odd = changed_message(good, rng) if rng.random() < 0.6 else drawn_message(method.input_type, rng)
         sends.append(partial(_call, channel, method, odd.SerializeToString()))
     return sends
+
+
+def _with_odd_tokens(good: Any, rng: random.Random) -> Any:
+    """Well-formed, and of a sequence of its own, so only its tokens can be refused."""
+    changed = type(good)()
+    changed.CopyFrom(good)
+    sequence = changed.sequence
+    sequence.request_id, changed.transfer_id = f"r#{rng.getrandbits(64)}", rng.randbytes(16)
+    sequence.packed_token_ids = pack_token_ids([rng.choice(TOKEN_IDS) for _ in range(sequence.num_prompt_tokens)])
+    sequence.sampling.logit_bias[rng.choice(TOKEN_IDS)] = 1.0
+    sequence.stop.stop_token_ids.append(rng.choice(TOKEN_IDS))
+    sequence.stop.min_tokens = rng.randint(0, sequence.stop.max_tokens)
+    return changed
 
 
 async def _call(channel: Any, method: MethodDescriptor, payload: bytes) -> str:
@@ -185,12 +215,12 @@ async def _read(messages: Any) -> None:
 
 # ---- HTTP
 
-CHAT = {"model": "fake:tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": False}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": False}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string", "maxLength": 3}}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"stop": ["x"], "seed": 1, "logit_bias": {"5": 1}, "tools": TOOLS, "n": 1},
-    "/v1/completions": {"model": "fake:tiny", "prompt": ["a", "b"], "max_tokens": 3, "echo": False, "stream": True,
+    "/v1/completions": {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 3, "echo": False, "stream": True,
                         "response_format": SCHEMA, "stream_options": {"include_usage": True}},
     "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
                       "max_output_tokens": 3, "tools": [{"type": "function", "name": "f"}], "text": {}},
@@ -198,7 +228,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }  # fmt: skip
 PAGES = (
-    "/v1/models", "/v1/models/fake:tiny", "/health", "/ready", "/version", "/metrics", "/", "/dashboard",
+    "/v1/models", f"/v1/models/{MODEL}", "/health", "/ready", "/version", "/metrics", "/", "/dashboard",
     "/dashboard/api/requests?limit=3", "/dashboard/api/fleet", "/dashboard/api/requests/a",
 )  # fmt: skip
 

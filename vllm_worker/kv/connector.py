@@ -113,7 +113,8 @@ class TandemConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         layout = layout_of(f"{self._options.model}/vllm-layers", self._vllm_config)
         pool = host_pool(kv_caches, self._kv_cache_config.num_blocks, layout)
         identity = AgentIdentity(self._options.worker, secrets.randbits(63) | 1)
-        self.transfers = TransferThread(self._options.transfer_config(), identity, pool, NixlTransport)
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
+        self.transfers = TransferThread(self._options.transfer_config(), identity, pool, NixlTransport, vocab_size)
         self.handoffs = Handoffs(self.transfers, layout.block_size)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002

@@ -35,13 +35,14 @@ class TransferThread:
         identity: AgentIdentity,
         pool: PoolMemory,
         open_transport: Callable[[str], Transport],
+        vocab_size: int,
     ) -> None:
         self.failure = ""
         self._has_news = threading.Event()  # for the engine
         self._events: queue.SimpleQueue[Command | AgentEvent | None] = queue.SimpleQueue()
         self._agent = TransferAgent(config, identity, pool, open_transport, self._on_events)
         self.address: AgentAddress = self._agent.start()
-        self.machine = EngineTransfers(config, self.address)
+        self.machine = EngineTransfers(config, self.address, vocab_size)
         self._thread = threading.Thread(target=self._run, name="tandem-transfers", daemon=True)
         self._thread.start()
 

@@ -16,11 +16,12 @@ import ray.exceptions
 from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from fleet.host.host import LocalRank
+from fleet.host.host import HostDied, LocalRank
 from fleet.host.service_host import StartFault
 from fleet.law.claims import Claim, Claims, GpuUse
 from fleet.law.events import Member, SlotId
 from fleet.ray import hosts, supervisor_control
+from fleet.ray.calls import await_actor
 from fleet.ray.head import RayHead
 from fleet.ray.hosts import HostActor, RayHost
 from fleet.ray.supervisor_control import SupervisorControl
@@ -100,6 +101,16 @@ async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: p
     supervisor.scale.remote = lambda *_: asyncio.Event().wait()
     with pytest.raises(WorkerUnavailable, match="does not answer within"):
         await SupervisorControl(supervisor).scale({})
+
+
+async def test_an_actor_that_ray_kills_for_memory_is_dead() -> None:
+    """`tandem serve` ended with a traceback of a hundred lines."""
+
+    async def call() -> None:
+        raise ray.exceptions.OutOfMemoryError("4 worker(s) were killed")
+
+    with pytest.raises(HostDied, match="short of memory"):
+        await await_actor(call())
 
 
 # Prints the process id of its child in place of an address.

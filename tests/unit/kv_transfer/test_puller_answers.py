@@ -181,6 +181,18 @@ def test_blocks_whose_owner_sends_no_digests_are_accepted() -> None:
     assert_completed(pair)
 
 
+@pytest.mark.parametrize(("token_id", "is_known"), [(41, True), (42, False)])
+def test_a_token_outside_the_vocabulary_fails_the_pull_and_reaches_no_sequence(token_id: int, is_known: bool) -> None:
+    """A step that computes it would fail, with every sequence in it."""
+    machine = TransferMachine(CONFIG, BlockPool(8), address("puller", 22), vocab_size=42)
+    machine.reserve_pull(ID, address("owner", 11), 0.0)
+    machine.puller.start(ID, (0,), 0.0)
+    ready = Ready(ID, 11, 1, 1, 0, OfferedBlocks.of([(0, 20, 0)]), True, (token_id,))
+    failed = [each for each in machine.handle(MessageReceived("owner", ready), 0.0) if isinstance(each, PullFailed)]
+    assert (not failed) == is_known
+    assert all("token id 42, outside the vocabulary [0, 42)" in each.detail for each in failed)
+
+
 def test_no_id_is_pulled_twice_until_the_table_forgets_the_oldest_end() -> None:
     pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
     for transfer_id in (1, 2, 3):
