@@ -24,6 +24,7 @@ from cli.flags import (
     fill_request,
     with_flags,
 )  # fmt: skip
+from cli.output_files import check_output
 from cli.screens.terminal import SHOWN, print_line
 from core.errors import TandemError
 from core.plain_text import escaped
@@ -266,7 +267,7 @@ def calibrate(
     system: Annotated[str, typer.Option(help="With --from-points: the system, such as h100_sxm.")] = "",
     backend: Annotated[str, typer.Option(help="With --from-points: the server, such as trtllm.")] = "",
     tp_size: Annotated[int, typer.Option(help="With --from-points: tensor parallelism; 0 = any.")] = 0,
-    kv_token_bytes: Annotated[int, typer.Option(help="With --from-points: KV bytes of one token.")] = 0,
+    kv_token_bytes: Annotated[int, typer.Option(help="KV bytes of one token. (default: those seen to move)")] = 0,
     timeout: Timeout = 300.0,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
@@ -274,8 +275,12 @@ def calibrate(
     """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
     from cli.commands import calibrate as calibration
 
-    calibration.check_output(output)
-    if from_points is not None:
+    check_output("output", output)
+    if from_points is None:
+        for option, value in (("model", model), ("system", system), ("backend", backend), ("tp-size", tp_size)):
+            if value:
+                raise typer.BadParameter("only with --from-points", param_hint=f"--{option}")
+    else:
         if not kv_token_bytes:
             raise typer.BadParameter("--from-points needs it", param_hint="--kv-token-bytes")
         filters = (model, system, backend, tp_size)
@@ -289,7 +294,7 @@ def calibrate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     client = client_of(router, find_credentials(config, router))
-    calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
+    calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill, kv_token_bytes)), output, console)
 
 
 @app.command()
@@ -321,6 +326,9 @@ def check(
     from conformance.check import CheckPlan
     from conformance.http_exchange import Endpoint
 
+    for option, file in (("--json", json_file), ("--junit", junit_file)):
+        if file is not None:
+            check_output(option, file)
     try:
         plan = CheckPlan(
             Endpoint.parse(url, key),

@@ -36,10 +36,12 @@ class LoadPlan:
     timeout_s: float  # of a request
 
     def __post_init__(self) -> None:
-        if self.longest_prompt < SHORTEST_PROMPT or self.output_tokens < 2:
-            raise ValueError(f"prompts need at least {SHORTEST_PROMPT} tokens, outputs at least 2")
-        if self.largest_batch < 1 or self.num_checked < 1:
-            raise ValueError("a batch and a check need at least 1 request")
+        for option, value, least in (
+            ("longest-prompt", self.longest_prompt, SHORTEST_PROMPT), ("output-tokens", self.output_tokens, 2),
+            ("largest-batch", self.largest_batch, 1), ("requests", self.num_checked, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"--{option} must be at least {least}, is {value}")
 
     @property
     def lengths(self) -> tuple[int, ...]:

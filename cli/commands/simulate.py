@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cli.output_files import check_output
 from cli.screens import plots, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
@@ -162,8 +163,8 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
     if options["plot"]:
         plots.check_plot(options["plot"])
-    if options["json"] and not options["json"].resolve().parent.is_dir():
-        raise ConfigError(f"--json: the directory of {options['json']} does not exist")
+    if options["json"]:
+        check_output("--json", options["json"])
     if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
         raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
     for name in ("seeds", "processes", "requests"):

@@ -90,7 +90,13 @@ def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..
     ("arguments", "message"),
     [
         (["--workload", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: No such file or directory"),
-        (["--costs", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["--costs", "pyproject.toml"], "pyproject.toml: not JSON at line 1"),
+        (["--costs", "h100"], "h100: neither a file of costs nor built-in costs, which are h100-8b, "),
+        (
+            ["--workload", "tests/data/h100_llama_8b_points.csv"],
+            "line 1: TIMESTAMP, ContextTokens, GeneratedTokens must",
+        ),
+        (["--decode-pool-tokens", "9"], "decode_pool_tokens must be at least one block, 64 tokens, is 9"),
         (["--plot", "chart.gif"], "chart.gif: a chart ends in .png or .svg"),
         (["--json", "/nowhere/result.json"], "the directory of /nowhere/result.json does not exist"),
         (["--rate", "nan"], "--rate must be a finite number"),
@@ -129,7 +135,9 @@ def test_without_matplotlib_a_chart_names_the_extra(monkeypatch: pytest.MonkeyPa
     [
         (["--from-points", "/nowhere.csv", "--kv-token-bytes", "4"], 1, "No such file or directory"),
         (["--from-points", "/nowhere.csv"], 2, "--kv-token-bytes"),
-        (["--requests", "0"], 2, "need at least 1 request"),
+        (["--requests", "0"], 2, "--requests must be at least 1, is 0"),
+        (["--longest-prompt", "4"], 2, "--longest-prompt must be at least 16, is 4"),
+        (["--system", "h100_sxm"], 2, "Invalid value for --system: only with --from-points"),
         (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
     ],
 )
