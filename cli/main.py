@@ -319,7 +319,7 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings into this file.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write JUnit's XML into this file.")] = None,
 ) -> None:
-    """Check any split stack with OpenAI's API: tokens, errors, faults. Exit code: 0, or 3 to 5 by severity."""
+    """Check any split stack with OpenAI's API: tokens, errors, faults. Exit code: 0, or 3 to 5 by the worst failure."""
     import secrets
 
     from cli.commands.check import run_check
