@@ -253,7 +253,9 @@ def advise(
 
 @app.command()
 def calibrate(
-    output: Annotated[Path, typer.Argument(help="File to write, for `tandem simulate --costs`.")] = Path("costs.json"),
+    output: Annotated[
+        Path, typer.Argument(help="File to write, for --costs of `tandem advise` and `simulate`.")
+    ] = Path("costs.json"),
     longest_prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens of a measured output.")] = 32,
     largest_batch: Annotated[int, typer.Option(help="Most requests at once on one decode worker.")] = 8,
@@ -272,7 +274,7 @@ def calibrate(
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
+    """Measure a fleet that serves nobody else. Write the costs of its steps and paths for `advise` and `simulate`."""
     from cli.commands import calibrate as calibration
 
     check_output("output", output)

@@ -1,4 +1,4 @@
-"""`tandem calibrate`: writes the costs for `tandem simulate --costs`, from a live fleet or from public points."""
+"""`tandem calibrate`: writes costs for `tandem advise` and `simulate`, from a live fleet or from public points."""
 
 from __future__ import annotations
 
