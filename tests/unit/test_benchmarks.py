@@ -154,7 +154,7 @@ def test_a_signal_leaves_no_server_of_the_matrix_behind(number: signal.Signals) 
 STUBBORN = """
 import subprocess, sys, time
 from pathlib import Path
-from tests.support.child_processes import background, serving
+from tests.support.child_processes import serving
 from tests.support.vllm_server import VllmServer
 
 told = sys.argv[2]
@@ -169,9 +169,6 @@ def run(process_id):
 if sys.argv[1] == "serving":
     with serving(command, "^serving") as process_id:
         run(process_id)
-elif sys.argv[1] == "background":
-    with background(command, {}, 0, subprocess.DEVNULL) as process_id:
-        run(process_id)
 else:
     server = VllmServer(Path(told), 0)
     server.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -182,7 +179,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["serving", "background", "vllm"])
+@pytest.mark.parametrize("kind", ["serving", "vllm"])
 def test_a_second_ctrl_c_leaves_no_server_behind_that_does_not_end(kind: str, tmp_path: Path) -> None:
     told = tmp_path / "told"
     command = [sys.executable, "-c", STUBBORN, kind, str(told)]
