@@ -69,7 +69,8 @@ def _line_of(error: Exception) -> str:
         return "the given text is not UTF-8"
     if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":
         if "API key" in str(error):
-            return f"{error} (this command: set TANDEM_API_KEY)"
+            or_token = ", or give the config file with the token by --config" if "token" in str(error) else ""
+            return f"{error} (this command: set TANDEM_API_KEY{or_token})"
         return f"{error}; give the config file with the token in [security] by --config"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
