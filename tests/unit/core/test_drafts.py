@@ -9,7 +9,7 @@ from core.cost.step_cost import StepCost
 from core.scheduling.drafts import FIRST_CHANCES, DraftChances, RowCosts, choose_drafts, saved_s
 from core.scheduling.sequence import Sequence
 from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
-from tests.unit.core.driving_scheduler import EOS, Driven, make_sequence
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven, make_sequence
 
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -65,6 +65,7 @@ def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
     assert [event.token.token_id for event in events] == [16 + i for i in range(num_tokens)]
     assert [event.index for event in events] == list(range(1, 1 + num_tokens))
     assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 == 5 + num_tokens
+    assert len(driven.pool.registered_hashes()) == sequence.num_computed_tokens // BLOCK_SIZE
     assert (driven.scheduler.num_drafts, driven.scheduler.num_right_drafts) == (4, num_tokens - 1)
     assert driven.begin().chunks[0].start == sequence.num_computed_tokens
 
@@ -86,7 +87,8 @@ def test_sequences_and_drafts_of_a_step_are_no_more_than_a_runner_is_built_for(m
     for name in names:
         driven.add(name, PROMPT, max_tokens=30)
     driven.finish_step(driven.begin(), {name: guesses(6, 10) for name in names})
-    assert [chunk.num_rows for chunk in driven.begin().chunks] == [7, 7, 2, 1]
+    chunks = driven.begin().chunks
+    assert [(chunk.num_rows, len(chunk.sequence.block_table)) for chunk in chunks] == [(7, 3), (7, 3), (2, 2), (1, 2)]
 
 
 def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

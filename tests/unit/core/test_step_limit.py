@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.cost.step_cost import StepCost, StepWork, work_of
@@ -58,11 +60,11 @@ def test_a_limit_that_the_decodes_exceed_leaves_a_few_tokens_to_the_first_prompt
 
 
 def test_a_pulled_sequence_counts_as_a_decode_of_the_step_that_admits_it() -> None:
-    driven = limited()
+    driven = limited(replace(COST, context_s=0.001))
     driven.add("long", range(1, 601), arrival=1)
     assert driven.step() == {"long": 256}
     driven.add_pulled("pulled", [21, 22, 23], arrival=2)
-    assert driven.step() == {"long": 69, "pulled": 1}
+    assert driven.step() == {"long": 65, "pulled": 1}, "it attends to 4 tokens"
 
 
 def test_pulled_sequences_get_the_token_budget_before_prompts() -> None:

@@ -283,6 +283,13 @@ def test_a_request_is_summed_up_once_for_all_who_list_it(monkeypatch: pytest.Mon
         assert encode.call_count == len(trace_of(ring, "r", "router").requests) == number
 
 
+def test_a_listed_request_has_its_times() -> None:
+    named = stream()
+    named.result, named.token_ids = Finish("r", OUTCOME), [1] * 5
+    ended = named.ended(13.0)
+    assert (ended.total_s, ended.first_token_s, ended.tpot_s) == (3.0, 1.0, 0.5)
+
+
 def test_the_label_of_a_tenant_has_no_control_character() -> None:
     recorded = Recorded()
     recorded.end(tenant="a\u2028b\x0b")
