@@ -13,8 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
-# An environment that the caller names by BIN is the caller's to install.
-setup: $(if $(filter .venv/bin,$(BIN)),$(INSTALLED))  ## Create .venv with the pinned dependencies
+setup: $(if $(filter command,$(origin BIN)),,$(INSTALLED))  ## Create .venv with the pinned dependencies; with BIN=..., nothing
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,7 +48,7 @@ test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs 
 
 vllm: setup  ## Install vLLM's CPU build, and the default model for it, under the user's cache (100 s, 4 GB)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.install_peers vllm
+	$(BIN)/python -m tools.install_peers vllm
 
 test-vllm: vllm  ## The tests of workers with real vLLM inside (8 minutes)
 	$(BIN)/python -m pytest -q tests/vllm
@@ -91,19 +90,19 @@ bench-operations: setup  ## Measure what streams feel of rolls, live changes, dr
 bench-planner: setup  ## Compare the planner with fixed sizes and an oracle, in virtual time (half an hour)
 	$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(PARTS_OF)
 
-bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (a minute)
+bench-advise: setup  ## What `tandem advise` says about published results, in virtual time (two minutes)
 	$(BIN)/python -m benchmarks.advise $(PARTS_OF)
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.install_peers
+	$(BIN)/python -m tools.install_peers
 
 image:  ## Build the image of deploy/ on a base of its own, and let it serve (5 minutes, 10 GB; buildah, debootstrap, root)
 	tools/build_image.sh
 
 clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway (10 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.clients
+	$(BIN)/python -m tools.run_clients
 
 check-matrix: vllm  ## Run `tandem check` against Tandem, Tandem with vLLM inside, and vLLM's own pair: STACKS="float32 vllm-pair" (50 minutes)
 	$(BIN)/python -m tools.check_matrix $(if $(STACKS),--stacks $(STACKS)) $(OPTIONS)

@@ -4,6 +4,7 @@
     distserve   R1: the best placement of OPT-13B, and its rate
     dynamo      R3 b: one H100 beside 1P1D with ten requests at once, from Dynamo's guide
     vllm        R3 a: two replicas beside 1P1D at 3.6 requests/s
+    splitwise   R2: six clusters within one power budget
     live        two fleets of this machine, predicted and then measured: 12 minutes, so only where it is named
 
 Each is one table, misses included.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.advise_live import live
+from benchmarks.advise_splitwise import splitwise
 from benchmarks.report import Report, parser_of, run_parts
 from core.cost.step_cost import StepCost
 from simulator.advice.goodput import Load, Search, Slo
@@ -199,7 +201,7 @@ def tail(gaps: Sequence[tuple[float, int]]) -> float:
     return gaps[-1][0]
 
 
-PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm, live)}
+PARTS = {part.__name__: part for part in (machines, distserve, dynamo, vllm, splitwise, live)}
 
 
 def main() -> None:

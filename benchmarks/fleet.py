@@ -25,27 +25,25 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.asking import Answer, random_prompts, request_of
+from benchmarks.asking import Answer, random_prompts, request_of, whole
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
-from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
 from tandem_client.stubs.inference_pb2 import GenerateRequest
+from tests.support.child_processes import tandem
 
 PORT = 50651
 ADDRESS = f"127.0.0.1:{PORT}"
 MODEL = "smollm2-135m"
 SMALL_POOL = ("--kv-memory-mb", str(EngineConfig().host_kv_memory_mb))
-TIMEOUT_S = 300.0
 SETTLE_S = 1.0
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
 SHORT_PROMPT = 16  # tokens, of the first question after a start
@@ -64,9 +62,8 @@ Part = Callable[[Report, int, AsyncClient], Coroutine[Any, Any, None]]
 
 
 async def ask(client: AsyncClient, request: GenerateRequest) -> Answer:
-    """Raises `AssertionError` where the answer has no end, or fewer tokens than it must have."""
-    answer = await Answer().receive(client, request, TIMEOUT_S, time.perf_counter())
-    assert answer.finished is not None, answer.error
+    """Raises `RuntimeError` where the answer has no end, `AssertionError` where it has too few tokens."""
+    answer = whole(await Answer().receive(client, request))
     assert not request.stop.ignore_eos or len(answer.times) == request.stop.max_tokens
     return answer
 
@@ -152,8 +149,7 @@ async def load(report: Report, repeats: int, client: AsyncClient) -> None:
 
 def times_ms(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
     """TTFT and TPOT of each."""
-    ttft, tpot = [answer.times[0] for answer in answers], [statistics.fmean(answer.gaps) for answer in answers]
-    return [seconds * 1e3 for seconds in ttft], [seconds * 1e3 for seconds in tpot]
+    return [answer.times[0] * 1e3 for answer in answers], [(answer.tpot_s or 0.0) * 1e3 for answer in answers]
 
 
 # ---- formats
@@ -188,7 +184,7 @@ async def formats(report: Report, repeats: int, client: AsyncClient) -> None:
     kinds = itertools.product(range(repeats + 1), FORMATTED_LEVELS, (True, False))
     for repeat, level, with_schema in kinds:
         requests = [request(with_schema, repeat, number) for number in range(level)]
-        found = await asyncio.gather(*(ask(client, one) for one in requests))
+        found = await ask_all(client, requests, level)
         assert all(len(answer.times) == FORMATTED_TOKENS for answer in found)
         if repeat:  # the first one compiles the grammars
             answers[level, with_schema] += found
@@ -205,34 +201,25 @@ async def formats(report: Report, repeats: int, client: AsyncClient) -> None:
 # ---- guesses
 
 
-@dataclass(slots=True)
-class Sums:
-    seconds: float = 0.0
-    tokens: int = 0  # behind the first ones
-    drafts: int = 0
-    right_drafts: int = 0
-
-    @property
-    def tpot_ms(self) -> float:
-        return 1e3 * self.seconds / max(self.tokens, 1)
-
-    def add(self, answer: Answer) -> None:
-        assert answer.finished is not None
-        self.drafts += answer.finished.usage.drafted_tokens
-        self.right_drafts += answer.finished.usage.accepted_drafts
-        self.seconds += answer.times[-1] - answer.times[0]
-        self.tokens += len(answer.times) - 1
-
-
-async def ask_all(client: AsyncClient, requests: Sequence[GenerateRequest], level: int, sums: Sums) -> None:
+async def ask_all(client: AsyncClient, requests: Sequence[GenerateRequest], level: int) -> list[Answer]:
     """`level` at a time."""
-    waiting = iter(requests)
+    waiting, answers = iter(requests), list[Answer]()
 
     async def one_after_another() -> None:
         for request in waiting:
-            sums.add(await ask(client, request))
+            answers.append(await ask(client, request))
 
     await asyncio.gather(*(one_after_another() for _ in range(level)))
+    return answers
+
+
+def sums_of(answers: Sequence[Answer]) -> tuple[float, str]:
+    """TPOT in milliseconds, over all tokens, and what was drafted."""
+    tokens = max(1, sum(answer.num_tokens - 1 for answer in answers))
+    tpot_ms = 1e3 * sum(answer.times[-1] - answer.times[0] for answer in answers) / tokens
+    drafts = sum(answer.finished.usage.drafted_tokens for answer in answers)
+    share = sum(answer.finished.usage.accepted_drafts for answer in answers) / drafts if drafts else 0.0
+    return tpot_ms, f"{drafts / tokens:.2f} drafts a token, {share:.0%} right"
 
 
 async def guesses(questions: dict[str, list[str]], report: Report, repeats: int, client: AsyncClient) -> None:
@@ -244,7 +231,7 @@ async def guesses(questions: dict[str, list[str]], report: Report, repeats: int,
     for texts in questions.values():
         await ask(client, request(texts[0], 0.0, 0, True))
     for level, temperature in itertools.product(QUESTION_LEVELS, QUESTION_TEMPERATURES):
-        sums: defaultdict[tuple[str, bool], Sums] = defaultdict(Sums)
+        answers: defaultdict[tuple[str, bool], list[Answer]] = defaultdict(list)
         for repeat, (category, texts) in itertools.product(range(repeats), questions.items()):
             copies = -(-level // len(texts))  # each with another seed, so that `level` are under way
             for speculation in (True, False) if repeat % 2 else (False, True):
@@ -253,16 +240,12 @@ async def guesses(questions: dict[str, list[str]], report: Report, repeats: int,
                     for copy in range(copies)
                     for text in texts
                 ]
-                await ask_all(client, calls, level, sums[category, speculation])
+                answers[category, speculation] += await ask_all(client, calls, level)
         for category in questions:
-            on, off = sums[category, True], sums[category, False]
+            (on_ms, drafts), (off_ms, _) = (sums_of(answers[category, speculation]) for speculation in (True, False))
             most = MOST_GAINING_TPOT if level == 1 and category in GAINING else MOST_TPOT
-            share = on.right_drafts / on.drafts if on.drafts else 0.0
-            name = (
-                f"{level} at a time, temperature {temperature:g}: {category} "
-                f"({on.drafts / max(on.tokens, 1):.2f} drafts a token, {share:.0%} right)"
-            )
-            report.add(Line(name, on.tpot_ms, "ms", "without", off.tpot_ms, least_ratio=round(1 / most, 3)))
+            name = f"{level} at a time, temperature {temperature:g}: {category} ({drafts})"
+            report.add(Line(name, on_ms, "ms", "without", off_ms, least_ratio=round(1 / most, 3)))
 
 
 def read_questions(path: Path) -> dict[str, list[str]]:

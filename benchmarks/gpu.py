@@ -20,8 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # The first entry is the folder of this file, where the folder `engine` hides the package of that name.
 sys.path[0] = str(ROOT)
 
-from benchmarks.gpu_sections.harness import Run, run_sections, states_of  # noqa: E402 (needs the path above)
-from benchmarks.gpu_sections.plan import SECTIONS, plan_text  # noqa: E402
+from benchmarks.gpu_sections.harness import (  # noqa: E402 (needs the path above)
+    SECTIONS,
+    Run,
+    plan_text,
+    run_sections,
+    states_of,
+)
 
 
 def main() -> int:
@@ -39,8 +44,7 @@ def main() -> int:
     if options.child:
         from benchmarks.gpu_sections.section import Section, run_section
 
-        with (options.out / "messages").open("w", buffering=1, encoding="utf-8") as messages:
-            run_section(Section(options.allowed_s, options.rehearse, messages), options.child)
+        run_section(Section(options.child, options.out, options.allowed_s, options.rehearse))
     run = Run(Path(__file__).resolve(), options.out, options.seconds, options.rehearse, options.commit)
     if options.plan:
         print(plan_text(SECTIONS, states_of(run)))

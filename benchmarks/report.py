@@ -4,6 +4,7 @@
 build/bench/<name>.json, and in build/bench/<name>.md as the table that docs/figures/ shows. A missed goal is
 printed as missed. A section that fails becomes a row, and the sections after it run.
 
+    Report       of a benchmark; benchmarks/gpu_sections has one for each section
     parser_of    the options that all benchmarks share: `--parts` and `--repeats`
     run_parts    runs the parts, each as a section
 """
@@ -93,12 +94,17 @@ class Line:
 
 
 class Report:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path = OUTPUT_DIR, machine: str = "") -> None:
+        """`machine`: where the lines come from; empty = this CPU. A high load average makes the figures worthless."""
         self.name = name
         self.lines: list[Line] = []
         self.failed: dict[str, str] = {}  # section -> why it has no more lines
-        self._tables: list[str] = []  # in Markdown, beside that of the lines
-        self._circumstances = circumstances()
+        self._output = folder / f"{name}.json"
+        self._texts: list[str] = []  # in Markdown, below the table of the lines
+        self._circumstances = {
+            "machine": machine or cpu_name(), "commit": commit_of(), "date": time.strftime("%Y-%m-%d"),
+            "load average": ", ".join(f"{value:.2f}" for value in os.getloadavg()),
+        }  # fmt: skip
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -106,13 +112,20 @@ class Report:
     def add(self, line: Line) -> None:
         self.lines.append(line)
         self.say(line.text())
-        self._save()
+        self.save()
 
     def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Figures that are read across, as those of several systems at one rate."""
-        self._tables.append(table(columns, [list(map(str, row)) for row in rows]))
-        self.say(f"\n{self._tables[-1]}")
-        self._save()
+        self.add_text(table(columns, [list(map(str, row)) for row in rows]))
+
+    def note(self, text: str) -> None:
+        """A sentence below the figures: what was skipped, and why."""
+        self.add_text(f"- {text}\n")
+
+    def add_text(self, text: str) -> None:
+        self._texts.append(text)
+        self.say(f"\n{text}")
+        self.save()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -123,26 +136,31 @@ class Report:
             traceback.print_exc()
             self.failed[name] = " ".join(f"{type(error).__name__}: {error}".split())  # one row of a table
             self.say(f"{name:64s} FAILED: {self.failed[name]}")
-            self._save()
+            self.save()
 
     def write(self) -> None:
         """Print the summary. Raises `SystemExit` if a section failed."""
-        output = self._save()
+        self.save()
         missed = sum(line.holds is False for line in self.lines)
-        self.say(f"{len(self.lines)} lines in {output} and {output.with_suffix('.md').name}, {missed} goals missed")
+        self.say(f"{len(self.lines)} lines in {self._output} and {self.name}.md, {missed} goals missed")
         if self.failed:
             sys.exit(f"these sections failed: {', '.join(self.failed)}")
 
-    def _save(self) -> Path:
-        OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
-        output = OUTPUT_DIR / f"{self.name}.json"
+    def save(self) -> None:
+        self._output.parent.mkdir(parents=True, exist_ok=True)
         lines = [asdict(line) | {name: getattr(line, name) for name in FOLLOWING} for line in self.lines]
-        content = {"lines": lines, "failed": self.failed}
-        output.write_text(json.dumps(self._circumstances | content, indent=1) + "\n", encoding="utf-8")
+        content = self._circumstances | {"lines": lines, "texts": self._texts, "failed": self.failed}
+        replace_file(self._output, json.dumps(content, indent=1) + "\n")
         failed = [[name, f"failed: {why}", *[""] * (len(COLUMNS) - 2)] for name, why in self.failed.items()]
         text = table(COLUMNS, [*(line.row() for line in self.lines), *failed])
-        output.with_suffix(".md").write_text("\n".join([text, *self._tables]).lstrip(), encoding="utf-8")
-        return output
+        replace_file(self._output.with_suffix(".md"), "\n".join([text, *self._texts]).lstrip())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """At once: a program that is killed leaves a whole file."""
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def parser_of(document: str | None, parts: Sequence[str] = (), repeats: int = 0) -> argparse.ArgumentParser:
@@ -182,18 +200,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def circumstances() -> dict[str, str]:
-    """Which code ran where and when. A high load average makes the figures worthless."""
+def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    return {
-        "machine": f"{cpu}, {os.cpu_count()} cores",
-        "commit": commit_of(),
-        "date": time.strftime("%Y-%m-%d"),
-        "load average": load,
-    }
+    return f"{cpu}, {os.cpu_count()} cores"
 
 
 def commit_of() -> str:

@@ -37,6 +37,13 @@ class Flag:
         value: float | str = getattr(getattr(TandemConfig(), self.table), self.option)
         return value
 
+    def typed(self, value: float | str) -> float | str:
+        """In the type of the option. A text that is none stays: the config names the limit of the option."""
+        try:
+            return type(self.default)(value)
+        except ValueError:
+            return value
+
 
 FLAGS = (
     Flag("engine", "engine", "name", "The engine inside the workers: tandem, or vllm with the options of [vllm]."),
@@ -80,12 +87,15 @@ Flags = Mapping[str, float | str | None]
 
 
 def load_config(path: Path | None, flags: Flags) -> TandemConfig:
-    """Raises `ConfigError` naming the file and the option."""
+    """Raises `ConfigError` naming the option, and its file or flag."""
     tables = _read(path) if path is not None else {}
     try:
         return config_of(tables, flags)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+        given = (flag for flag in FLAGS if flags.get(flag.parameter) is not None)
+        found = (f"--{flag.name}" for flag in given if str(error).startswith(f"[{flag.table}] {flag.option} "))
+        where = next(found, path)
+        raise ConfigError(str(error) if where is None else f"{where}: {error}") from error
 
 
 def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfig:
@@ -93,7 +103,7 @@ def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfi
     for flag in FLAGS:
         value = flags.get(flag.parameter)
         if value is not None:
-            tables.setdefault(flag.table, {})[flag.option] = value
+            tables.setdefault(flag.table, {})[flag.option] = flag.typed(value)
     config = _for_vllm(from_mapping(tables))
     try:
         return _with_full_paths(config)

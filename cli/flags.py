@@ -7,15 +7,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import typer
 from google.protobuf.descriptor import FieldDescriptor
+from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from cli.config_file import FLAGS
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, shortened
 from tandem_client.stubs import inference_pb2
+
+
+class Commands(TyperGroup):
+    """A wrong value is refused with what it must be: typer prints the words of pydantic."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            found: Any = error.__cause__
+            if found is not None and isinstance(error.param, TyperOption | TyperArgument):
+                wanted = error.param.display_type(error.ctx or ctx).strip("<>").replace("|", " or ")
+                wanted = wanted.replace("range", f"in [{error.param.min}, {error.param.max}]")
+                error.message = f"must be {wanted}, is {shortened(repr(found.errors()[0]['input']))}"
+            raise
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +49,7 @@ class CommandFlag:
     name: str  # without the dashes
     type: Any
     help: str
+    metavar: str | None = field(default=None, kw_only=True)
 
     @property
     def parameter(self) -> str:
@@ -45,13 +63,22 @@ class RequestFlag(CommandFlag):
     field: str  # e.g. sampling.temperature
 
 
-CONFIG_FLAGS = tuple(
-    CommandFlag(flag.name, type(flag.default), f"{flag.help} (default: {flag.default or repr(flag.default)})")
+CONFIG_FLAGS = tuple(  # texts, of which the config makes values
+    CommandFlag(
+        flag.name,
+        str,
+        f"{flag.help} (default: {flag.default or repr(flag.default)})",
+        metavar=f"<{type(flag.default).__name__}>",
+    )
     for flag in FLAGS
 )
 
 # For `gateway`, which takes the other options from the config file.
-GATEWAY_FLAGS = tuple(flag for flag in CONFIG_FLAGS if flag.name.startswith("http"))
+GATEWAY_FLAGS = tuple(
+    replace(flag, help=flag.help.replace("0 = none", "0 = any free port"))
+    for flag in CONFIG_FLAGS
+    if flag.name.startswith("http")
+)
 
 REQUEST_FLAGS = (
     RequestFlag("model", str, "Name of the model, or of a LoRA adapter. (default: the served model)", "model"),
@@ -119,7 +146,9 @@ def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
                 flag.parameter,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[flag.type | None, typer.Option(f"--{flag.name}", help=_plain(flag.help))],
+                annotation=Annotated[
+                    flag.type | None, typer.Option(f"--{flag.name}", help=_plain(flag.help), metavar=flag.metavar)
+                ],
             )
             for flag in table
         ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +22,7 @@ from cli.flags import (
     GATEWAY_FLAGS,
     REQUEST_FLAGS,
     ROUTE_FLAGS,
+    Commands,
     fill_request,
     with_flags,
 )  # fmt: skip
@@ -29,6 +31,7 @@ from core.errors import TandemError
 from core.plain_text import escaped
 
 app = typer.Typer(
+    cls=Commands,
     help="Serve large language models with prefill and decode on separate pools.",
     no_args_is_help=True,
     add_completion=False,
@@ -252,12 +255,16 @@ def advise(
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Argument(help="File to write, for `tandem simulate --costs`.")] = Path("costs.json"),
-    longest_prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of a measured output.")] = 32,
-    largest_batch: Annotated[int, typer.Option(help="Most requests at once on one decode worker.")] = 8,
-    requests: Annotated[int, typer.Option(help="Requests that are measured and simulated.")] = 40,
+    longest_prompt: Annotated[int, typer.Option(min=16, max=2**24, help="Tokens of the longest prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, max=2**24, help="Tokens of a measured output.")] = 32,
+    largest_batch: Annotated[
+        int, typer.Option(min=1, max=4096, help="Most requests at once on one decode worker.")
+    ] = 8,
+    requests: Annotated[int, typer.Option(min=1, max=2**20, help="Requests that are measured and simulated.")] = 40,
     seed: Annotated[int, typer.Option(help="Decides lengths, token ids and arrivals.")] = 0,
-    local_prefill: Annotated[str, typer.Option(help="As in the config of the fleet: auto or never.")] = "auto",
+    local_prefill: Annotated[
+        Literal["auto", "never"], typer.Option(help="As in the config of the fleet: auto or never.")
+    ] = "auto",
     from_points: Annotated[
         Path | None, typer.Option(help="Fit a CSV of public points in place of a live fleet; needs --kv-token-bytes.")
     ] = None,
@@ -265,15 +272,18 @@ def calibrate(
     system: Annotated[str, typer.Option(help="With --from-points: the system, such as h100_sxm.")] = "",
     backend: Annotated[str, typer.Option(help="With --from-points: the server, such as trtllm.")] = "",
     tp_size: Annotated[int, typer.Option(help="With --from-points: tensor parallelism; 0 = any.")] = 0,
-    kv_token_bytes: Annotated[int, typer.Option(help="With --from-points: KV bytes of one token.")] = 0,
+    kv_token_bytes: Annotated[
+        int, typer.Option(min=0, max=2**31, help="With --from-points: KV bytes of one token.")
+    ] = 0,
     timeout: Timeout = 300.0,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
     """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
     from cli.commands import calibrate as calibration
+    from cli.output_files import check_output
 
-    calibration.check_output(output)
+    check_output("output", output)
     if from_points is not None:
         if not kv_token_bytes:
             raise typer.BadParameter("--from-points needs it", param_hint="--kv-token-bytes")
@@ -283,10 +293,7 @@ def calibrate(
     from cli.commands.calibration_load import LoadPlan
     from cli.credentials import client_of, find_credentials
 
-    try:
-        plan = LoadPlan(longest_prompt, output_tokens, largest_batch, requests, seed, timeout)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    plan = LoadPlan(longest_prompt, output_tokens, largest_batch, requests, seed, timeout)
     client = client_of(router, find_credentials(config, router))
     calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
 
@@ -317,24 +324,32 @@ def check(
     import secrets
 
     from cli.commands.check import run_check
+    from cli.output_files import check_output
     from conformance.check import CheckPlan
     from conformance.http_exchange import Endpoint
 
-    try:
-        plan = CheckPlan(
-            Endpoint.parse(url, key),
-            Endpoint.parse(reference, key) if reference else None,
-            tuple(Endpoint.parse(page, key) for page in metrics or ()),
-            model,
-            deadline_header=deadline_header,
-            kill=kill,
-            drain=drain,
-            limit_s=timeout,
-            whole_s=whole,
-            seed=secrets.randbelow(1_000_000) if seed is None else seed,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    def endpoint(option: str, address: str) -> Endpoint:
+        try:
+            return Endpoint.parse(address, key)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=option) from error
+
+    check_output("--json", json_file)
+    check_output("--junit", junit_file)
+    if re.fullmatch(r"[\w!#$%&'*+.^`|~-]*", deadline_header, re.ASCII) is None:
+        raise typer.BadParameter(f"must be a name of HTTP, is {deadline_header!r}", param_hint="--deadline-header")
+    plan = CheckPlan(
+        endpoint("url", url),
+        endpoint("--reference", reference) if reference else None,
+        tuple(endpoint("--metrics", page) for page in metrics or ()),
+        model,
+        deadline_header=deadline_header,
+        kill=kill,
+        drain=drain,
+        limit_s=timeout,
+        whole_s=whole,
+        seed=secrets.randbelow(1_000_000) if seed is None else seed,
+    )
     sys.exit(asyncio.run(run_check(plan, console, json_file, junit_file)))
 
 

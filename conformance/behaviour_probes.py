@@ -51,7 +51,7 @@ def bad_requests(stack: Stack) -> list[tuple[str, Call]]:
 def wrong_error(reply: Reply) -> str:
     """What is wrong with the answer to a bad request; empty if nothing is."""
     if reply.end is not End.COMPLETE:
-        return reply.end.value
+        return str(reply.end.value)
     if not 400 <= reply.status < 500:
         return f"status {reply.status}"
     with contextlib.suppress(ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 
 from conformance import behaviour_probes as behaviour
@@ -34,7 +34,7 @@ class CheckPlan:
     seed: int = 0
 
 
-async def check(plan: CheckPlan) -> AsyncIterator[Finding]:
+async def check(plan: CheckPlan) -> AsyncGenerator[Finding]:
     """Each finding as soon as there is one, one for each question. Raises `StackError`."""
     end = asyncio.get_running_loop().time() + plan.whole_s
     late = f"the check has taken {plan.whole_s:g} s"

@@ -51,7 +51,7 @@ class Endpoint:
         """Raises `ValueError` with the reason."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of HTTP")
+            raise ValueError(f"must be host:port or a URL of HTTP, is {url!r}")
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("a URL must have no user, query or fragment: they would not be sent")
         if any(ord(character) < 33 or ord(character) > 126 for character in url + key):

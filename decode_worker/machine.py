@@ -395,6 +395,7 @@ class DecodeMachine:
         self.pulls.check()
         self.moves.check()
         self.prefixes.check()
+        assert self.core.open_calls.timelines.keys() == self._calls.keys()
         pulls = self.pulls.by_id.values()
         pulled = {pull.sequence.sequence_id for pull in pulls if not pull.call_ended}
         pulled |= {sequence.sequence_id for sequence in self.prefixes.waiting}

@@ -5,7 +5,7 @@ If the router finds no worker with room, it does not answer. The worker then ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from core.lifecycle import MoveReason
 from decode_worker.events import AskToMove
@@ -49,6 +49,11 @@ class MoveAsks:
 
     def next_deadline(self) -> float | None:
         return self._ask_again_at
+
+    @property
+    def asked(self) -> Set[str]:
+        """The calls that it has asked for, or that have stayed after a move."""
+        return self._asked_at.keys()
 
     def _last_asked(self, request_id: str) -> float:
         return self._asked_at.get(request_id, 0.0)

@@ -266,6 +266,7 @@ class Moves:
                 assert sequence.plan_end == 0, "a step may plan a paused sequence"
             if move.state is MoveState.HANDED_OVER:
                 assert sequence.num_planned_tokens == sequence.num_computed_tokens, "a step contains it"
+        assert self._asks.asked <= self._core.open_calls.timelines.keys()
         moving = {s.sequence_id for s in self._core.scheduler.queues.by_id.values() if s.is_moving}
         ending = self._core.scheduler.queues.ending.keys()
         assert moving - ending == self.by_id.keys()

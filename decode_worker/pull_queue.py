@@ -112,7 +112,7 @@ class PullQueue:
 
     # ---- changes
 
-    def add(self, sequence: Sequence, transfer_id: TransferId, *, is_growing: bool = False) -> None:
+    def add(self, sequence: Sequence, transfer_id: TransferId, *, is_growing: bool) -> None:
         num_tokens = sequence.num_tokens
         if is_growing:
             num_tokens = max(num_tokens, min(num_tokens + GROWTH_TOKENS, sequence.max_num_tokens - 1))

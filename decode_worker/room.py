@@ -32,8 +32,6 @@ def num_short(core: WorkerCore, pulls: PullQueue, transfers: TransferMachine, nu
         return 0
     contexts = decode_contexts(running)
     num_steps = _num_steps_of_move(core, transfers, running[-1], StepWork(len(contexts), sum(contexts), 0, 0.0))
-    if num_free >= len(running) * (num_steps // block_size + 1):
-        return 0
     return max(0, sum(_num_blocks_to_come(s, num_steps, block_size) for s in running) - num_free)
 
 

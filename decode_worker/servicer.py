@@ -227,7 +227,8 @@ def _decode_move(wire: worker_pb2.MoveRequest) -> MoveArrived | ResumeArrived:
             return MoveArrived(wire.request_id, transfer_id, agent, num_tokens)
         case "resume":
             return ResumeArrived(wire.request_id, transfer_id)
-    raise InvalidRequest("decision", "one of reader and resume must be set, none is")
+        case _:
+            raise InvalidRequest("decision", "one of reader and resume must be set, none is")
 
 
 def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object]:

@@ -316,6 +316,7 @@ class PrefillMachine:
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
+        assert self.core.open_calls.timelines.keys() == self._calls.keys()
         for request_id, call in self._calls.items():
             assert self.core.scheduler.get(request_id) is call.sequence or call.sequence in self.prefixes.waiting
         self.prefixes.check()

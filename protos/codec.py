@@ -94,7 +94,8 @@ def decode_change(wire: worker_pb2.PeerChange) -> PeerJoined | PeerLeft:
             return PeerJoined(decode_agent(wire.owner), is_owner=True)
         case "reader":
             return PeerJoined(decode_agent(wire.reader), is_owner=False)
-    raise InvalidRequest("changes", "one of owner, reader and left must be set, none is")
+        case _:
+            raise InvalidRequest("changes", "one of owner, reader and left must be set, none is")
 
 
 def decode_transfer_id(wire: bytes) -> TransferId:

@@ -137,7 +137,8 @@ def decode(payload: bytes) -> HandoffMessage:
             num_chars = len(envelope.abort.detail)
             _require(num_chars <= MAX_DETAIL_CHARS, f"{num_chars} characters in detail, at most {MAX_DETAIL_CHARS}")
             return Abort(transfer_id, *stamp, _reason_from_wire(envelope.abort.reason), envelope.abort.detail)
-    raise MalformedMessage("body is missing")
+        case _:
+            raise MalformedMessage("body is missing")
 
 
 def encode_transfer_id(transfer_id: TransferId) -> bytes:

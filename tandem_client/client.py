@@ -338,7 +338,7 @@ class Client:
 
 def _checked(address: str) -> str:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        message = f"router: must be host:port, is {address!r}"
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        message = f"router: must be host:port, with a port in [1, 65535], is {address!r}"
         raise CallFailed(grpc.StatusCode.INVALID_ARGUMENT, message, field="router")
     return address

@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.processes import tandem
 from cli.commands.check import show
 from cli.diagnosis.vllm_environment import default_model_dir
 from cli.screens.terminal import Terminal
@@ -33,6 +32,7 @@ from conformance.check import CheckPlan, check
 from conformance.findings import Outcome
 from conformance.http_exchange import Endpoint
 from conformance.stack import StackError
+from tests.support.child_processes import tandem
 from tests.support.ports import free_port
 from tests.support.vllm_proxy import proxy
 from tests.support.vllm_server import MODEL, VllmServer, started

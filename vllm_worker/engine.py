@@ -87,6 +87,8 @@ class EngineStep(NamedTuple):
     holders: tuple[BlockHolder, ...] = ()  # transfers that hold blocks
     lost_moves: tuple[TransferId, ...] = ()  # whose blocks do not come, on both sides; the owner's request goes on
     pulled_tokens: tuple[tuple[TransferId, tuple[int, ...]], ...] = ()  # that came with blocks, before any sampled one
+    read_bytes: int = 0  # KV from peers, since the step before, as the connector counts it
+    read_seconds: float = 0.0  # ... in which reads were in flight
 
 
 class BlocksChanged(NamedTuple):

@@ -11,7 +11,16 @@ from core.step import SampledToken
 from vllm_worker.engine import EngineOutput, EngineStep, Prompt
 from vllm_worker.handoff import encode_handoff
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, NUM_LENT, PULLED_TOKENS, RequestEnd, decode_end
+from vllm_worker.kv.parameters import (
+    HOLDERS,
+    LOST_MOVES,
+    NUM_LENT,
+    PULLED_TOKENS,
+    READ_BYTES,
+    READ_SECONDS,
+    RequestEnd,
+    decode_end,
+)
 
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -71,6 +80,7 @@ def decode_pulled(wire: Iterable[tuple[str, Sequence[int]]]) -> tuple[tuple[Tran
 def step_of(stats: Any) -> EngineStep:
     """`stats`: vLLM's `SchedulerStats` of one step."""
     details, transfers = stats.iteration_details, stats.kv_connector_stats or {}
+    nixl = transfers.get("inner") or transfers  # vLLM's own connector, which VerifiedConnector may wrap
     return EngineStep(
         num_running=stats.num_running_reqs,
         num_waiting=stats.num_waiting_reqs,
@@ -81,4 +91,6 @@ def step_of(stats: Any) -> EngineStep:
         holders=decode_holders(transfers.get(HOLDERS, ())),
         lost_moves=tuple(int(transfer_id, 16) for transfer_id in transfers.get(LOST_MOVES, ())),
         pulled_tokens=decode_pulled(transfers.get(PULLED_TOKENS, ())),
+        read_bytes=transfers.get(READ_BYTES, 0) + sum(nixl.get("bytes_transferred", ())),
+        read_seconds=transfers.get(READ_SECONDS, 0.0) + sum(nixl.get("transfer_duration", ())),
     )

@@ -30,6 +30,8 @@ class EngineLoad:
     stats: StepStats = field(default_factory=StepStats)
     num_prefilled_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_bytes_read: int = 0
+    read_seconds: float = 0.0
     _step: EngineStep = EngineStep(0, 0, 0.0, 0, 0)  # noqa: RUF009 - the newest one
     _step_ended_at: float = 0.0
     _prompt_came_at: float = 0.0  # the newest one that found no other request
@@ -68,6 +70,8 @@ class EngineLoad:
         self._step, self._step_ended_at = step, now
         work = StepWork(step.num_decodes, self._decode_context, step.prompt_tokens, self._compute(step.prompt_tokens))
         self.num_prefilled_tokens += step.prompt_tokens
+        self.num_bytes_read += step.read_bytes
+        self.read_seconds += step.read_seconds
         self.stats.num_sequences = step.num_running
         self.stats.num_tokens = step.num_decodes + step.prompt_tokens
         if seconds > 0.0 and self.stats.num_tokens:
@@ -143,6 +147,8 @@ class EngineLoad:
             ledger=self.ledger(len(calls)),
             num_prefilled_tokens=self.num_prefilled_tokens,
             num_sampled_tokens=self.num_sampled_tokens,
+            transferred_bytes=self.num_bytes_read,
+            transfer_seconds=self.read_seconds,
             step_cost=cost,
             max_step_tokens=self.info.max_step_tokens,
             num_decoding=len(self._contexts),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from core.block_hash import FullBlock, extend_full_blocks, root_hash
-from core.errors import LayoutMismatch, TandemError
+from core.errors import TandemError
 from core.handoff import MAX_POSITIONS, AbortReason, AgentAddress, PrefixSource, TransferId
 from core.scheduling.block_pool import Column
 from core.scheduling.ledger import Claim, SequenceState
@@ -105,8 +105,6 @@ class Prefixes:
         """
         own, pool = self._transfers.address.layout, self._core.pool
         num_spare_blocks = max(0, num_spare_blocks)
-        if event.reader.layout != own:
-            raise LayoutMismatch(own.differences(event.reader.layout))
         actions = self._transfers.offer(event.transfer_id, event.reader, now + event.limit_s, now, is_of_cache=True)
         full: list[FullBlock] = []
         extend_full_blocks(full, event.token_ids, own.block_size, root_hash(event.cache_salt))

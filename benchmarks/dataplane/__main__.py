@@ -22,13 +22,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from benchmarks.dataplane import dynamo, load
+from benchmarks.dataplane.counting_clients import Connection, Refused
 from benchmarks.dataplane.decisions import decisions
 from benchmarks.dataplane.dynamo import ANSWER_TOKENS, event_clients
-from benchmarks.dataplane.http2_load import Connection
-from benchmarks.dataplane.http_load import Refused
 from benchmarks.dataplane.load import Counter, Measured
 from benchmarks.report import Line, Report, parser_of, percentile, run_parts
-from benchmarks.service import MODEL, Role, ServiceProcess, config_with, cores, pinned_to, running
+from tests.support.service_process import MODEL, Role, ServiceProcess, config_with, cores, pinned_to, running
 
 STREAMS, FEW_STREAMS = 256, 32
 WARM_UP_S, MEASURE_S = 1.5, 4.0

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import install_peers
 from benchmarks.dataplane import load
-from benchmarks.dataplane.http2_load import receive_for
-from benchmarks.dataplane.http_load import HttpStream
+from benchmarks.dataplane.counting_clients import HttpStream, receive_for
 from benchmarks.dataplane.load import Measured
-from benchmarks.processes import background, cpu_s
-from benchmarks.service import cores, pinned_to
+from tests.support.child_processes import cpu_s, serving
+from tests.support.service_process import cores, pinned_to
+from tools import install_peers
 
 VERSION = install_peers.DYNAMO_VERSION
 PORT = 18_200
@@ -39,8 +38,7 @@ def is_installed() -> bool:
 
 def event_clients(port: int, model: str, first_tokens: Sequence[int]) -> list[HttpStream]:
     """Clients that ask again and again, by the lengths of their first answers: so they do not end at the same time."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Tell me of the sea."}]}
-    clients = [HttpStream(port, "/v1/chat/completions", body, ANSWER_TOKENS) for _ in first_tokens]
+    clients = [HttpStream(port, model, ANSWER_TOKENS) for _ in first_tokens]
     for client, num_tokens in zip(clients, first_tokens, strict=True):
         client.send(num_tokens)
     return clients
@@ -83,15 +81,14 @@ def _serving(directory: Path, frontend_core: int, mocker_core: int) -> Iterator[
               "--discovery-backend", "file", "--num-workers", str(NUM_WORKERS), "--block-size", "16",
               "--speedup-ratio", "100"]  # fmt: skip
     with (
-        (directory / "log").open("w") as log,
-        background([python, *frontend], environment, frontend_core, log) as process_id,
-        background([python, *mocker], environment, mocker_core, log),
+        serving([python, *frontend], "", environment, frontend_core) as process_id,
+        serving([python, *mocker], "", environment, mocker_core),
     ):
-        _wait_for_model(directory / "log")
+        _wait_for_model()
         yield process_id
 
 
-def _wait_for_model(log: Path) -> None:
+def _wait_for_model() -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -100,5 +97,4 @@ def _wait_for_model(log: Path) -> None:
             if any(model["id"] == MODEL for model in json.load(connection.getresponse()).get("data", ())):
                 return
         time.sleep(POLL_S)
-    last_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
-    raise RuntimeError(f"Dynamo does not serve within {START_TIMEOUT_S:g} s: " + " | ".join(last_lines))
+    raise RuntimeError(f"Dynamo does not serve within {START_TIMEOUT_S:g} s")

@@ -8,14 +8,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.dataplane.http2_load import Connection, LoadFailed, OnMessage, receive_for
-from benchmarks.dataplane.http_load import HttpStream
-from benchmarks.service import ServiceProcess
-from benchmarks.sleeping_runner import FIRST_ID, age_s
+from benchmarks.dataplane.counting_clients import Connection, HttpStream, LoadFailed, OnMessage, receive_for
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from protos import codec
 from tandem_client.stubs import inference_pb2, worker_pb2
+from tests.support.service_process import FIRST_ID, ServiceProcess, age_s
 
 GENERATE = "/tandem.v1.Inference/Generate"
 STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.DecodeWorker/Decode"
@@ -175,21 +173,12 @@ def repeat_ended_calls(connections: list[Connection], message: bytes, seconds: f
     return num_ended, time.perf_counter() - start
 
 
-def completions(port: int, model: str, count: int, max_tokens: int, times: list[float] | None) -> list[HttpStream]:
-    """Streams on connections of their own. `times`: where to note the arrivals of their tokens."""
-    body = {"model": model, "prompt": PROMPT, "seed": 1}
-    streams = [HttpStream(port, "/v1/completions", body, times=times) for _ in range(count)]
-    for stream in streams:
-        stream.send(max_tokens)
-    return streams
-
-
 def http_ages(port: int, model: str, router: str, num_streams: int, seconds: float) -> list[float]:
     """The ages of tokens over HTTP: seconds from sampling to arrival.
 
     All sequences of a step sample at the same time. A probe, one direct call of the same router, gets the ids of its
-    tokens, which tell when they were sampled (benchmarks/sleeping_runner.py). So the age of a token of another stream
-    is the time from the newest known step to its arrival; the steps are further apart than any token is old.
+    tokens, which tell when they were sampled (`token_id_at`). So the age of a token of another stream is the time from
+    the newest known step to its arrival; the steps are further apart than any token is old.
     """
     probe = Counter(tokens_of_response)
     direct = Connection(router, probe.take)
@@ -197,7 +186,9 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
     receive_for([direct], FIRST_MESSAGES_TIMEOUT_S, lambda: probe.num_messages > 0)
     probe.keep = True
     times: list[float] = []
-    streams = completions(port, model, num_streams, ENDLESS, times)
+    streams = [HttpStream(port, model, times=times) for _ in range(num_streams)]
+    for stream in streams:
+        stream.send(ENDLESS)
     receive_for([*streams, direct], seconds / 2)
     times.clear()
     receive_for([*streams, direct], seconds)
@@ -208,4 +199,4 @@ def http_ages(port: int, model: str, router: str, num_streams: int, seconds: flo
 
 def close(connections: Sequence[Connection | HttpStream]) -> None:
     for connection in connections:
-        connection.close()
+        connection.socket.close()

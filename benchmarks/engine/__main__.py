@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.engine import perplexity, programs
+import torch
+import torch.nn.functional as F
+
+from benchmarks.engine import programs
 from benchmarks.engine.figures import (
     BATCHES,
     CONTEXTS,
@@ -34,18 +39,28 @@ from benchmarks.engine.figures import (
     start_line,
 )
 from benchmarks.engine.programs import Start
-from benchmarks.install_peers import MODEL
-from benchmarks.processes import ChildEnded, ChildProcess
 from benchmarks.report import Line, Report, parser_of, run_parts
 from core.config import EngineConfig
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView
+from engine.gpu.runner import GpuRunner
+from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
+from tests.support.child_processes import ChildEnded, ChildProcess
 from text.tokenizer import load_tokenizer
+from tools.install_peers import MODEL
 
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
 SHORT_PROMPT = 16  # tokens, of a program's first answer
 KV_TOKENS_SHARE = 8  # a KV pool is compared on so much less of the text, because the references compute slowly
 PARTS = ("bare", "quantized", "perplexity")
+FP8 = "fp8"  # kernels of GPUs alone: on a CPU its quality is measured, not its speed
+MOST_PERPLEXITY = {"int8": 1.005, "int4": 1.04, FP8: 1.04}  # times bfloat16's
+MOST_KV_PERPLEXITY = 1.02  # times that of a bfloat16 pool on the same runner
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+MakeRunner = Callable[[EngineConfig], TorchRunner | GpuRunner]
 
 
 @contextlib.contextmanager
@@ -92,6 +107,38 @@ def measure_prefill(running: dict[str, ChildProcess], repeats: int, figures: Fig
                 figures.prefill_ms[name, tokens].append(program.call("prefill", tokens=tokens)["ms"])
 
 
+# ---- perplexity: exp of the mean negative log-probability of the tokens of a text
+#
+# The text is cut into windows, and the second half of each window is scored. The first half is one chunk, as a prompt
+# is; each scored token is a chunk of its own, as in decoding. Kernels, KV cache and rounding are those of serving. KV
+# pools are compared on the references of the GPU's operators, which round as its kernels do.
+
+
+def window_loss(runner: TorchRunner | GpuRunner, window: Sequence[int], block_size: int) -> float:
+    """Sum of -log p over the second half of the window, in blocks 0 and up of the pool."""
+    table = list(range(-(-len(window) // block_size)))
+    known = len(window) // 2
+
+    def chunk(start: int, num_tokens: int, samples: bool) -> ScheduledChunk:
+        return ScheduledChunk(
+            SequenceView(f"{start}", window, len(window), table, GREEDY), start, num_tokens, samples, False
+        )
+
+    runner.logits([chunk(0, known - 1, False)])
+    logits = runner.logits([chunk(place, 1, True) for place in range(known - 1, len(window) - 1)])
+    return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
+
+
+def perplexity_of(config: EngineConfig, token_ids: Sequence[int], context: int, make_runner: MakeRunner) -> float:
+    if len(token_ids) < context:
+        raise ValueError(f"the text has {len(token_ids)} tokens and needs {context}")
+    runner = make_runner(config)
+    windows = [token_ids[start : start + context] for start in range(0, len(token_ids) - context + 1, context)]
+    loss = sum(window_loss(runner, window, config.block_size) for window in windows)
+    runner.close()
+    return math.exp(loss / (len(windows) * (context - context // 2)))
+
+
 class Benchmark:
     """Each public method is a part."""
 
@@ -136,9 +183,23 @@ class Benchmark:
             return
         token_ids = load_tokenizer(MODEL).encode(self._arguments.text.read_text(encoding="utf-8"))
         config, context = replace(self._plain, kv_memory_mb=64), self._arguments.context
-        token_ids = token_ids[: self._arguments.tokens]
-        perplexity.weights(self.report, config, token_ids, context)
-        perplexity.kv(self.report, config, token_ids[: max(context, len(token_ids) // KV_TOKENS_SHARE)], context)
+        text = token_ids[: self._arguments.tokens]
+        weights = {name: (replace(config, quantization=name), most) for name, most in MOST_PERPLEXITY.items()}
+        self._compare("weights", config, weights, lambda one: perplexity_of(one, text, context, TorchRunner))
+        start, runner = text[: max(context, len(text) // KV_TOKENS_SHARE)], partial(GpuRunner, with_graphs=False)
+        pools = {FP8: (replace(config, kv_dtype=FP8), MOST_KV_PERPLEXITY)}
+        self._compare("KV", config, pools, lambda one: perplexity_of(one, start, context, runner))
+
+    def _compare(
+        self, of: str, plain: EngineConfig, others: Mapping[str, tuple[EngineConfig, float]],
+        measure: Callable[[EngineConfig], float],
+    ) -> None:  # fmt: skip
+        beside = measure(plain)
+        self.report.add(Line(f"perplexity, bfloat16 {of}", beside, ""))
+        for name, (config, most) in others.items():
+            found = measure(config)
+            self.report.add(Line(f"perplexity, {name} {of}", found, ""))
+            self.report.add(Line(f"perplexity, {name} {of}, beside bfloat16", found / beside, "x", most=most))
 
     def _add(self, lines: Iterable[Line]) -> None:
         for line in lines:

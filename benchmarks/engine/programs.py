@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
-from benchmarks.processes import ChildProcess
 from core.config import EngineConfig
 from engine.backend import choose_dtype
 from model_files.model_source import resolve_model
+from tests.support.child_processes import ChildProcess
+from tools.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
 
 HERE = Path(__file__).parent
 VLLM_KV_GB = 3

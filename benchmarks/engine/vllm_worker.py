@@ -22,7 +22,7 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.processes import obey, take_stdout
+from tests.support.child_processes import obey, take_stdout
 
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000
 IDLE_S = 0.001

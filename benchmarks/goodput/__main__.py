@@ -85,7 +85,7 @@ def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
     all_ttft, all_tpot, all_tbt10 = [], [], []
     for request, answer in zip(row.requests, answers, strict=True):
         ttft = answer.times[0] - request.arrives_at if answer.times else math.inf
-        tpot = statistics.fmean(answer.gaps) if answer.gaps else None
+        tpot = answer.tpot_s
         if answer.promised_ttft_s is not None and ttft < math.inf:
             errors.append(abs(answer.promised_ttft_s - ttft) / ttft)
         failed = bool(answer.error) or len(answer.times) < request.num_output_tokens

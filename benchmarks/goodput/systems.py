@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask
+from benchmarks.asking import FIRST_WORD_ID, LAST_WORD_ID, Answer, ask, ask_at
 from benchmarks.engine import programs
-from benchmarks.processes import ChildProcess, tandem
 from simulator.replay.trace import TraceRequest
 from tandem_client import AsyncClient
+from tests.support.child_processes import ChildProcess, tandem
 
 PORT = 18651
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -60,14 +59,13 @@ class Fleet:
     async def _ask_all(self, row: Row, salt: str) -> list[Answer]:
         prompts = [prompt_of(request) for request in row.requests]
 
-        async def one(request: TraceRequest, prompt: list[int]) -> Answer:
-            await asyncio.sleep(start + request.arrives_at - time.perf_counter())
+        async def one(number: int, start: float) -> Answer:
+            request = row.requests[number]
             timeout_s = row.timeout_s - request.arrives_at
-            return await ask(client, prompt, request.num_output_tokens, timeout_s, start, salt)
+            return await ask(client, prompts[number], request.num_output_tokens, timeout_s, start, salt)
 
         async with AsyncClient(ADDRESS) as client:
-            start = time.perf_counter()
-            return await asyncio.gather(*map(one, row.requests, prompts))
+            return await ask_at([request.arrives_at for request in row.requests], one)
 
 
 @contextlib.contextmanager
@@ -86,7 +84,10 @@ class VllmEngine:
             {"at": request.arrives_at, "prompt": prompt_of(request), "max_tokens": request.num_output_tokens}
             for request in row.requests
         ]
-        return [Answer(times) for times in self._process.call("serve", requests=requests, timeout_s=row.timeout_s)]
+        return [
+            Answer(times, len(times))
+            for times in self._process.call("serve", requests=requests, timeout_s=row.timeout_s)
+        ]
 
 
 @contextlib.contextmanager

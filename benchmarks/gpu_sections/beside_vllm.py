@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +26,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.asking import arrivals
-from benchmarks.gpu_sections.driver import BIG_MODEL, NO_LIMIT_MS, TINY_MODEL
-from benchmarks.gpu_sections.http_client import Received, Server
-from benchmarks.gpu_sections.section import Section
-from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
-from benchmarks.processes import serving, tandem
+from benchmarks.asking import Answer, HttpServer, arrivals, ask_at, random_prompts, whole
+from benchmarks.gpu_sections.harness import query_gpu
+from benchmarks.gpu_sections.section import BIG_MODEL, TINY_MODEL, Section
 from benchmarks.report import Line, percentile
+from benchmarks.runner_driver import NO_LIMIT_MS
 from cli.diagnosis.vllm_environment import python_of
 from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
+from tests.support.child_processes import serving, tandem
+from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 GRPC_PORT, HTTP_PORT = 50_671, 50_672
 VLLM_READY = "Application startup complete"
@@ -71,8 +68,7 @@ class Sizes:
     output: int = 128
 
     def random_prompt(self, num_tokens: int, seed: str) -> list[int]:
-        draws = random.Random(seed)
-        return [draws.randrange(*self.token_ids) for _ in range(num_tokens)]
+        return random_prompts(1, num_tokens, seed, self.token_ids)[0]
 
 
 TINY = Sizes((3, 250), (1, 3), 40, 2, 66, (40,), 2, (20.0,), 0.5, 40, 8)
@@ -83,19 +79,18 @@ IDLE_MEMORY_MIB = 3000
 @dataclass(frozen=True, slots=True)
 class System:
     name: str
-    started: Callable[[], AbstractContextManager[Server]]
+    started: Callable[[], AbstractContextManager[HttpServer]]
     seconds: float  # of the whole case
     alone: bool = False  # measure `steps` and `prompts`, too
 
 
 def run(section: Section) -> None:
-    if importlib.util.find_spec("ray") is None:
-        section.note("not measured, ray is not installed")
+    if not section.has_fleets():
         return
     beside = Comparison(section, TINY if section.rehearse else Sizes())
     for system in systems(section):
         if section.has_time_for(system.seconds, system.name):
-            with section.case(system.name):
+            with section.section(system.name):
                 beside.measure(system)
 
 
@@ -116,8 +111,7 @@ def systems(section: Section) -> list[System]:
     ]
     if section.rehearse:
         return found[:-1]  # the last differs from the first in a number of its config
-    if not python_of(VllmConfig()).exists():
-        section.note(f"vLLM is not installed at {python_of(VllmConfig())}")
+    if not section.has_vllm():
         return found
     small_steps = System(f"vLLM, steps of {STEP_TOKENS:,} tokens", partial(vllm_server, STEP_TOKENS), 125.0)
     return [System(VLLM, vllm_server, 150.0, alone=True), *found[:-1], small_steps, found[-1]]
@@ -127,17 +121,17 @@ def systems(section: Section) -> list[System]:
 
 
 @contextlib.contextmanager
-def tandem_server(section: Section, text: str) -> Iterator[Server]:
+def tandem_server(section: Section, text: str) -> Iterator[HttpServer]:
     model, device = (TINY_MODEL, "cpu") if section.rehearse else (BIG_MODEL, "cuda")
     engine = f'[engine]\nmodel = "{model}"\ndevice = "{device}"\n'
     engine += "" if section.rehearse else f"max_context = {MAX_CONTEXT}\n"
     wait_for_memory(section)
     with tandem(GRPC_PORT, "--http", str(HTTP_PORT), config=engine + text):
-        yield Server(HTTP_PORT, model)
+        yield HttpServer(HTTP_PORT, model)
 
 
 @contextlib.contextmanager
-def vllm_server(step_tokens: int = 0) -> Iterator[Server]:
+def vllm_server(step_tokens: int = 0) -> Iterator[HttpServer]:
     """`step_tokens`: 0 = vLLM's default."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
@@ -147,17 +141,16 @@ def vllm_server(step_tokens: int = 0) -> Iterator[Server]:
         options += ["--max-num-batched-tokens", str(step_tokens)] if step_tokens else []
         command = [str(python_of(VllmConfig())), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
         with serving(command, VLLM_READY, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}):
-            yield Server(HTTP_PORT, "model")
+            yield HttpServer(HTTP_PORT, "model")
 
 
 def wait_for_memory(section: Section) -> None:
     """A worker sizes its pool by the memory that is free, and a server that has ended frees it a moment later."""
     if section.rehearse:
         return
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     deadline = time.monotonic() + WAIT_FOR_MEMORY_S
     while time.monotonic() < deadline:
-        used = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+        used = int(query_gpu("memory.used"))
         if used < IDLE_MEMORY_MIB:
             return
         time.sleep(0.5)
@@ -181,12 +174,12 @@ class Comparison:
             self._add(system, "start", time.perf_counter() - start, "s")
             asyncio.run(self._measure(system, server))
 
-    async def _measure(self, system: System, server: Server) -> None:
+    async def _measure(self, system: System, server: HttpServer) -> None:
         sizes = self._sizes
         warm_up = [sizes.random_prompt(sizes.prompt, f"{system.name}, warm-up {number}") for number in range(4)]
         for prompt in warm_up:  # the first one also compiles kernels and connects workers
-            check([await server.ask(prompt, sizes.output)])
-        check(await asyncio.gather(*[server.ask(prompt, sizes.output) for prompt in warm_up]))
+            whole(await server.ask(prompt, sizes.output))
+        await ask_all(server, warm_up, sizes.output)
         if system.alone:
             for num_tokens in sizes.prompts:
                 await self._measure_prompt(system, server, num_tokens)
@@ -195,22 +188,21 @@ class Comparison:
         for rate in sizes.rates:
             await self._measure_load(system, server, rate)
 
-    async def _measure_prompt(self, system: System, server: Server, num_tokens: int) -> None:
+    async def _measure_prompt(self, system: System, server: HttpServer, num_tokens: int) -> None:
         found = []
         for repeat in range(self._sizes.repeats):
             prompt = self._sizes.random_prompt(num_tokens, f"alone {num_tokens} {repeat}")
-            (received,) = check([await server.ask(prompt, 2)])
-            found.append(received.times[0])
+            found.append(whole(await server.ask(prompt, 2)).times[0])
         self._add(system, f"TTFT of {num_tokens:,} tokens alone", statistics.median(found) * 1e3, "ms", goal=1.0)
 
-    async def _measure_steps(self, system: System, server: Server, batch: int) -> None:
+    async def _measure_steps(self, system: System, server: HttpServer, batch: int) -> None:
         """From two lengths of output, so that the prompts, which are cached, and the client cancel out."""
         sizes = self._sizes
         prompts = [sizes.random_prompt(sizes.context, f"step {number}") for number in range(batch)]
 
         async def seconds(num_tokens: int) -> float:
             start = time.perf_counter()
-            check(await asyncio.gather(*[server.ask(prompt, num_tokens, stream=False) for prompt in prompts]))
+            await ask_all(server, prompts, num_tokens, stream=False)
             return time.perf_counter() - start
 
         await seconds(1)
@@ -219,23 +211,18 @@ class Comparison:
         step_ms = (long - short) / (sizes.long_output - sizes.short_output) * 1e3
         self._add(system, f"decode step of {batch} x {sizes.context:,}", step_ms, "ms", goal=1.0)
 
-    async def _measure_load(self, system: System, server: Server, rate: float) -> None:
+    async def _measure_load(self, system: System, server: HttpServer, rate: float) -> None:
         sizes = self._sizes
         times = arrivals(rate, round(rate * sizes.load_s))
         prompts = [sizes.random_prompt(sizes.prompt, f"load {rate:g} {number}") for number in range(len(times))]
         start = time.perf_counter()
-
-        async def one(arrives_at: float, prompt: Sequence[int]) -> Received:
-            await asyncio.sleep(start + arrives_at - time.perf_counter())
-            return await server.ask(prompt, sizes.output)
-
-        answers = await asyncio.gather(*map(one, times, prompts))
+        answers = await ask_at(times, lambda number, _: server.ask(prompts[number], sizes.output))
         seconds = time.perf_counter() - start
         self._report_load(system, rate, answers, seconds)
 
-    def _report_load(self, system: System, rate: float, answers: Sequence[Received], seconds: float) -> None:
-        whole = [answer for answer in answers if not answer.error]
-        if not whole:
+    def _report_load(self, system: System, rate: float, answers: Sequence[Answer], seconds: float) -> None:
+        ended = [answer for answer in answers if not answer.error]
+        if not ended:
             raise RuntimeError(f"{rate:g} requests/s: no answer: {answers[0].error}")
         at = f"{rate:g} requests/s"
         inside = sum(is_inside(answer, self._limits) for answer in answers)
@@ -243,9 +230,9 @@ class Comparison:
         self._add(system, f"{at}: goodput", inside / seconds, "requests/s", goal=1.2 if rate == self._knee else None)
         self._add(system, f"{at}: smooth goodput", smooth / seconds, "requests/s")
         tokens = sum(answer.num_tokens for answer in answers) / seconds
-        first = [answer.times[0] * 1e3 for answer in whole]
-        gaps = [gap * 1e3 for answer in whole for gap in answer.gaps]
-        means = [answer.mean_gap * 1e3 for answer in whole]
+        first = [answer.times[0] * 1e3 for answer in ended]
+        gaps = [gap * 1e3 for answer in ended for gap in answer.gaps]
+        means = [1e3 * (answer.tpot_s or 0.0) for answer in ended]
         errors = [answer.error for answer in answers if answer.error]
         self._section.note(
             f"{system.name}, {at}: {tokens:,.0f} tokens/s; TTFT {cuts(first, 50, 90, 99)} ms; "
@@ -267,16 +254,14 @@ class Comparison:
         self._section.add(line)
 
 
-def check(answers: Sequence[Received]) -> Sequence[Received]:
-    """Raises `RuntimeError` if one has failed."""
-    for answer in answers:
-        if answer.error:
-            raise RuntimeError(answer.error)
-    return answers
+async def ask_all(server: HttpServer, prompts: Sequence[list[int]], num_tokens: int, stream: bool = True) -> None:
+    """At once."""
+    for answer in await asyncio.gather(*[server.ask(prompt, num_tokens, stream=stream) for prompt in prompts]):
+        whole(answer)
 
 
-def is_inside(answer: Received, limits: Limits, smooth: bool = False) -> bool:
-    if answer.error or answer.times[0] > limits.ttft or answer.mean_gap > limits.mean_gap:
+def is_inside(answer: Answer, limits: Limits, smooth: bool = False) -> bool:
+    if answer.error or answer.times[0] > limits.ttft or (answer.tpot_s or 0.0) > limits.mean_gap:
         return False
     return not smooth or max(answer.gaps, default=0.0) <= limits.pause
 

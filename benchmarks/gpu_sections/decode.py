@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_sections.driver import MAX_OUTPUT, RunnerDriver, build, fill_with_noise, random_prompt, request
-from benchmarks.gpu_sections.measure import copy_rate
-from benchmarks.gpu_sections.section import Section
+from benchmarks.gpu_sections.section import Section, build, copy_rate, finish
 from benchmarks.report import Line
+from benchmarks.runner_driver import MAX_OUTPUT, RunnerDriver, fill_with_noise, random_prompt, request
 from core.cost.step_cost import StepWork
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
@@ -59,12 +58,13 @@ def measure_model(
     runner = build(section, limits, **EIGHT_BITS.get(what, {}))
     section.note(f"{runner.num_blocks:,} KV blocks{f' with {what}' if what else ''}")
     fill_with_noise(runner)
+    finish(section.device)
     driver = RunnerDriver(runner, limits)
     for case in wanted:
         batch, context, sampling = case
         name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}"
         words = f"{name}, {what}" if what else name
-        with section.case(words):
+        with section.section(words):
             if (found := steps_of(section, driver, words, case)) is None:
                 continue
             floor_ms = memory_bytes(runner, case) / bytes_per_s * 1e3
@@ -75,7 +75,7 @@ def measure_model(
                              floor_ms, least_share=shares[0]))  # fmt: skip
             section.add(Line(f"{words}: served step", found[1], "ms", floor=floor_ms, least_share=shares[1]))
     if not what:
-        with section.case("drafts"):
+        with section.section("drafts"):
             for batch, num_drafts in DRAFTED[:2] if section.rehearse else DRAFTED:
                 measure_drafts(section, driver, wanted[0][1], batch, num_drafts)
     runner.close()

@@ -1,11 +1,11 @@
-"""Runs the sections of benchmarks/gpu.py, one process after the other, and keeps their figures.
+"""The sections of benchmarks/gpu.py in their order, one process after the other; what decides most comes first.
 
-    section     appends JSON objects to a file, one a line: {"line": ...} {"note": ...} {"machine": ...} {"error": ...}
-    harness     kills the section at its deadline, and writes gpu.json and gpu.md after each section
+    section     writes its report, OUT/<section>.json and .md, with each figure (benchmarks/report.py)
+    harness     kills the section at its deadline, and writes OUT/gpu.json and gpu.md after each section
 
-A section may also use the time that the sections before it have left. Figures that a section wrote before its deadline
-are kept. A complete section of an earlier run is not measured again if the code and the device are the same. This
-module imports no torch: a process that holds the device would disturb the sections.
+Time on a GPU is short and may end at any moment. A section may also use the time that the sections before it have left.
+Figures of a killed section are kept. A complete section of an earlier run is not measured again if the code and the
+device are the same. This module imports no torch: a process that holds the device would disturb the sections.
 """
 
 from __future__ import annotations
@@ -18,18 +18,61 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu_sections.plan import SECTIONS, About
-from benchmarks.processes import group_killed
-from benchmarks.report import COLUMNS, Line, commit_of, table
+from benchmarks.report import commit_of, replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = frozenset({"build", "deploy", "docs", "examples", "simulator", "tools"})  # folders
 COMPLETE = "complete"
+
+Result = dict[str, Any]  # of a section: name, status, error, seconds, and what its report has
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    seconds: float  # until its deadline, the start of the process included
+    title: str
+    decides: str  # what follows from its figures
+
+
+SECTIONS = {
+    "tests": About(
+        280, "the tests that need a GPU",
+        "whether any figure counts: a wrong token or a lost block comes first",
+    ),
+    "vllm_inside": About(
+        200, "vLLM inside Tandem: hand-offs by NIXL, the tokens of two pools, a kill of each worker",
+        "whether workers with vLLM may be called tested on GPUs",
+    ),
+    "beside_vllm": About(
+        420, "Tandem beside vLLM: one 8B model, one client, one load",
+        "for which load to choose two pools, one worker, or vLLM alone: decode and prompts at least 1.0 x vLLM",
+    ),
+    "decode": About(
+        240, "decode of an 8B model, 1, 32 and 128 sequences of 2,048 and 8,192 tokens; with fp8 weights, with fp8 KV",
+        "whether launches, products of few rows and the draw of tokens need work: sampling at most 3 % of a step of 32"
+        "; what the 8-bit options gain",
+    ),
+    "prefill": About(
+        120, "prompts of 2,048 and 8,192 tokens of an 8B model; with fp8 KV",
+        "whether prompts need work on kernels: at least 0.6 of the rate of a product; what fp8 KV costs them",
+    ),
+}  # fmt: skip
+
+
+def plan_text(sections: Mapping[str, About], states: Mapping[str, str]) -> str:
+    """The table of `--plan`. `states`: what an earlier run has of a section; none = to do."""
+    rows = [
+        f"{name:12s} {about.seconds:4.0f} s  {states.get(name, 'to do')}\n"
+        f"    {about.title}\n    Decides {about.decides}."
+        for name, about in sections.items()
+    ]
+    seconds = sum(about.seconds for name, about in sections.items() if states.get(name) != "done")
+    return "\n".join([*rows, f"{seconds:.0f} s to do"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +85,6 @@ class Run:
     sections: Mapping[str, About] = field(default_factory=lambda: SECTIONS)
 
 
-@dataclass(slots=True)
-class SectionResult:
-    name: str
-    status: str = "not run"  # COMPLETE | failed | out of time | not run
-    seconds: float = 0.0
-    allowed_s: float = 0.0
-    error: str = ""
-    notes: list[str] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-    machine: dict[str, str] = field(default_factory=dict)
-
-    def read(self, messages: Path) -> None:
-        """The last line of a killed section may be half a line."""
-        for text in messages.read_text(encoding="utf-8").splitlines() if messages.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                self.take(json.loads(text))
-
-    def take(self, message: dict[str, Any]) -> None:
-        match message:
-            case {"line": values}:
-                self.lines.append(Line(**values))
-            case {"note": text}:
-                self.notes.append(text)
-            case {"machine": found}:
-                self.machine = found
-            case {"error": text}:
-                self.error = text
-            case _:
-                raise ValueError(f"a section sent {message}")
-
-    @classmethod
-    def of_json(cls, values: dict[str, Any]) -> SectionResult:
-        return cls(**values | {"lines": [Line(**line) for line in values["lines"]]})
-
-
 def run_sections(run: Run, names: Collection[str], again: bool = False) -> int:
     """Run the sections of the plan that are named and not done; `again`: those that are done, too.
 
@@ -84,118 +92,93 @@ def run_sections(run: Run, names: Collection[str], again: bool = False) -> int:
     """
     run.out.mkdir(parents=True, exist_ok=True)
     head = {"commit": run.commit or commit_of(), "source": source_digest(ROOT)}
-    head |= {"started": time.strftime("%F %T %Z"), "device": "cpu" if run.rehearse else "cuda"}
+    head |= {"started": time.strftime("%F %T %Z"), "device": device_of(run)}
     results = earlier_results(run)
     todo = [name for name in run.sections if name in names and (again or not is_done(results.get(name)))]
     scale = run.seconds / sum(run.sections[name].seconds for name in todo) if run.seconds and todo else 1.0
     deadline = time.monotonic()
     with (run.out / "gpu.log").open("a", encoding="utf-8") as log:
         for name in todo:
-            results[name] = SectionResult(name)
             deadline += run.sections[name].seconds * scale
-            run_child(run, results[name], deadline - time.monotonic(), log)
-            write(run, head, [results[name] for name in run.sections if name in results])
-            show(results[name])
-    return 0 if all(results[name].status == COMPLETE for name in names) else 1
+            results[name] = run_child(run, name, deadline - time.monotonic(), log)
+            found = [results[each] for each in run.sections if each in results]
+            replace_file(run.out / "gpu.json", json.dumps(head | {"sections": found}, indent=1) + "\n")
+            pages = "\n".join(page(run, result) for result in found)
+            replace_file(run.out / "gpu.md", f"{head['started']}, commit {head['commit']}\n\n{pages}")
+            print(page(run, results[name]), flush=True)
+    return 0 if all(results[name]["status"] == COMPLETE for name in names) else 1
 
 
-def is_done(result: SectionResult | None) -> bool:
+def is_done(result: Result | None) -> bool:
     """A section without figures lacked a package, which a later run may have."""
-    return result is not None and result.status == COMPLETE and bool(result.lines)
+    return result is not None and result["status"] == COMPLETE and bool(result["lines"])
 
 
-def earlier_results(run: Run) -> dict[str, SectionResult]:
+def earlier_results(run: Run) -> dict[str, Result]:
     """What DIR has of this code on this device."""
     try:
         found = json.loads((run.out / "gpu.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return {}
-    same_code = found.get("source") == source_digest(ROOT)
-    same_device = found["device"] == "cpu" if run.rehearse else found["machine"].get("device") == device_name()
-    if not (same_code and same_device):
-        return {}
-    return {values["name"]: SectionResult.of_json(values) for values in found["sections"]}
+    is_same = (found.get("source"), found["device"]) == (source_digest(ROOT), device_of(run))
+    return {result["name"]: result for result in found["sections"]} if is_same else {}
 
 
 def states_of(run: Run) -> dict[str, str]:
     """For `--plan`: the sections that an earlier run has begun."""
     return {
-        result.name: "done" if is_done(result) else f"to do ({result.status}: {result.error or 'no figures'})"
-        for result in earlier_results(run).values()
+        name: "done" if is_done(result) else f"to do ({result['status']}: {result['error'] or 'no figures'})"
+        for name, result in earlier_results(run).items()
     }
 
 
-def device_name() -> str:
-    """As torch names it. Empty without a GPU."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
+def device_of(run: Run) -> str:
+    return "cpu" if run.rehearse else query_gpu("name")
+
+
+def query_gpu(field: str) -> str:
+    """Of the first GPU, by nvidia-smi. Empty without a GPU."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def run_child(run: Run, result: SectionResult, allowed_s: float, log: IO[str]) -> None:
+def run_child(run: Run, name: str, allowed_s: float, log: IO[str]) -> Result:
     """Run one section until it ends or `allowed_s` are over."""
-    print(f"---- {result.name}", file=log, flush=True)
-    messages = run.out / "messages"
-    messages.unlink(missing_ok=True)
-    start, result.allowed_s = time.monotonic(), allowed_s
-    command: list[str | Path] = [sys.executable, run.program, "--child", result.name]
+    print(f"---- {name}", file=log, flush=True)
+    report = run.out / f"{name}.json"
+    for path in (report, report.with_suffix(".md")):
+        path.unlink(missing_ok=True)
+    start, status, error = time.monotonic(), COMPLETE, ""
+    command: list[str | Path] = [sys.executable, run.program, "--child", name]
     command += ["--allowed-s", str(allowed_s), "--out", run.out]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # its fleets find Tandem from any folder
     child = subprocess.Popen(
         [*command, "--rehearse"] if run.rehearse else command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,  # its children end with it
     )  # fmt: skip
-    with group_killed(child):
-        try:
-            code = child.wait(max(allowed_s, 0.0))
-            if code:
-                result.error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            result.status = "failed" if code else COMPLETE
-        except subprocess.TimeoutExpired:
-            result.status, result.error = "out of time", f"killed after {allowed_s:.0f} s"
-    result.read(messages)
-    result.seconds = time.monotonic() - start
+    try:
+        if code := child.wait(max(allowed_s, 0.0)):
+            error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            status = "failed"
+    except subprocess.TimeoutExpired:
+        status, error = "out of time", f"killed after {allowed_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    written = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"lines": []}
+    return written | {"name": name, "status": status, "error": error, "seconds": time.monotonic() - start}
 
 
-def write(run: Run, head: dict[str, Any], results: Sequence[SectionResult]) -> None:
-    """Replace gpu.json and gpu.md at once: a run that is cut short leaves whole files."""
-    content = head | {"machine": machine_of(results), "sections": [asdict(result) for result in results]}
-    for name, text in (
-        ("gpu.json", json.dumps(content, indent=1) + "\n"),
-        ("gpu.md", page(run.sections, head, results)),
-    ):
-        new = run.out / "new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(run.out / name)
-
-
-def page(sections: Mapping[str, About], head: dict[str, Any], results: Sequence[SectionResult]) -> str:
-    """The tables for docs/gpu.md."""
-    about = ", ".join(f"{name} {value}" for name, value in machine_of(results).items())
-    parts = [f"{head['started']}, commit {head['commit']}: {about}"]
-    for result in results:
-        title = sections[result.name].title
-        ended = "" if result.status == COMPLETE else f": {result.status}. {result.error}".rstrip()
-        parts.append(f"#### {title[:1].upper()}{title[1:]}{ended}")
-        if result.lines:
-            parts.append(table(COLUMNS, [line.row() for line in result.lines]).rstrip())
-        parts += [f"- {note}" for note in result.notes]
-    return "\n\n".join(parts) + "\n"
-
-
-def machine_of(results: Sequence[SectionResult]) -> dict[str, str]:
-    return next((result.machine for result in results if result.machine), {})
-
-
-def show(result: SectionResult) -> None:
-    print(f"{result.name}: {result.status}, {result.seconds:.1f} of {result.allowed_s:.0f} s {result.error}".rstrip())
-    for line in result.lines:
-        print(f"  {line.text()}")
-    for note in result.notes:
-        print(f"  note: {note}")
-    sys.stdout.flush()
+def page(run: Run, result: Result) -> str:
+    """The table of a section for docs/gpu.md."""
+    title, text = run.sections[result["name"]].title, run.out / f"{result['name']}.md"
+    ended = "" if result["status"] == COMPLETE else f": {result['status']}. {result['error']}"
+    written = text.read_text(encoding="utf-8") if text.exists() else ""
+    return f"#### {title[:1].upper()}{title[1:]}{ended}\n\n{result.get('machine', '')}\n\n{written}"
 
 
 def source_digest(root: Path) -> str:

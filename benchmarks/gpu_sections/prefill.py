@@ -9,10 +9,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.gpu_sections.driver import RunnerDriver, build, random_prompt, request
-from benchmarks.gpu_sections.measure import matrix_rate
-from benchmarks.gpu_sections.section import Section
+from benchmarks.gpu_sections.section import Section, build, matrix_rate
 from benchmarks.report import Line
+from benchmarks.runner_driver import RunnerDriver, random_prompt, request
 from core.cost.step_cost import StepWork
 from engine.runner import StepLimits
 

@@ -12,7 +12,6 @@ model has 128,256 tokens, so wrong KV would not pass as rounding.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import random
 import signal
@@ -26,22 +25,18 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.asking import Answer, request_of
-from benchmarks.gpu_sections.driver import TINY_MODEL
-from benchmarks.gpu_sections.section import Section
-from benchmarks.hf_model import RANDOM_WEIGHTS, write_model
-from benchmarks.processes import tandem
+from benchmarks.asking import ask, random_prompts, streams, until
+from benchmarks.gpu_sections.section import TINY_MODEL, Section
 from benchmarks.report import Line
 from cli.credentials import client_of, find_credentials
-from cli.diagnosis.vllm_environment import python_of
-from core.config import VllmConfig
 from model_files.builtin_configs import RANDOM_CONFIGS
 from tandem_client import AsyncClient, Completion
+from tests.support.child_processes import tandem
+from tools.hf_model import RANDOM_WEIGHTS, write_model
 
 PORT = 50_681
 ADDRESS = f"127.0.0.1:{PORT}"
 TIMEOUT_S = 90.0
-POLL_S = 0.2
 BLOCK = 16
 KV_BYTES = 6 << 30  # of each worker; by itself, vLLM would measure what its neighbours take while they start
 LENGTHS = [k * BLOCK + edge for k in (1, 2, 8, 64, 128) for edge in (-1, 0, 1)] + [1, 2, 5, 50, 100, 200, 333, 700]
@@ -62,13 +57,8 @@ class Likeness(Enum):
 
 
 def run(section: Section) -> None:
-    if importlib.util.find_spec("ray") is None:
-        section.note("not measured, ray is not installed")
-        return
-    if not section.rehearse and not python_of(VllmConfig()).exists():
-        section.note(f"not measured, vLLM is not installed at {python_of(VllmConfig())}")
-        return
-    if not section.has_time_for(START_S + REST_S, "vLLM inside"):
+    has_engine = section.has_fleets() and (section.rehearse or section.has_vllm())
+    if not (has_engine and section.has_time_for(START_S + REST_S, "vLLM inside")):
         return
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
@@ -94,17 +84,17 @@ async def measure(section: Section) -> None:
     prompts = make_prompts(section)
     async with client_of(ADDRESS, find_credentials(None, ADDRESS)) as client:
         passes: dict[str, list[Completion]] = {}
-        with section.case("hand-offs"):
+        with section.section("hand-offs"):
             passes["divided"] = await one_by_one(client, prompts, "divided")
             report_paths(section, "hand-offs", passes["divided"])
             await measure_second_token(section, client)
-        with section.case("kill of a decode worker"):
+        with section.section("kill of a decode worker"):
             await kill_under_streams(section, client, "decode", STREAM_PROMPT)
-        with section.case("kill of the prefill worker"):
+        with section.section("kill of the prefill worker"):
             await kill_under_streams(section, client, "prefill", LONG_PROMPT)
-        with section.case("undivided"):
+        with section.section("undivided"):
             await client.scale(prefill=0)
-            await no_prefill_worker(client)
+            await until(client, lambda fleet: not any(one.worker_id.startswith("prefill") for one in fleet.workers))
             passes["undivided"] = await one_by_one(client, prompts, "undivided")
             report_paths(section, "undivided", passes["undivided"])
             report_likeness(section, passes["divided"], passes["undivided"])
@@ -116,7 +106,7 @@ def make_prompts(section: Section) -> list[list[int]]:
     count, longest, ids = (TINY_NUM_PROMPTS, 60, (3, 250)) if section.rehearse else (NUM_PROMPTS, 3000, (300, 128_000))
     lengths = [min(length, longest) for length in LENGTHS]
     lengths += [draws.randint(1, longest) for _ in range(count)]
-    return [[draws.randrange(*ids) for _ in range(length)] for length in lengths[:count]]
+    return [random_prompts(1, length, number, ids)[0] for number, length in enumerate(lengths[:count])]
 
 
 # ---- tokens
@@ -160,12 +150,9 @@ def likeness(divided: Completion, undivided: Completion) -> Likeness:
 
 async def measure_second_token(section: Section, client: AsyncClient) -> None:
     """The hand-off lies between the first and the second token. The first repeat also connects the workers."""
-    draws, gaps = random.Random(1), []
     length, ids = (40, (3, 250)) if section.rehearse else (LONG_PROMPT, (300, 128_000))
-    for _ in range(6):
-        request = request_of([draws.randrange(*ids) for _ in range(length)], 8)
-        answer = await Answer().receive(client, request, TIMEOUT_S, time.perf_counter())
-        gaps.append(answer.gaps)
+    prompts = random_prompts(6, length, 1, ids)
+    gaps = [(await ask(client, prompt, 8, TIMEOUT_S)).gaps for prompt in prompts]
     for name, values in (("second token after the first", [gap[0] for gap in gaps]),
                          ("later gaps", [value for gap in gaps for value in gap[1:]])):  # fmt: skip
         section.add(Line(f"{length:,} tokens handed off: {name}", statistics.median(values) * 1e3, "ms"))
@@ -178,24 +165,17 @@ async def kill_under_streams(section: Section, client: AsyncClient, role: str, p
     """Kill the busiest decode worker in the midst of the streams, or the prefill worker in the midst of the prompts."""
     num_tokens, ids = (TINY_STREAM_TOKENS, (3, 250)) if section.rehearse else (STREAM_TOKENS, (300, 128_000))
     prompt_tokens = min(prompt_tokens, 60) if section.rehearse else prompt_tokens
-    draws, start = random.Random(role), time.perf_counter()
-    prompts = [[draws.randrange(*ids) for _ in range(prompt_tokens)] for _ in range(NUM_STREAMS)]
-    answers = [Answer() for _ in prompts]
-    calls = [
-        asyncio.create_task(answer.receive(client, request_of(prompt, num_tokens), TIMEOUT_S, start))
-        for answer, prompt in zip(answers, prompts, strict=True)
-    ]
-    begun = [asyncio.create_task(answer.has_begun.wait()) for answer in answers]
-    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED)
-    workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]
-    victim = max(workers, key=lambda worker: worker.load.num_running)
-    num_begun = sum(bool(answer.times) for answer in answers)
-    os.kill(listener(victim.address), signal.SIGKILL)
-    killed_at = time.perf_counter() - start
-    await asyncio.gather(*calls, *begun)
+    prompts = random_prompts(NUM_STREAMS, prompt_tokens, role, ids)
+    until = asyncio.FIRST_COMPLETED if role == "prefill" else asyncio.ALL_COMPLETED
+    async with streams(client, prompts, num_tokens, until) as answers:
+        workers = [worker for worker in (await client.fleet()).workers if worker.worker_id.startswith(role)]
+        victim = max(workers, key=lambda worker: worker.load.num_running)
+        num_begun = sum(bool(answer.times) for answer in answers)
+        os.kill(listener(victim.address), signal.SIGKILL)
+        killed_at = time.perf_counter()
     failed = [answer.error or "too few tokens" for answer in answers if len(answer.times) != num_tokens]
     what = f"kill -9 of {victim.worker_id} under {len(answers)} streams"
-    attempts = sum(answer.finished.attempts for answer in answers if answer.finished is not None)
+    attempts = sum(answer.finished.attempts for answer in answers)
     section.note(f"{what}: {num_begun} had begun, {attempts} attempts in all")
     section.add(Line(f"{what}: whole", len(answers) - len(failed), "", least=len(answers)))
     paused = [max((t for t in answer.times if t > killed_at), default=killed_at) for answer in answers]
@@ -214,12 +194,3 @@ def listener(address: str) -> int:
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
     )
-
-
-async def no_prefill_worker(client: AsyncClient) -> None:
-    """Wait until the router has none left. Raises `TimeoutError`."""
-    for _ in range(round(TIMEOUT_S / POLL_S)):
-        if not any(worker.worker_id.startswith("prefill") for worker in (await client.fleet()).workers):
-            return
-        await asyncio.sleep(POLL_S)
-    raise TimeoutError(f"a prefill worker serves {TIMEOUT_S:g} s after the pool was emptied")

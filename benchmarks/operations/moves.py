@@ -1,7 +1,7 @@
 """What clients feel when running requests move between decode workers, and when a worker or a router dies.
 
-Real processes on this machine (benchmarks/service.py): routers, prefill and decode workers, nixl. A step takes a fixed
-time, so the gaps are those of the moves and not of a CPU that computes two models.
+Real processes on this machine (tests/support/processes.py): routers, prefill and decode workers, nixl. A step takes a
+fixed time, so the gaps are those of the moves and not of a CPU that computes two models.
 
     gap      a worker drains under streams of 256, 2,048 and 8,000 tokens. The added gap of a stream is its longest time
              without a token less two median ones: the old worker's last step, and the new one's first
@@ -13,97 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from benchmarks.asking import Answer, random_prompts, request_of
+from benchmarks.asking import Answer, random_prompts, streams
 from benchmarks.report import Line, Report, percentile
-from benchmarks.service import BLOCK_SIZE, MOVING, Role, ServiceProcess
+from core.config import from_mapping
 from tandem_client import AsyncClient
+from tests.support.processes import Fleet
+from tests.support.service_process import BLOCK_SIZE, MOVING
 
-TIMEOUT_S = 120.0
 LENGTHS = (256, 2048, 8000)
 STREAMS_PER_GAP = 4
 DRAINED_STREAMS, DRAINED_TOKENS = 32, 2048
 MOST_ADDED_MS, MOST_ADDED_P99_MS = 15.0, 60.0
 MOST_DRAIN_S = 3.0
 MOST_ROUTER_GAP_S = 2.0
-STEP_S, PREFILL_STEP_S, NUM_BLOCKS = 0.02, 0.002, 6144
-
-
-class Fleet:
-    """Routers, one prefill worker, and decode workers, which come and go."""
-
-    def __init__(self, stack: contextlib.ExitStack, num_routers: int, *decode: Role) -> None:
-        self._stack = stack
-        self.routers = [self._start(Role("router", ordinal=ordinal)) for ordinal in range(num_routers)]
-        self.prefill = self._start(Role("prefill", config=MOVING, step_s=PREFILL_STEP_S, num_blocks=NUM_BLOCKS))
-        self.decode = [self._start(role) for role in decode]
-        for process in (*self.routers, self.prefill, *self.decode):
-            process.wait_until_ready()
-        self.publish()
-
-    def _start(self, role: Role) -> ServiceProcess:
-        process = ServiceProcess(role)
-        self._stack.callback(process.stop)
-        return process
-
-    def spare(self, role: Role) -> ServiceProcess:
-        """Runs, but the routers do not know it."""
-        process = self._start(role)
-        process.wait_until_ready()
-        return process
-
-    async def join(self, process: ServiceProcess) -> None:
-        self.decode.append(process)
-        await asyncio.to_thread(self.publish)
-
-    def publish(self) -> None:
-        for router in self.routers:
-            router.follow([self.prefill, *self.decode])
-
-    def leave(self, worker: ServiceProcess) -> None:
-        """Its process has served its last request."""
-        self.decode.remove(worker)
-        self.publish()
-
-    async def drain(self, worker: ServiceProcess) -> float:
-        """As the supervisor drains a worker. Returns seconds."""
-        start = time.perf_counter()
-        worker.draining = True
-        await asyncio.to_thread(self.publish)
-        await asyncio.to_thread(worker.call, "drain", timeout_s=TIMEOUT_S)
-        return time.perf_counter() - start
-
-    @property
-    def addresses(self) -> list[str]:
-        return [router.address for router in self.routers]
-
-
-def decode_role(ordinal: int) -> Role:
-    return Role("decode", ordinal=ordinal, config=MOVING, step_s=STEP_S, num_blocks=NUM_BLOCKS)
-
-
-@contextlib.contextmanager
-def fleet(*decode: Role, num_routers: int = 1) -> Iterator[Fleet]:
-    with contextlib.ExitStack() as stack:
-        yield Fleet(stack, num_routers, *decode)
+SLEEPS = {"prefill": {"step_s": 0.002, "num_blocks": 6144}, "decode": {"step_s": 0.02, "num_blocks": 6144}}
 
 
 @contextlib.asynccontextmanager
-async def streams(
-    client: AsyncClient, count: int, num_tokens: int, num_output: int, seed: int
-) -> AsyncIterator[list[Answer]]:
-    """Streams that have begun. The end of the block waits for their ends."""
-    begun = [Answer() for _ in range(count)]
-    async with asyncio.TaskGroup() as tasks:
-        for answer, prompt in zip(begun, random_prompts(count, num_tokens, seed), strict=True):
-            tasks.create_task(answer.receive(client, request_of(prompt, num_output), TIMEOUT_S))
-        await asyncio.gather(*(answer.has_begun.wait() for answer in begun))
-        yield begun
+async def fleet(num_decode: int = 1, num_routers: int = 1) -> AsyncIterator[tuple[Fleet, AsyncClient]]:
+    sizes = {"router": num_routers, "prefill": 1, "decode": num_decode}
+    async with Fleet.start(from_mapping(MOVING), sizes, sleeps=SLEEPS, watched=False) as running:
+        async with AsyncClient([router.address for router in running.pool("router")]) as client:
+            yield running, client
 
 
 def gaps_of(answer: Answer, since: float, until: float = math.inf) -> list[float]:
@@ -111,16 +49,12 @@ def gaps_of(answer: Answer, since: float, until: float = math.inf) -> list[float
     return [gap for gap, ended in zip(answer.gaps, answer.times[1:], strict=True) if since < ended < until]
 
 
-def has_moved(answer: Answer) -> bool:
-    return answer.finished is not None and answer.finished.num_moves > 0
-
-
 def failures(found: Sequence[Answer]) -> float:
-    return float(sum(bool(answer.error) or answer.finished is None for answer in found))
+    return float(sum(bool(answer.error) for answer in found))
 
 
 def recomputed(found: Sequence[Answer]) -> float:
-    return float(sum(answer.finished.recomputed_tokens for answer in found if answer.finished is not None))
+    return float(sum(answer.finished.recomputed_tokens for answer in found))
 
 
 # ---- parts
@@ -130,22 +64,19 @@ async def gap(report: Report, repeats: int) -> None:
     """A fresh worker drains in each repeat; the lengths take turns."""
     found: dict[int, list[Answer]] = {length: [] for length in LENGTHS}
     added: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    with fleet(decode_role(0)) as running:
-        async with AsyncClient(running.addresses) as client:
-            for repeat in range(repeats):
-                for length in LENGTHS:
-                    (leaving,), number = running.decode, repeat * len(LENGTHS) + LENGTHS.index(length)
-                    spare = running.spare(decode_role(1 + number))
-                    async with streams(client, STREAMS_PER_GAP, length, 150, number) as begun:
-                        await running.join(spare)
-                        since = time.perf_counter()
-                        await running.drain(leaving)
-                    found[length] += begun
-                    for gaps in (gaps_of(stream, since) for stream in begun if has_moved(stream)):
-                        step_s = statistics.median(gaps)  # about a step
-                        added[length].append(1e3 * max(0.0, max(gaps) - 2 * step_s))
-                    running.leave(leaving)
-                    leaving.stop()
+    async with fleet() as (running, client):
+        for number, (_, length) in enumerate(itertools.product(range(repeats), LENGTHS)):
+            await running.spawn(f"decode-{number + 1}")  # the routers do not know it
+            async with streams(client, random_prompts(STREAMS_PER_GAP, length, number), 150) as begun:
+                await running.publish()
+                since = time.perf_counter()
+                await running.drain(f"decode-{number}")
+            found[length] += begun
+            for gaps in (gaps_of(stream, since) for stream in begun if stream.finished.num_moves):
+                step_s = statistics.median(gaps)  # about a step
+                added[length].append(1e3 * max(0.0, max(gaps) - 2 * step_s))
+            await running.services.pop(f"decode-{number}").close()
+            await running.publish()
     for length, begun in found.items():
         name = f"gap: {length} tokens, added by a move"
         report.add(Line(f"{name}, p50", statistics.median(added[length]), "ms", most=MOST_ADDED_MS))
@@ -162,27 +93,23 @@ async def drain(report: Report, repeats: int) -> None:
     rates = []
     for repeat in range(repeats):
         for way in ways:
-            with fleet(decode_role(0)) as running:
-                async with AsyncClient(running.addresses) as client:
-                    (leaving,), spare = running.decode, running.spare(decode_role(1))
-                    async with streams(client, DRAINED_STREAMS, DRAINED_TOKENS, 400, repeat) as begun:
-                        if way != "waiting":
-                            await running.join(spare)
-                        start = time.perf_counter()
-                        if way == "death":
-                            leaving.kill()
-                        else:
-                            await running.drain(leaving)
-                        seconds = time.perf_counter() - start
-                        if way == "moves":
-                            moved = (await asyncio.to_thread(spare.call, "counters"))["read_bytes"]
-                            rates.append(moved / seconds)
-                    if way == "death":  # until the last stream goes on
-                        seconds = max(max(gaps_of(stream, start)) for stream in begun)
-                    ways[way].append(seconds)
-                    gaps[way] += [max(gaps_of(stream, start)) for stream in begun]
-                    again[way] += recomputed(begun)
-                    failed[way] += failures(begun)
+            async with fleet() as (running, client):
+                await running.spawn("decode-1")
+                async with streams(client, random_prompts(DRAINED_STREAMS, DRAINED_TOKENS, repeat), 400) as begun:
+                    if way != "waiting":
+                        await running.publish()
+                    start = time.perf_counter()
+                    await (running.kill("decode-0") if way == "death" else running.drain("decode-0"))
+                    seconds = time.perf_counter() - start
+                    if way == "moves":
+                        moved = await asyncio.to_thread(running.services["decode-1"].call, "counters")
+                        rates.append(moved["read_bytes"] / seconds)
+                if way == "death":  # until the last stream goes on
+                    seconds = max(max(gaps_of(stream, start)) for stream in begun)
+                ways[way].append(seconds)
+                gaps[way] += [max(gaps_of(stream, start)) for stream in begun]
+                again[way] += recomputed(begun)
+                failed[way] += failures(begun)
     what = f"drain: {DRAINED_STREAMS} streams of {DRAINED_TOKENS} tokens"
     for way, times in ways.items():
         goal = MOST_DRAIN_S if way == "moves" else None
@@ -199,15 +126,13 @@ async def router(report: Report, repeats: int) -> None:
     gaps: list[float] = []
     failed = again = 0.0
     for repeat in range(repeats):
-        with fleet(decode_role(0), decode_role(1), num_routers=2) as running:
-            first, second = running.addresses
-            async with AsyncClient([first, second]) as client:
-                async with streams(client, 64, 256, 200, repeat) as begun:
-                    since = time.perf_counter()
-                    running.routers[0].kill()
-                gaps += [max(gaps_of(stream, since)) for stream in begun]
-                failed += failures(begun)
-                again += recomputed(begun)
+        async with fleet(num_decode=2, num_routers=2) as (running, client):
+            async with streams(client, random_prompts(64, 256, repeat), 200) as begun:
+                since = time.perf_counter()
+                await running.kill("router-0")
+            gaps += [max(gaps_of(stream, since)) for stream in begun]
+            failed += failures(begun)
+            again += recomputed(begun)
     what = "router: one of two is killed, longest gap of a stream, p99"
     report.add(Line(what, percentile(gaps, 0.99), "s", most=MOST_ROUTER_GAP_S))
     report.add(Line("router: failed requests", failed, "", most=0.0))

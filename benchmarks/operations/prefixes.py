@@ -17,13 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.asking import Answer, ask, random_prompts
-from benchmarks.operations.moves import gaps_of, streams
+from benchmarks.asking import TIMEOUT_S, Answer, ask, random_prompts, streams, whole
+from benchmarks.operations.moves import gaps_of
 from benchmarks.report import Line, Report, percentile
-from benchmarks.service import BLOCK_SIZE, MOVING, Role, ServiceProcess, config_with, running
 from tandem_client import AsyncClient
+from tests.support.service_process import BLOCK_SIZE, MOVING, Role, ServiceProcess, config_with, running
 
-NUM_TOKENS, TIMEOUT_S = 1024, 300.0
+NUM_TOKENS = 1024
 LEAST_RATIO = 1 / 0.35  # of the time to compute
 NUM_TURNS, TURN_S = 16, 1.25
 NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUT = 16, 64, 1100
@@ -48,7 +48,7 @@ async def disk(report: Report, repeats: int) -> None:
             with running(Role("router"), worker) as (router, process):
                 again = await _ask(router, process, known)
                 fresh = await _ask(router, process, other)
-            num_cached = 0 if again.finished is None else again.finished.usage.cached_tokens
+            num_cached = again.finished.usage.cached_tokens
             if (num_cached, again.token_ids) != (NUM_TOKENS, before.token_ids):
                 raise RuntimeError(f"{num_cached} tokens came from disk, or the answer is another one")
             computed.append(fresh.times[0] * 1e3)
@@ -67,7 +67,7 @@ async def prefix(report: Report, repeats: int) -> None:
                 again = await _answer(client, second[0])
                 fresh = await _answer(client, other)
         computed.append(fresh.times[0] * 1e3)
-        if again.finished is not None and again.finished.receipt.read_tokens >= NUM_TOKENS:
+        if again.finished.receipt.read_tokens >= NUM_TOKENS:
             read.append(again.times[0] * 1e3)
     report.add(Line(f"second turns of {repeats} whose history was read", len(read), "turns", least=repeats))
     if not read:
@@ -111,13 +111,13 @@ async def _beside_streams(option: str, seed: int) -> tuple[list[float], list[flo
         async with AsyncClient(front.address) as client:
             histories = random_prompts(NUM_TURNS, NUM_TOKENS + 1, seed)
             turns = await _second_turn(client, front, served, histories)
-            async with streams(client, NUM_STREAMS, STREAM_TOKENS, STREAM_OUTPUT, seed) as begun:
+            async with streams(client, random_prompts(NUM_STREAMS, STREAM_TOKENS, seed), STREAM_OUTPUT) as begun:
                 since, answers = time.perf_counter(), list[Answer]()
                 for number, turn in enumerate(turns):
                     await asyncio.sleep(since + number * TURN_S - time.perf_counter())
                     answers.append(await _answer(client, turn))
                 until = time.perf_counter()
-    num_read = sum(a.finished is not None and a.finished.receipt.read_tokens >= NUM_TOKENS for a in answers)
+    num_read = sum(answer.finished.receipt.read_tokens >= NUM_TOKENS for answer in answers)
     if num_read < LEAST_READ * NUM_TURNS if option == "auto" else num_read:
         raise RuntimeError(f"with peer_prefixes = {option}, {num_read} of {NUM_TURNS} histories were read")
     found = [gap for stream in begun for gap in gaps_of(stream, since, until)]
@@ -144,10 +144,7 @@ async def _second_turn(
 
 
 async def _answer(client: AsyncClient, prompt: list[int]) -> Answer:
-    answer = await ask(client, prompt, 4, TIMEOUT_S, time.perf_counter())
-    if answer.error or answer.finished is None:
-        raise RuntimeError(answer.error or "the answer has no end")
-    return answer
+    return whole(await ask(client, prompt, 4))
 
 
 async def _ask(router: ServiceProcess, worker: ServiceProcess, prompt: list[int]) -> Answer:

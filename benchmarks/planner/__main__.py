@@ -33,7 +33,7 @@ from benchmarks.planner.sizings import (
     fleet_config,
 )
 from benchmarks.report import Line, Report, parser_of, run_parts
-from benchmarks.traces import TRACES, conversation
+from benchmarks.traces import CONVERSATION, TRACES
 from core.config import PlannerConfig
 from fleet.planner.planner import Planner
 from simulator.processes import CountEnded, run_all
@@ -74,7 +74,7 @@ class SizedRun:
         elif self.sizing == ORACLE:
             sizes = cheapest(MARGIN * max(curve.rate_at(0.0), 0.2))
             sizing = Oracle(curve.rate_at, self.start_s, START_S)
-        trace = conversation(self.traces, None)
+        trace = workloads.mooncake(self.traces / CONVERSATION, None)
         workload = workloads.by_curve(trace, curve.rate_at, curve.highest, curve.duration_s, seed=0)
         return ElasticReplay(
             workload, fleet_config(*sizes, COST, SLO_TTFT_S, SLO_TPOT_S), sizing, self.start_s

@@ -203,12 +203,6 @@ def calibrate_from_points(
     _write(output, costs, console)
 
 
-def check_output(output: Path) -> None:
-    """Raises `ConfigError` before a long calibration whose result cannot be written."""
-    if not output.resolve().parent.is_dir():
-        raise ConfigError(f"the directory of {output} does not exist")
-
-
 def _write(output: Path, costs: Costs, console: Console) -> None:
     write_costs(output, costs)
     print_line(console, f"wrote {output}; use it with `tandem simulate --costs {output}`")

@@ -67,7 +67,7 @@ def make_spec(security: SecurityConfig, text: ConfigText) -> FleetSpec:
 
 def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
     """Engines are built for the steps of the text, and then take those of the config, which may rise to them again."""
-    built = replace(config, scheduler=replace(config.scheduler, **text.steps))  # type: ignore[arg-type]
+    built = replace(config, scheduler=replace(config.scheduler, **text.steps))
     build_prefill: Callable[..., Service] = compose.build_prefill_worker
     build_decode: Callable[..., Service] = compose.build_decode_worker
     interpreter, torch = None, importlib.metadata.version("torch")
@@ -133,6 +133,8 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
                     raise TandemError(update.reason)
                 case FleetReady():
                     return list(dict.fromkeys(router.address for router in await cluster.routers()))
+                case FleetStopped():
+                    raise AssertionError("nobody has stopped the fleet yet")
 
 
 async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
@@ -222,6 +224,8 @@ async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
                     print_line(update.text)
                 case FleetFailed():
                     raise TandemError(update.reason)
+                case FleetReady() | FleetStopped():
+                    pass  # the caller knows
 
 
 def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
@@ -15,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cli.commands.simulate_flags import SIMULATE_FLAGS
+from cli.output_files import check_output
 from cli.screens import plots, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
@@ -33,6 +36,13 @@ MAX_IN_FLIGHT = 1024  # of one worker
 AXES = (*WHOLE, "rate")
 MAX_POINTS = 4096
 MAX_WORKERS = 4096  # of each role
+FLAG_OF = {flag.parameter: f"--{flag.name}" for flag in SIMULATE_FLAGS} | {
+    "num_prefill": "--prefill", "num_decode": "--decode", "num_routers": "--routers",
+    "prompt_tokens": "--input-tokens", "num_groups": "--prefix-groups",
+}  # fmt: skip
+REQUIRED = re.compile(
+    rf"\b(?:{'|'.join(FLAG_OF)})(?= must| and prefix_tokens must)"
+)  # names in the errors of the parts
 
 
 def simulate(options: Mapping[str, Any], console: Console) -> None:
@@ -45,8 +55,8 @@ def simulate(options: Mapping[str, Any], console: Console) -> None:
         workload = _workload(options)
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(REQUIRED.sub(lambda found: FLAG_OF[found[0]], str(error))) from error
     if axes:
         _sweep(workload, config, axes, options, console)
     else:
@@ -162,8 +172,7 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
     if options["plot"]:
         plots.check_plot(options["plot"])
-    if options["json"] and not options["json"].resolve().parent.is_dir():
-        raise ConfigError(f"--json: the directory of {options['json']} does not exist")
+    check_output("--json", options["json"])
     if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
         raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
     for name in ("seeds", "processes", "requests"):

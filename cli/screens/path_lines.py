@@ -17,7 +17,7 @@ def paths_of(fleet: cluster_pb2.GetFleetResponse) -> list[tuple[str, PathStatus]
     that only a newer router knows."""
     known = {worker.worker_id for worker in fleet.workers}
     found = [
-        (worker.worker_id, decode_path(wire))  # type: ignore[arg-type]  # the class in protos/ has the same fields
+        (worker.worker_id, decode_path(wire))
         for worker in fleet.workers
         for wire in worker.load.paths
         if wire.state in PATH_STATE_FROM_WIRE

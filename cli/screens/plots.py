@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli.output_files import check_output
 from cli.screens.simulate_report import fronts
 from core.errors import ConfigError
 from simulator.advice.advice import Advice
@@ -24,9 +25,8 @@ MAX_OF_KIND = 3  # undivided fleets, and splits, on a chart
 def check_plot(path: Path) -> None:
     """Raises `ConfigError` before a long simulation if its chart cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"{path}: a chart ends in {' or '.join(FORMATS)}")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"--plot: the directory of {path} does not exist")
+        raise ConfigError(f"--plot: {path}: a chart ends in {' or '.join(FORMATS)}")
+    check_output("--plot", path)
     _new_figure(num_axes=1)
 
 

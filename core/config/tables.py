@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -128,16 +129,26 @@ def _part(where: str, part: Any, options: Mapping[str, object]) -> Any:
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{where} {_shown(name)} is not an option; known: {', '.join(sorted(known))}")
-        values[name] = _value(f"{where} {name}", known[name], value)
+        values[name] = _value(part, f"{where} {name}", known[name], value)
     try:
         return part(**values)
     except ConfigError as error:
         raise ConfigError(f"{where} {error}") from error
 
 
-def _value(option: str, known: Field[Any], value: object) -> object:
+def _limit(part: Any, option: str, odd: object) -> str:
+    """The words of `part` for what the option must be, from its refusal of an odd value; empty if it takes that."""
+    try:
+        part(**{option: odd})
+    except ConfigError as error:
+        found = re.match(rf"{option} must be (.+?)(?:, is |: |$)", str(error))
+        return found[1] if found else ""
+    return ""
+
+
+def _value(part: Any, option: str, known: Field[Any], value: object) -> object:
     """The value in the type of the option, within what services, messages and `tandem config` can hold."""
-    wanted = type(known.default)
+    wanted: Any = type(known.default)
     found = _repr(value) if known.repr else "something else"  # never print a secret
     if wanted is tuple:
         if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
@@ -146,7 +157,8 @@ def _value(option: str, known: Field[Any], value: object) -> object:
     elif not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
         wanted is float and type(value) is int
     ):
-        raise ConfigError(f"{option} must be {wanted.__name__}, is {found}")
+        limit = _limit(part, known.name, {str: "\0", int: -LARGEST_INT, float: -1.0}.get(wanted, known.default))
+        raise ConfigError(f"{option} must be {wanted.__name__}{limit and f', {limit}'}, is {found}")
     if isinstance(value, str | tuple):
         try:
             "".join(value).encode()
@@ -156,7 +168,8 @@ def _value(option: str, known: Field[Any], value: object) -> object:
         is_time = known.name.endswith("_s") and not known.name.endswith("_per_s")
         largest = LARGEST_INT if wanted is int else LARGEST_TIME_S if is_time else LARGEST_FLOAT
         if abs(value) > largest:  # NaN is not: the part refuses it
-            raise ConfigError(f"{option} must be in [-{largest:.16g}, {largest:.16g}], is {found}")
+            limit = _limit(part, known.name, wanted(largest if value > 0 else -largest))
+            raise ConfigError(f"{option} must be {limit or f'in [-{largest:.16g}, {largest:.16g}]'}, is {found}")
     return float(value) if wanted is float else value  # type: ignore[arg-type]
 
 

@@ -19,14 +19,14 @@ from fleet.law.events import MachineId
 def live_nodes() -> list[dict[str, Any]]:
     import ray
 
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def node_here() -> dict[str, Any]:
     import ray
 
     node_id = ray.get_runtime_context().get_node_id()
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def host_of(node: dict[str, Any], config: ClusterConfig) -> str:

@@ -107,7 +107,8 @@ def response_format(
             if schema is None:
                 raise refused(schema_path, "is required", "missing_required_parameter")
             return OutputFormat(json_schema=_json(schema))
-    raise refused(f"{path}.type", f"must be text, json_object or json_schema, is {quoted(kind)}")
+        case _:
+            raise refused(f"{path}.type", f"must be text, json_object or json_schema, is {quoted(kind)}")
 
 
 def _vllm_formats(

@@ -114,6 +114,8 @@ def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
                 call_id = _required(item.call_id, f"{path}.call_id")
                 text = text_of(item.output, f"{path}.output")
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
+            case _:
+                raise AssertionError(kind)
     return messages, warnings
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from core.lifecycle import Stage
 from router.requests.events import Attempt, Outcome, WorkerStage
-from router.routing.policy import Candidate
+from router.routing.policy import TERMS, Candidate
 from router.serving.ended_choice import EndedChoice
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord
@@ -176,13 +176,8 @@ def _outcome_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
 def candidate_attributes(candidate: Candidate) -> dict[str, AttributeValue]:
     """The predicted terms of a candidate (docs/routing.md)."""
     attributes: dict[str, AttributeValue] = {
-        Attribute.ROUTE_QUEUE: candidate.queue_s * 1e3,
-        Attribute.ROUTE_PREFILL: candidate.prefill_s * 1e3,
-        Attribute.ROUTE_TRANSFER: candidate.transfer_s * 1e3,
-        Attribute.ROUTE_ROOM_WAIT: candidate.room_wait_s * 1e3,
-        Attribute.ROUTE_GAP: candidate.gap_s * 1e3,
+        **{f"tandem.route.{name}": getattr(candidate, term) * 1e3 for term, name in TERMS.items()},
         Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
-        Attribute.ROUTE_EVICT: candidate.evict_s * 1e3,
         Attribute.ROUTE_COST: candidate.cost * 1e3,
     }
     if candidate.read.source is not None:

@@ -10,7 +10,7 @@ from core.lifecycle import Stage
 from protos import codec
 from router.operations.request_ring import CAPACITY, RequestRing, RingEntry
 from router.operations.request_spans import num_attempts, spans_of
-from router.routing.policy import Candidate
+from router.routing.policy import TERMS, Candidate
 from router.serving.ended_choice import EndedChoice
 from router.serving.receipt import phase_timings
 from runtime.tracing.telemetry import AttributeValue
@@ -136,16 +136,11 @@ def encode_candidate(candidate: Candidate, chosen: bool) -> cluster_pb2.Candidat
         uncached_tokens=candidate.uncached_tokens,
         transfer_blocks=candidate.transfer_blocks,
         chosen=chosen,
-        queue_ms=candidate.queue_s * 1e3,
-        prefill_ms=candidate.prefill_s * 1e3,
-        transfer_ms=candidate.transfer_s * 1e3,
-        room_wait_ms=candidate.room_wait_s * 1e3,
-        gap_ms=candidate.gap_s * 1e3,
         num_streams=candidate.num_streams,
         first_token_ms=candidate.first_token_s * 1e3,
         cost_ms=candidate.cost * 1e3,
         source=candidate.read.source or "",
         read_tokens=candidate.read.num_tokens,
         read_ms=candidate.read.seconds * 1e3,
-        evict_ms=candidate.evict_s * 1e3,
+        **{name: getattr(candidate, term) * 1e3 for term, name in TERMS.items()},
     )

@@ -115,7 +115,7 @@ class DispatchQueue:
             self.remove(routed)
         else:
             self._queue.take_first(now)
-        if refused is None and self._room_at == now and routed.queued_at < now:
+        if refused is None and self._room_at == now:
             self._wait.note_dispatch(now)
         return Taken(routed, candidate, refused)
 

@@ -201,6 +201,10 @@ class Candidate(NamedTuple):
         return self.cost, self.num_dispatched, self.prefill_worker or "", self.decode_worker
 
 
+# Its times, and their names in messages and traces
+TERMS = {name: f"{name.removesuffix('_s')}_ms" for name in Candidate._fields if name.endswith("_s")}
+
+
 class Policy(Protocol):
     """Chooses the workers of each request. `[router] policy` names a function that makes one from a `RouterConfig`.
 

@@ -149,7 +149,8 @@ def format_grammar(wire: inference_pb2.OutputFormat) -> str:
         case "lark":
             _check_length(field, len(wire.lark))
             return wire.lark
-    raise AssertionError(kind)
+        case _:
+            raise AssertionError(kind)
 
 
 def _check_length(field: str, num_chars: int) -> None:

@@ -60,7 +60,7 @@ class Metrics:
             self._start(config.metrics_port)
         if table is ROUTER_METRICS:  # the HTTP server of a router shows its own page and that of the router
             ProcessCollector(registry=self._registry)
-        self._registry.register(self)  # type: ignore[arg-type]  # the registry calls only `collect`
+        self._registry.register(self)  # the registry calls only `collect`
 
     def _start(self, port: int) -> None:
         try:

@@ -123,7 +123,7 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls, options=options)
 
 
-class ClusterTokenInterceptor(grpc.aio.ServerInterceptor):
+class ClusterTokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # a generic class in the stubs alone
     """Refuses calls of protected methods without the token of the cluster, before the request is read."""
 
     def __init__(self, token: str, protected: tuple[str, ...]) -> None:
@@ -141,7 +141,7 @@ class ClusterTokenInterceptor(grpc.aio.ServerInterceptor):
         return _refusing(handler, Unauthenticated("this call needs the cluster's token"))
 
 
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # a generic class in the stubs alone
     """Refuses calls without the API key that they need, before the request is read."""
 
     def __init__(self, keys: ApiKeys, on_refused: Callable[[TandemError], None]) -> None:
@@ -202,7 +202,7 @@ class GrpcServer:
         self.on_refused: Callable[[TandemError], None] = lambda _: None
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
-        interceptors: list[grpc.aio.ServerInterceptor] = []
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = []
         if credentials.token:
             interceptors.append(ClusterTokenInterceptor(credentials.token, rules.protected))
         if rules.api_keys:

@@ -88,18 +88,18 @@ class Worker:
         self._context = 0  # tokens of all decoding jobs
         self._reserved = 0
         self._prompt_work_s = 0.0  # of prompts that wait or are being computed
-        self._known_context = 0  # of every job here, for `load_s`
+        self.num_known_tokens = 0  # prompt tokens of every job here: what a router spreads over decode workers
 
     def load_s(self, at: float) -> float:
         """Seconds of work that a new job finds, with the rest of the step in flight: what the router compares."""
         waits_s = max(0.0, self.now - at) + self._prompt_work_s
-        return waits_s + self._known_context * self.kind.cost.context_s + len(self._decoding) * 1e-9
+        return waits_s + self.num_known_tokens * self.kind.cost.context_s + len(self._decoding) * 1e-9
 
     def add(self, placed: PlacedJob) -> None:
         if not (self._waiting or self._prefilling or self._decoding):
             self.now = max(self.now, placed.ready_at)
         self._waiting.append(placed)
-        self._known_context += placed.job.num_prompt_tokens
+        self.num_known_tokens += placed.job.num_prompt_tokens
         self._prompt_work_s += self.kind.cost.prompt_seconds(placed.prompt_left, placed.num_computed)
 
     def advance(self, until: float) -> None:
@@ -198,7 +198,7 @@ class Worker:
     def _end(self, placed: PlacedJob) -> None:
         placed.last_token_at = self.now
         self._reserved -= placed.job.num_prompt_tokens + placed.steps_left
-        self._known_context -= placed.job.num_prompt_tokens
+        self.num_known_tokens -= placed.job.num_prompt_tokens
         self.finished.append(placed)
 
 
@@ -273,7 +273,7 @@ class Fleet:
             return
         now = placed.first_token_at
         self._serve(_advanced(self.decode, now))
-        reader = min(self.decode, key=lambda worker: worker.load_s(now))
+        reader = min(self.decode, key=lambda worker: worker.num_known_tokens)
         size = placed.job.num_prompt_tokens * self.handoff.token_bytes
         read_s = self.handoff.latency_s + size / (self.handoff.bytes_per_s * reader.kind.width)
         reader.link_free_at = max(now, reader.link_free_at) + read_s

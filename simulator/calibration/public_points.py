@@ -109,21 +109,21 @@ def fit_points(group: Group, points: Sequence[Point]) -> PointsFit:
         raise ValueError(f"{group}: {len(points)} points, {MIN_POINTS} are needed")
     measured = np.array([point.gap_s for point in points])
     terms = np.array([point.terms for point in points])
-    constants = _least_squares(terms / measured[:, None])
+    constants = least_squares(terms / measured[:, None])
     errors = np.abs(terms @ constants / measured - 1.0)
     step_s, context_s, token_s, pair_s = (float(value) for value in constants)
     cost = StepCost(step_s=step_s, sequence_s=0.0, context_s=context_s, token_s=token_s, pair_s=pair_s)
     return PointsFit(group, cost, len(points), statistics.median(errors.tolist()), float(errors.max()))
 
 
-def _least_squares(relative: np.ndarray) -> np.ndarray:
+def least_squares(relative: np.ndarray) -> np.ndarray:
     """The constants, none negative, whose sums of terms come nearest to 1.
 
     The most negative constant becomes 0, and the fit of the others is repeated.
     """
-    used = list(range(relative.shape[1]))
     constants = np.zeros(relative.shape[1])
     scale = np.abs(relative).max(axis=0)  # the terms differ by a factor of a million
+    used = np.flatnonzero(scale).tolist()
     while used:
         fitted, *_ = np.linalg.lstsq(relative[:, used] / scale[used], np.ones(len(relative)), rcond=None)
         if fitted.min() >= 0.0:

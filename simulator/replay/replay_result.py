@@ -217,11 +217,6 @@ def percentiles(rising: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": percentile(rising, percent) for percent in PERCENTS}
 
 
-def imbalance(busy: Sequence[float]) -> float:
-    """The busiest worker beside the mean; 1 is even."""
-    return max(busy) / statistics.fmean(busy) if any(busy) else 1.0
-
-
 def worst_tenth_mean(gaps: Sequence[float]) -> float:
     """TBT10: the mean of the longest tenth of the gaps, at least one. Raises `ValueError` without gaps."""
     if not gaps:

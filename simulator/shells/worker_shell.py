@@ -67,6 +67,7 @@ from worker.prefixes import PrefixRequested, PulledPrefix
 from worker.tier.disk_tier import DiskTier
 from worker.tier.events import EraseSlot, GiveUpRead, ReadBlocks, WriteBlocks
 from worker.tier.names import identity_of
+from worker.tier.slot_file import newest_of_each_name
 from worker.tier.slot_table import SlotTable
 from worker.view import WorkerMachineView
 
@@ -132,7 +133,7 @@ class WorkerShell:
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
         core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.known_cost))
         if spec.disk_slots:
-            stored = {slot: header for slot, (header, _) in self._slots.items()}
+            stored = newest_of_each_name({slot: header for slot, (header, _) in self._slots.items()})
             table = SlotTable(spec.disk_slots, stored)
             core.tier = DiskTier(self.pool, spec.layout.block_bytes, identity_of(spec.layout), table)
             self.disk = SimulatedDisk(self._world, self._slots, memory, spec, self.post)

@@ -1,4 +1,4 @@
-"""A connection that carries nothing any more and does not break: keepalive ends it. And a client that is killed.
+"""A connection that carries nothing any more and does not break: keepalive ends it.
 
 Between a router and a worker, and between a client and a router. The pings of these tests are
 quick: one second in place of fifteen.
@@ -7,9 +7,7 @@ quick: one second in place of fifteen.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -17,12 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from benchmarks.service import ROOT
 from runtime.rpc import grpc_server
-from tandem_client import NO_RETRY, AsyncClient, CallFailed
-from tandem_client.credentials import CHANNEL_OPTIONS
 from tandem_client.stubs import cluster_pb2, inference_pb2_grpc
-from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
 from tests.support.deployment import Deployment, another_router, deploy, machine_of, transfers
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.steps import slow_down
@@ -110,32 +104,6 @@ async def test_a_worker_behind_a_black_hole_loses_its_streams_to_another_and_fre
     await serves_on(scene.deployment.inference)
 
 
-async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tenth = [(name, value // 10 if name.endswith("_ms") else value) for name, value in CHANNEL_OPTIONS]
-    monkeypatch.setattr("tandem_client.credentials.CHANNEL_OPTIONS", tenth)
-    async with deploy(fault_config()) as deployment, TcpLink.to(deployment.router_address) as link:
-        slow_down(deployment.decode[0], 0.01)
-        bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
-        request = GenerateRequest(text="a router that vanishes", stop=StopConditions(max_tokens=1000, ignore_eos=True))
-        started = time.monotonic()
-
-        async def follow() -> None:
-            async with AsyncClient(link.address, resume=NO_RETRY) as client:
-                async for _ in client.generate(request, timeout_s=60.0):
-                    link.vanish()
-
-        with pytest.raises(CallFailed) as failed:
-            await follow()
-        assert failed.value.code is grpc.StatusCode.UNAVAILABLE
-        assert failed.value.retryable
-        assert time.monotonic() - started < 1.5 + SLACK_S
-        assert link.num_bytes_held > 0
-        assert not bystander.ended
-        link.mend()
-        await bystander.right()
-        await deployment.settle()
-
-
 async def test_a_worker_that_is_silent_is_listed_without_a_ledger_and_in_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,41 +149,3 @@ async def test_a_client_behind_a_black_hole_is_given_up_by_the_router_and_everyt
             stream.cancel()
             await stream.typed(grpc.StatusCode.CANCELLED)
             await asyncio.sleep(0)
-
-
-CLIENT = """
-import sys
-from tandem_client import Client
-from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions, TokenIds
-
-request = GenerateRequest(token_ids=TokenIds(ids=range(1, 71)), stop=StopConditions(max_tokens=1000, ignore_eos=True))
-with Client(sys.argv[1]) as client:
-    for response in client.generate(request, timeout_s=600):
-        print(response.tokens.index, flush=True)
-"""
-
-
-async def test_a_killed_client_leaves_nothing_behind() -> None:
-    """kill -9 of its process in the middle of its tokens, long before its deadline."""
-    async with deploy(fault_config()) as deployment:
-        slow_down(deployment.decode[0], 0.01)
-        shell = deployment.router._shell
-        client = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CLIENT, deployment.router_address, cwd=ROOT, stdout=PIPE
-        )
-        try:
-            assert client.stdout is not None
-            async with asyncio.timeout(60):
-                while int(await client.stdout.readline()) < 5:
-                    pass
-            bystander = await Stream(deployment.inference, prompt_of(1), 400, timeout_s=60.0).reach(3)
-            assert shell.num_open == 2
-        finally:
-            client.kill()
-            await client.communicate()
-        assert client.returncode == -9, "the client ended by itself"
-        await until(lambda: shell.num_open == 1, "the router notices")
-        assert not bystander.ended
-        await bystander.right()
-        await deployment.settle()
-        await serves_on(deployment.inference)

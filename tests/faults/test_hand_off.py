@@ -1,5 +1,4 @@
-"""Faults on the way of a hand-off, and of the discovery of peers before it, in one process: what is refused, lost,
-corrupt, or of another version of the protocol.
+"""Faults on the way of a hand-off, in one process: what is refused, lost, corrupt, or of another version.
 
 Real gRPC, agents and machines; the memory transport makes the faults and counts them.
 """
@@ -8,12 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 import pytest
 
-from cli.compose import build_router
-from core.config import RouterConfig, TandemConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import PROTOCOL_VERSION, HandoffMessage, PullerState, Ready
 from core.paths import PathState
@@ -22,7 +18,7 @@ from kv_transfer.transports.memory_transport import MemoryFabric
 from protos import handoff_pb2
 from protos.handoff_codec import encode, encode_version
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, place, transfers
+from tests.support.deployment import deploy, transfers
 from tests.support.faults import (
     FIRST,
     Stream,
@@ -36,7 +32,6 @@ from tests.support.faults import (
 )
 from tests.support.waiting import until
 
-MAX_STREAMS = 4  # until a fault of the discovery of peers has happened
 LONG_LEASE_S = 12.0  # three unanswered heartbeats take half of it
 
 # ---- every operation of the transport, one after the other
@@ -108,59 +103,6 @@ async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_n
         again = await Stream(deployment.inference, one_chunk).right()
         assert again.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         await deployment.settle()
-
-
-# ---- discovery of peers
-
-
-def impatient() -> TandemConfig:
-    config = fault_config()
-    return replace(config, transfer=replace(config.transfer, connect_timeout_s=0.3))
-
-
-def path_states(deployment: Deployment) -> list[PathState]:
-    return [path.state for worker in deployment.workers for path in transfers(worker).paths]
-
-
-async def test_an_error_during_peer_discovery_costs_no_request(fabric: MemoryFabric) -> None:
-    """Connecting, PINGs and probes fail one after the other; the first hand-off connects.
-
-    On a slow machine discovery ends before the last of these operations. Then the fault meets a hand-off.
-    """
-    seen = set()
-    for nth in range(1, 13):
-        error = (TransportError, PeerDisconnected)[nth % 2]
-        fabric.fail_operation(nth, error(f"operation {nth}"))
-        async with deploy(impatient()) as deployment:
-            seen |= set(path_states(deployment))
-            for number in range(1, MAX_STREAMS + 1):
-                await Stream(deployment.inference, prompt_of(number), num_output=6).right()
-                if fabric.faults_done["fail"] == nth:
-                    break
-            assert fabric.faults_done["fail"] == nth
-            await deployment.settle()
-    assert PathState.UNREACHABLE in seen
-
-
-async def test_a_worker_that_dies_while_no_router_runs_is_forgotten_by_its_peers_when_one_runs_again() -> None:
-    config = replace(impatient(), router=RouterConfig(port=0, worker_lost_s=1.0, report_stale_s=0.5))
-    async with deploy(config, num_prefill=2) as deployment:
-        (reader,), (dead, alive) = deployment.decode, deployment.prefill
-        name_of = {worker: deployment.id_of(worker) for worker in (dead, alive)}
-
-        def peers() -> set[str]:
-            return {path.peer for path in transfers(reader).paths}
-
-        await deployment.router.stop()
-        await dead.stop()
-        assert peers() == set(name_of.values()), "nobody has told it"
-        router = build_router(config, place(0))
-        try:
-            await router.start()
-            await router.set_workers([deployment.endpoints[id(worker)] for worker in (reader, alive)])
-            await until(lambda: peers() == {name_of[alive]}, lambda: f"it still has paths to {peers()}", seconds=20.0)
-        finally:
-            await router.stop()
 
 
 # ---- two versions of the protocol

@@ -123,27 +123,6 @@ async def test_streams_of_a_killed_router_go_on_at_the_other_one_with_at_most_on
         assert each.finished.request_id.startswith("router-0."), "the name of the request changed"
 
 
-async def test_choices_of_a_killed_router_go_on_one_after_the_other(scene: Scene) -> None:
-    request = make_request(token_ids=prompt_of(40), max_tokens=NUM_OUTPUT, temperature=1.0, n=3, seed=2**63 - 2)
-    (*wanted,) = await scene.deployment.generate_all(request)
-    found: dict[int, list[int]] = {choice: [] for choice in range(3)}
-    ended: list[inference_pb2.Finished] = []
-    async with AsyncClient(scene.addresses) as client:
-        async for response in client.generate(request, TIMEOUT_S):
-            if response.HasField("tokens"):
-                found[response.tokens.choice] += response.tokens.token_ids
-            elif response.HasField("finished"):
-                ended.append(response.finished)
-            services = scene.fleet.services
-            if services["router-0"].alive and all(len(token_ids) >= 5 for token_ids in found.values()):
-                await scene.fleet.kill("router-0")
-    assert not scene.fleet.services["router-0"].alive, "no choice ran long enough: nothing was tested"
-    assert found == {choice: answer.token_ids for choice, answer in enumerate(wanted)}
-    assert sorted((end.choice, end.seed) for end in ended) == [
-        (choice, answer.finished.seed) for choice, answer in enumerate(wanted)
-    ]
-
-
 async def test_another_grpc_client_gets_a_status_to_retry_and_resumes_by_itself(scene: Scene) -> None:
     prompt, token_ids = prompt_of(60), []
     started = inference_pb2.Started()

@@ -13,12 +13,6 @@ pytestmark = pytest.mark.gpu
 SHAPE = (64, 4, 2, 2, 16, 64)
 
 
-@pytest.fixture(autouse=True)
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 def _noise(seed: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

@@ -24,12 +24,6 @@ BIG_PROMPT, ROOM_BYTES = 8000, 48 << 20  # its activations need more than this
 NOWHERE = 1 << 28  # a block that no pool has
 
 
-@pytest.fixture(autouse=True)
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 def prompt_step(name: str, length: int, first_block: int) -> ScheduledChunk:
     blocks = list(range(first_block, first_block + -(-length // 16)))
     view = SequenceView(name, [7] * length, length, blocks, SamplingParams(max_tokens=2, temperature=0.0))

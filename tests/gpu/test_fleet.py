@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 import pytest_asyncio
-import torch
 
 from cli.credentials import client_of, find_credentials
 from cli.screens.path_lines import paths_of
@@ -37,8 +36,6 @@ NUM_STREAMS, NUM_OUTPUT = 8, 1500
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     config = tmp_path_factory.mktemp("fleet") / "fleet.toml"
     config.write_text(SHARES, encoding="ascii")
     options = ("--model", MODEL, "--device", "cuda", "--dtype", "float32", "--kv-memory-mb", "256", "--decode", "2")

@@ -26,12 +26,6 @@ MODELS = [(32, 8, 128, 16), (9, 3, 64, 16), (16, 2, 128, 32), (4, 4, 80, 16), (1
 SHAPES = [Shape(*sizes, dtype=dtype) for sizes in MODELS for dtype in (torch.bfloat16, torch.float32)]
 
 
-@pytest.fixture(autouse=True)
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_and_the_cache_of_real_shapes(shape: Shape) -> None:
     test_decode_attention.compare(shape, [1, 15, 16, 17, 101, 1024, 4096, 2501], num_splits=4, device="cuda")

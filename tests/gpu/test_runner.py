@@ -33,12 +33,6 @@ REQUESTS = [
 READER = GrammarReader(lambda: load_tokenizer(CONFIG.model))
 
 
-@pytest.fixture(autouse=True)
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_the_tokens_are_those_of_the_cpu(with_graphs: bool) -> None:
     plain = TorchRunner(replace(CONFIG, device="cpu"), grammars=READER)

@@ -13,12 +13,6 @@ from tests.unit.engine.gpu.sampling_cases import by_numpy, differing, on_device,
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _need_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 @pytest.mark.parametrize(("seed", "vocab"), [(0, 259), (1, 5000), (2, 128_256)])
 def test_a_device_samples_numpy_s_tokens(seed: int, vocab: int) -> None:
     case = some_case(seed, num_rows=32, vocab=vocab)

@@ -13,11 +13,10 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import ClusterConfig, ConfigText, LiveConfig
+from core.config import ClusterConfig, LiveConfig
 from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
@@ -107,12 +106,6 @@ def build_nothing(placement: Placement) -> FakeService:
     raise ModelNotFound(f"no model of that name for worker {placement.ordinal}")
 
 
-def without_decode(journal: str, config: ClusterConfig, text: ConfigText) -> FleetSpec:
-    """Another config, with which no decode worker starts."""
-    del text
-    return replace(fake_fleet(Path(journal), config), decode=build_nothing)
-
-
 def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
     return FleetSpec(
         config,
@@ -123,7 +116,6 @@ def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
         router_port=0,
         drain_timeout_s=7.0,
         router_drain_timeout_s=5.0,
-        make=functools.partial(without_decode, str(journal), config),
     )
 
 

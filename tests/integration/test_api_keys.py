@@ -19,13 +19,13 @@ from core.config import ApiKeyConfig, SecurityConfig, TelemetryConfig
 from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
+from tandem_client.stubs.inference_pb2 import GenerateRequest
 from tests.support.deployment import Deployment, deploy, tiny_config
-from tests.support.gateway import over_the_wire, serving_gateway
+from tests.support.gateway import serving_gateway
 from tests.support.waiting import until
 
 TOKEN = "the-token-of-this-cluster"
-KEYS = ("alice", "bob", "team-a", "team-b", "olga", "carol")
+KEYS = ("bob", "team-a", "team-b", "olga", "carol")
 PROMPT = list(range(3, 3 + 64))
 
 
@@ -48,7 +48,6 @@ async def deployment(trace_file: Path) -> AsyncIterator[Deployment]:
         tiny_config(telemetry=TelemetryConfig(trace_file=str(trace_file))),
         security=SecurityConfig(cluster_token=TOKEN),
         api_keys=(
-            config_of("alice", max_streams=1),
             config_of("bob", requests_per_minute=1),
             config_of("team-a", tenant="team"),
             config_of("team-b", tenant="team"),
@@ -97,25 +96,6 @@ async def test_tenants_share_no_cached_prefix_and_two_keys_of_a_tenant_do(deploy
     assert await cached("olga", user="team") == 0  # to name another tenant is of no use
 
 
-async def test_a_key_at_its_limit_of_streams_is_refused_until_one_ends(deployment: Deployment) -> None:
-    endless = GenerateRequest(
-        text="hello", sampling=SamplingParams(temperature=0), stop=StopConditions(max_tokens=4000, ignore_eos=True)
-    )
-    async with client(deployment, "alice") as alice, client(deployment, "team-a") as other:
-        stream = alice.generate(endless, timeout_s=30.0)
-        await anext(stream)
-        with pytest.raises(CallFailed, match=r"API key 'alice' has 1 open requests, its limit \(max_streams\)") as full:
-            await alice.complete("hello", max_tokens=1)
-        assert (full.value.code, full.value.retryable, full.value.retry_after_s) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED, True, 1.0,
-        )  # fmt: skip
-        await other.complete("hello", max_tokens=1)
-        await stream.aclose()
-        limits = deployment.router._tenants._limits
-        await until(lambda: limits.num_open("alice") == 0, "the stream has ended at the router")
-        await alice.complete("hello", max_tokens=1)
-
-
 async def test_refusals_are_counted_by_their_reason(deployment: Deployment) -> None:
     async def counted(operator: AsyncClient) -> dict[str, int]:
         page = await operator.metrics()
@@ -137,7 +117,7 @@ async def test_refusals_are_counted_by_their_reason(deployment: Deployment) -> N
     }  # fmt: skip
 
 
-async def test_no_log_and_no_span_shows_a_key(
+async def test_no_log_and_no_span_shows_a_key_or_the_token_of_the_cluster(
     deployment: Deployment, trace_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -147,7 +127,9 @@ async def test_no_log_and_no_span_shows_a_key(
             await user.fleet()
     await until(lambda: "watched" in text_of(trace_file), "the span is written")
     shown = caplog.text + text_of(trace_file) + repr(deployment.config) + repr(done)
+    assert caplog.text
     assert not any(key_of(name) in shown or hash_of(key_of(name)) in shown for name in KEYS)
+    assert TOKEN not in shown
 
 
 # ---- through the gateway, which passes keys on: the statuses and headers that clients of OpenAI know
@@ -169,21 +151,6 @@ async def test_without_a_valid_key_a_request_gets_401(http: httpx.AsyncClient, p
         response = await http.request("POST" if body else "GET", path, json=body, headers=headers)
         assert response.status_code == 401, response.text
         assert body is None or response.json()["error"]["code"] == "invalid_api_key"
-
-
-@pytest.mark.parametrize("is_over_the_wire", [False, True])
-async def test_an_unknown_key_is_refused_before_the_body_comes(deployment: Deployment, is_over_the_wire: bool) -> None:
-    fleets = over_the_wire(deployment.router_address) if is_over_the_wire else Fleets([deployment.router.calls])
-    async with serving_gateway(fleets) as url:
-        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
-        for key, answer in ((key_of("alice"), b"HTTP/1.1 400"), ("unknown", b"HTTP/1.1 401")):
-            body = b"" if answer.endswith(b"401") else b"{}"
-            head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: 2\r\n\r\n"
-            writer.write(head.encode() + body)
-            async with asyncio.timeout(20):
-                whole = await reader.readuntil(b"}}")
-            assert whole.startswith(answer), whole
-        writer.close()
 
 
 async def test_more_prompts_than_a_key_may_have_open_are_no_reason_to_try_again(http: httpx.AsyncClient) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from benchmarks.dataplane import load
-from benchmarks.dataplane.http2_load import Connection, receive_for
-from benchmarks.dataplane.load import Counter, completions
-from benchmarks.service import MODEL, Role, config_with, cores, running
+from benchmarks.dataplane.counting_clients import Connection, HttpStream, receive_for
+from benchmarks.dataplane.load import Counter
 from tests.support.ports import kept_port
+from tests.support.service_process import MODEL, Role, config_with, cores, running
 
 TIMEOUT_S = 60.0
 NUM_TOKENS = 7
@@ -33,7 +33,8 @@ def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http_and_note_each_ar
         load.close([connection])
         assert sum(len(ids) for _, ids in counter.tokens()) == NUM_TOKENS
         times: list[float] = []
-        [stream] = completions(port, MODEL, 1, NUM_TOKENS, times)
+        stream = HttpStream(port, MODEL, times=times)
+        stream.send(NUM_TOKENS)
         receive_for([stream], TIMEOUT_S, lambda: stream.num_ended > 0)
         load.close([stream])
         assert stream.num_events == len(times) > 0  # a busy router joins tokens to one event

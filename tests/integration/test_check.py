@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -80,13 +81,15 @@ async def test_nine_more_runs_fail_nothing(plan: CheckPlan) -> None:
 async def test_a_fault_is_found(plan: CheckPlan, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behaviour_probes, "SETTLE_S", 1.0)
     monkeypatch.setattr(behaviour_probes, "LEASE_S", 1.0)
-    found = [
-        one
-        for one in await findings_of(replace(plan, limit_s=1.5 if fault == "hangs" else 8.0), fault)
-        if one.outcome is Outcome.FAILS
-    ]
-    assert FOUND_BY[fault].name in {one.question for one in found}
-    assert all(one.curl.startswith("curl ") or one.question == behaviour_probes.IDLE.name for one in found)
+    async with faulty_proxy(plan.stack.url, fault) as url:
+        plan = replace(plan, stack=Endpoint.parse(url), limit_s=1.5 if fault == "hangs" else 8.0)
+        async with aclosing(check(plan)) as findings:
+            async for one in findings:
+                if one.outcome is Outcome.FAILS:
+                    assert one.curl.startswith("curl ") or one.question == behaviour_probes.IDLE.name
+                    if one.question == FOUND_BY[fault].name:
+                        return
+    raise AssertionError(f"the check does not find a stack that {fault}")
 
 
 async def test_nothing_of_a_hostile_stack_reaches_the_terminal_as_it_is(plan: CheckPlan) -> None:

@@ -84,20 +84,6 @@ async def test_the_gateway_serves_beside_the_fleet(served: Served) -> None:
     assert answer["choices"][0]["text"].strip() == out.strip()
 
 
-async def test_explain_shows_the_only_pair_and_runs_nothing(served: Served) -> None:
-    code, out, err = await tandem("explain", "--router", served.address, "--json", stdin="from a pipe " * 9)
-    assert code == 0, err
-    explained = json.loads(out)
-    (candidate,) = explained["candidates"]
-    assert candidate["prefill_worker"].startswith("prefill-0.")
-    assert candidate["chosen"]
-    assert candidate["cost_ms"] >= candidate["prefill_ms"] > 0
-    out = await said("explain", "Hi", "--raw", "--router", served.address)
-    assert "* prefill-0 decode-0 " in " ".join(out.split())
-    code, _, err = await tandem("explain", "Hi", "--raw", "--system", "Be brief.", "--router", served.address)
-    assert (code, err) == (1, "error: system: a raw prompt has no system message; omit --raw or --system\n")
-
-
 async def test_the_log_of_each_service_has_its_name_and_the_time(served: Served) -> None:
     (raylet,) = [child for child in served.family if "raylet" in child.name()]
     folder = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir="))
@@ -186,18 +172,6 @@ async def test_demo_answers_paris_sends_every_question_through_both_pools_and_le
     for phase in ("tokenize", "queue", "prefill", "first token", "transfer", "decode"):
         assert out.count(f"  {phase} ") == 3, phase
     assert "everything has stopped" in out
-
-
-async def test_scale_needs_the_token_file_and_generate_does_not(served: Served, tmp_path: Path) -> None:
-    elsewhere = {"XDG_CACHE_HOME": str(tmp_path)}  # a cache without the token file
-    scale = ("scale", "--decode", "1", "--router", served.address)
-    code, _, err = await tandem(*scale, environment=elsewhere)
-    assert code == 1
-    assert "needs the cluster's token" in err
-    assert "--config" in err
-    generate = ("generate", "Hi", "--router", served.address, "--max-tokens", "2")
-    assert (await tandem(*generate, environment=elsewhere))[0] == 0, "generate needs no token"
-    await said(*scale)
 
 
 async def test_no_command_line_and_no_environment_contains_the_token(served: Served) -> None:

@@ -14,16 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.compose import build_router
 from core.config import GatewayConfig, TandemConfig, TelemetryConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.server import HttpServer
 from tests.support.certificates import Authority
 from tests.support.command import PATIENCE_S, start
-from tests.support.deployment import Deployment, deploy, place, tiny_config
+from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
-from tests.support.ports import kept_port
 from tests.support.scripted_router import ScriptedRouter, scripted_router
 from tests.support.steps import slow_down
 from tests.support.waiting import until
@@ -77,58 +75,6 @@ async def test_ready_tells_the_truth_while_workers_and_routers_go(deployment: De
         assert answer.status_code == 503
         assert "no router" in answer.json()["models"]["fake:tiny"]
         assert (await client.get("/health")).status_code == 200
-
-
-async def test_a_fleet_that_needs_a_prefill_worker_is_ready_from_its_first_one_on(deployment: Deployment) -> None:
-    """Decode workers compute the prompts before it comes, and after it has left."""
-    router = build_router(deployment.config, place(1))
-    await router.start()
-    view = router._shell.view
-    decode = [deployment.endpoints[id(worker)] for worker in deployment.decode]
-    try:
-        async with client_of(Fleets([router.calls])) as client:
-            await router.set_workers(decode)
-            await until(lambda: view.can_decode, "the decode worker has reported")
-            answer = await client.get("/ready")
-            (reason,) = answer.json()["models"].values()
-            assert answer.status_code == 503
-            assert reason.startswith("no prefill worker has served yet")
-            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
-            await router.set_workers(list(deployment.endpoints.values()))
-            await until(lambda: view.can_prefill, "the prefill worker has reported")
-            assert (await client.get("/ready")).status_code == 200
-            await router.set_workers(decode)
-            assert not view.can_prefill
-            assert (await client.get("/ready")).status_code == 200
-    finally:
-        await router.stop()
-
-
-async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.05)
-    with kept_port("127.0.0.1") as port:
-        async with client_of(over_the_wire(f"127.0.0.1:{port}")) as client:
-            assert (await client.get("/ready")).status_code == 503
-            refused = await client.post("/v1/completions", json=ASK)
-            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
-            async with deploy(tiny_config(port=port)):
-                async with asyncio.timeout(60):
-                    while (await client.get("/ready")).status_code != 200:
-                        await asyncio.sleep(0.05)
-                assert (await client.post("/v1/completions", json=ASK)).status_code == 200
-
-
-async def test_a_body_over_the_limit_is_refused_by_its_length_alone(deployment: Deployment) -> None:
-    async with client_of(Fleets([deployment.router.calls]), GatewayConfig(max_body_bytes=1000)) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1001\r\n\r\n")
-        async with asyncio.timeout(30):
-            answer = await reader.read()
-        writer.close()
-    assert answer.startswith(b"HTTP/1.1 413")
-    error = json.loads(answer[answer.index(b"{") :])["error"]
-    assert error["message"] == "body: larger than 1000 bytes (gateway.max_body_bytes)"
-    assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
 
 
 async def test_only_pages_of_the_configured_origins_may_call(deployment: Deployment) -> None:

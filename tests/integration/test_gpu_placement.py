@@ -99,23 +99,17 @@ async def test_each_worker_has_a_gpu_of_its_own_that_it_keeps_and_one_beyond_the
 
 
 async def test_explicit_shares_put_a_prefill_and_a_decode_worker_on_each_gpu(ray_here: Cluster, tmp_path: Path) -> None:
-    """Ray sets aside the memory of the config, too."""
+    """Ray sets aside the memory of the config, too, and knows the type."""
     memory: dict[str, Any] = {"prefill_memory_mb": 40, "decode_memory_mb": 24, "router_memory_mb": 7}
-    config = replace(CONFIG, num_prefill=2, num_decode=2, prefill_gpus=0.25, decode_gpus=0.75, **memory)
+    config = replace(
+        CONFIG, num_prefill=2, num_decode=2, prefill_gpus=0.25, decode_gpus=0.75, prefill_accelerator="H100", **memory
+    )
     async with fleet(ray_here, tmp_path / "journal", config) as journal:
         await until(lambda: memory_set_aside_mb() == 2 * 40 + 2 * 24 + 7, "Ray sets memory aside")
         prefill = await gpus_of(journal, "prefill-0", "prefill-1")
         decode = await gpus_of(journal, "decode-0", "decode-1")
         assert sorted(prefill) == [(0.25, gpu) for gpu in ALL_GPUS]
         assert sorted(decode) == [(0.75, gpu) for gpu in ALL_GPUS]
-
-
-async def test_a_pool_of_cpu_workers_sees_no_gpu(ray_here: Cluster, tmp_path: Path) -> None:
-    config = replace(CONFIG, num_prefill=2, decode_gpus=0.0, prefill_accelerator="H100")
-    async with fleet(ray_here, tmp_path / "journal", config, GpuUse.ALWAYS) as journal:
-        prefill = await gpus_of(journal, "prefill-0", "prefill-1")
-        assert sorted(prefill) == [(1.0, gpu) for gpu in ALL_GPUS]
-        assert await gpus_of(journal, "decode-0") == [(0.0, "")]
 
 
 def memory_set_aside_mb() -> float:

@@ -10,17 +10,14 @@ import importlib.util
 import json
 import re
 import sys
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from core.config import ApiKeyConfig
 from protos import kserve_pb2, kserve_pb2_grpc
-from tests.support.deployment import Deployment, deploy, tiny_config, trailers_of
+from tests.support.deployment import Deployment, trailers_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "kserve.md"
 needs_client = pytest.mark.skipif(
@@ -167,30 +164,3 @@ async def test_stop_strings_and_wanted_outputs(deployment: Deployment) -> None:
     (raw,) = response.raw_output_contents
     assert [output.name for output in response.outputs] == ["text_output"]
     assert raw[4:].decode() == answer.text[: answer.text.index(stop)]
-
-
-async def test_a_client_that_goes_away_frees_everything(deployment: Deployment) -> None:
-    stub = kserve_pb2_grpc.GRPCInferenceServiceStub(deployment.channel)
-    call = stub.ModelStreamInfer(timeout=30)
-    await call.write(infer_request(parameters={"max_tokens": PARAMETER(int64_param=400)}))
-    await call.read()
-    call.cancel()
-    await deployment.settle()
-
-
-async def test_an_api_key_guards_generation_and_not_the_descriptions() -> None:
-    key = "a-key-of-a-client-1234"
-    config = replace(tiny_config(), api_keys=(ApiKeyConfig("client", sha256(key.encode()).hexdigest()),))
-    async with deploy(config) as deployment:
-        stub = kserve_pb2_grpc.GRPCInferenceServiceStub(deployment.channel)
-        assert (await stub.ServerReady(kserve_pb2.ServerReadyRequest(), timeout=10)).ready
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.ModelInfer(infer_request(), timeout=10)
-        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        call = stub.ModelStreamInfer(timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        metadata = [("authorization", f"Bearer {key}")]
-        answer = await stub.ModelInfer(infer_request(), timeout=10, metadata=metadata)
-        assert len(answer.outputs) == 3

@@ -1,5 +1,5 @@
 """What an operator sees of a deployment: the router's Prometheus page with requests, latencies and the ledger of every
-worker, and the paths between workers in the fleet, in the log and on this page."""
+worker, the holders of blocks, and the paths between workers in the fleet, in the log and on this page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.compose import FABRIC
 from cli.diagnosis import doctor
+from cli.diagnosis.doctor_findings import Health
 from cli.screens.path_lines import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
-from core.handoff import Abort, AbortReason
-from core.paths import Lane, PathState, PathStatus
-from kv_transfer.transports.memory_transport import MemoryTransport
-from protos.handoff_codec import encode
+from core.paths import PathState, PathStatus
+from core.scheduling.block_pool import Column
 from router.operations.request_metrics import PHASES, TRANSFER_PHASES
-from tandem_client.stubs import cluster_pb2
+from tandem_client.stubs import cluster_pb2, worker_pb2
 from tests.integration.transfer_owner_process import real_transport
-from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, wait_until_known
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers, wait_until_known
+from tests.support.steps import slow_down
+from tests.support.waiting import until
 
 Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) of each series
 
@@ -57,7 +59,7 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
         await deployment.router.set_workers([deployment.endpoints[id(deployment.decode[0])]])
         await deployment.generate(text="hey", max_tokens=5)
         await deployment.router.set_workers(list(deployment.endpoints.values()))
-        await wait_until_known(deployment, 2)
+        await wait_until_known(deployment.router, 2)
         await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.settle()
         page, pulled = await when_counted(metrics_port, "tandem_worker_transferred_bytes_total", "decode")
@@ -66,8 +68,10 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}
     assert by_path == {"disaggregated": 1, "local": 1}
     assert page["gen_ai_server_time_to_first_token_seconds_count"][0][1] == 2
+    assert page["tandem_inter_token_latency_seconds_count"][0][1] == 2 * 4
+    assert page["tandem_router_decision_seconds_count"][0][1] == 2
     tokens = {labels["kind"]: value for labels, value in page["tandem_tokens_total"]}
-    assert tokens["output"] == 10
+    assert tokens["output"] == page["vllm:generation_tokens_total"][0][1] == 10
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
     assert columns == {"free", "cached", "held", "leased", "incoming"}
     num_blocks: Counter[str] = Counter()
@@ -84,29 +88,6 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     }
     phases = {labels["phase"]: value for labels, value in page["tandem_phase_duration_seconds_count"]}
     assert phases == dict.fromkeys(PHASES, 2) | dict.fromkeys(TRANSFER_PHASES, 1)
-
-
-async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metrics_port: int) -> None:
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port))
-    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
-    async with deploy(config) as deployment:
-        parts = deployment.prefill[0]._parts
-        agent = parts.agent
-        stranger = MemoryTransport("stranger", FABRIC)
-        stranger.connect(agent.address)
-        for payload in (b"", b"nonsense", bytes(99)):
-            stranger.notify(agent.address.name, payload)
-        stranger.notify(agent.address.name, encode(Abort(1, 2, 3, AbortReason.CANCELLED)))  # a message, for no transfer
-        stranger.close()
-        page, dropped = await when_counted(metrics_port, "tandem_worker_dropped_messages_total", "prefill")
-    malformed = {labels["role"]: value for labels, value in page["tandem_worker_malformed_messages_total"]}
-    assert malformed == {"prefill": 3, "decode": 0}
-    assert dropped == {"prefill": 1, "decode": 0}
-    states = {(labels["side"], labels["state"]) for labels, _ in page["tandem_worker_transfers"]}
-    assert states == {
-        *(("offer", state) for state in ("computing", "offered")),
-        *(("pull", state) for state in ("reserved", "wanting", "reading", "verifying")),
-    }
 
 
 def config_of(transport: str, port: int = 0, expected_bytes_per_s: float = 0.0) -> TandemConfig:
@@ -132,17 +113,6 @@ async def fleet_with_paths(deployment: Deployment) -> tuple[Any, list[PathStatus
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("transport", ["memory", "nixl", "ucxx"])
-async def test_every_pair_is_connected_and_measured_before_the_first_request(transport: str) -> None:
-    async with deploy(config_of(transport), num_prefill=2, num_decode=2) as deployment:
-        fleet, paths = await fleet_with_paths(deployment)
-        assert {path.lane for path in paths} == {Lane.SHARED_MEMORY}
-        assert all(path.bytes_per_s > 0 and 0 < path.latency_s < 5 for path in paths)
-        assert path_lines(fleet) == ["paths: 4 fine"]
-        assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).end is not None
-        await deployment.settle()
-
-
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
 async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metrics_page(
     transport: str, metrics_port: int, caplog: pytest.LogCaptureFixture
@@ -156,7 +126,7 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
     assert summary == "paths: 1 slow"
     assert line.endswith(str(path))
     (finding,) = doctor.paths(fleet)
-    assert (finding.health, finding.text) == (doctor.Health.WARN, str(path))
+    assert (finding.health, finding.text) == (Health.WARN, str(path))
     told = [record for record in caplog.records if f"-> {reader} is slow" in record.getMessage()]
     assert [record.levelname for record in told] == ["WARNING"]
     states = {labels["state"]: value for labels, value in page["tandem_transfer_paths"] if labels["worker"] == reader}
@@ -167,9 +137,9 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
 
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
-@pytest.mark.parametrize(("lanes", "health"), [("", doctor.Health.OK), ("tcp,self", doctor.Health.WARN)])
+@pytest.mark.parametrize(("lanes", "health"), [("", Health.OK), ("tcp,self", Health.WARN)])
 async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
-    transport: str, lanes: str, health: doctor.Health, monkeypatch: pytest.MonkeyPatch
+    transport: str, lanes: str, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_transport(transport)
     if lanes:
@@ -179,3 +149,87 @@ async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
     assert finding.health is health, finding.text
     assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
     assert bool(finding.fix) == bool(lanes)
+
+
+# ---- `DescribeLedger` and `GetLedger`: the holders of a worker's blocks add up to its ledger, at every look.
+
+COLUMN_OF_KIND = {
+    worker_pb2.HOLDER_KIND_SEQUENCE: "held",
+    worker_pb2.HOLDER_KIND_OFFER: "leased",
+    worker_pb2.HOLDER_KIND_PULL: "incoming",
+}
+PATIENCE_S = 20.0
+
+
+def assert_adds_up(described: worker_pb2.DescribeLedgerResponse, num_blocks: int) -> None:
+    sums: Counter[str] = Counter()
+    for holder in described.holders:
+        assert holder.num_counted <= holder.num_blocks
+        assert holder.age_ms >= 0
+        sums[COLUMN_OF_KIND[holder.kind]] += holder.num_counted
+    ledger = described.ledger
+    assert (sums["held"], sums["leased"], sums["incoming"]) == (ledger.held, ledger.leased, ledger.incoming)
+    assert ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming == num_blocks
+    ages = [holder.age_ms for holder in described.holders]
+    assert ages == sorted(ages, reverse=True), "the oldest first"
+
+
+async def look(deployment: Deployment, **request: object) -> dict[str, cluster_pb2.WorkerLedger]:
+    """By role and number of the worker."""
+    asked = cluster_pb2.GetLedgerRequest(**request)  # type: ignore[arg-type]
+    answer = await deployment.cluster.GetLedger(asked, timeout=PATIENCE_S)
+    return {worker.worker_id.partition(".")[0]: worker for worker in answer.workers}
+
+
+async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger() -> None:
+    async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.005)
+        num_blocks = {sum(ledger.values()) for ledger in deployment.ledgers()}
+        assert len(num_blocks) == 1
+        seen: set[int] = set()
+        prompts = [f"story {number % 3}: " + "once upon a time " * (2 + number) for number in range(8)]
+        asking = asyncio.gather(*(deployment.generate(text=text, max_tokens=24) for text in prompts))
+        while not asking.done():
+            workers = await look(deployment)
+            assert sorted(name[:-2] for name in workers) == ["decode", "decode", "prefill"]
+            for listed in workers.values():
+                assert not listed.error
+                assert listed.ledger.num_left_out == 0
+                assert_adds_up(listed.ledger, *num_blocks)
+                seen |= {holder.kind for holder in listed.ledger.holders}
+        await asking
+        assert worker_pb2.HOLDER_KIND_SEQUENCE in seen
+        await deployment.settle()
+        for listed in (await look(deployment)).values():
+            assert_adds_up(listed.ledger, *num_blocks)
+            assert list(listed.ledger.holders) == []
+
+
+async def test_a_decode_call_that_is_cancelled_on_its_way_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deploy(tiny_config()) as deployment:
+
+        async def stay_on_the_way(*_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+        (prefill,), (decode,) = deployment.prefill, deployment.decode
+        link = deployment.router._shell.links[deployment.id_of(decode)]
+        monkeypatch.setattr(link._decode, "Decode", stay_on_the_way)
+        call = asyncio.create_task(deployment.generate(text="an offer for nobody", max_tokens=4))
+        await until(lambda: machine_of(prefill).core.pool.ledger()[Column.LEASED], "the blocks are offered")
+        await until(lambda: not machine_of(prefill).load().num_calls, "the prompt is computed")
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        within_s = deployment.config.transfer.heartbeat_s
+        await until(lambda: not transfers(prefill).alive, "the offer has ended", within_s)
+        await deployment.settle()
+
+
+async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:
+    async with deploy(tiny_config()) as deployment:
+        (worker,) = (await look(deployment, worker_ids=[deployment.id_of(deployment.decode[0])])).values()
+        assert worker.ledger.worker_id == worker.worker_id
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await look(deployment, worker_ids=["decode-9"])
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "decode-9" in str(refused.value.details())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ import pytest_asyncio
 
 from gateway.fleets import Fleets
 from gateway.routes.tokens import CHARS_PER_STEP
-from tandem_client.stubs.inference_pb2 import ToolCallDelta
+from tandem_client import AsyncClient
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.scripted_router import ScriptedRouter, scripted_router
@@ -25,15 +26,6 @@ from tests.support.waiting import until
 
 MODEL = "fake:tiny"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-CALL = [
-    ToolCallDelta(id="call_1", name="weather"),
-    ToolCallDelta(arguments_json='{"city": '),
-    ToolCallDelta(arguments_json='"Bonn"}'),
-]
 NO_RETRIES = {"max_retries": 0}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -115,26 +107,6 @@ async def test_a_parsed_answer_has_the_form_of_its_class(client: openai.AsyncOpe
         assert isinstance(response.output_parsed, Person)
 
 
-async def test_a_forced_call_of_a_tool_streams_and_has_arguments_of_its_schema(client: openai.AsyncOpenAI) -> None:
-    tools: Any = [openai.pydantic_function_tool(Person, name="greet"), WEATHER]
-    options: Any = {"model": MODEL, "messages": HELLO, "tools": tools, "seed": 5}
-    named: Any = {"type": "function", "function": {"name": "greet"}}
-    answer = await client.chat.completions.create(**options, tool_choice=named)
-    assert answer.choices[0].message.tool_calls is not None
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.type == "function"
-    assert (call.function.name, answer.choices[0].finish_reason) == ("greet", "stop")
-    Person.model_validate_json(call.function.arguments)
-    async with client.chat.completions.stream(**options, tool_choice=named) as stream:
-        final = (await stream.get_final_completion()).choices[0].message.tool_calls
-    assert final is not None
-    (streamed,) = final
-    assert streamed.function.arguments == call.function.arguments
-    one = await client.chat.completions.create(**options, tool_choice="required", parallel_tool_calls=False)
-    assert one.choices[0].finish_reason == "tool_calls"
-    assert len(one.choices[0].message.tool_calls or ()) == 1
-
-
 async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> None:
     options: Any = {"model": MODEL, "input": "Hello", "instructions": "Be brief.", "temperature": 0}
     whole = await client.responses.create(**options, max_output_tokens=8)
@@ -152,33 +124,14 @@ async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> No
     assert (whole.status, whole.usage.output_tokens) == ("incomplete", 8)
 
 
-async def test_a_response_calls_a_tool_and_takes_its_output(
-    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
-) -> None:
-    scripted.texts, scripted.tool_calls = ["Let me ", "see."], CALL
-    tools: Any = [{"type": "function", **WEATHER["function"]}]
-    first = await scripted_client.responses.create(model="scripted", input="Bonn?", tools=tools)
-    text, call = first.output
-    assert (text.type, call.type, first.status) == ("message", "function_call", "completed")
-    assert call.type == "function_call"
-    scripted.texts, scripted.tool_calls = ["Warm."], []
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "25 C"}
-    turns: Any = [{"role": "user", "content": "Bonn?"}, *first.output, result]
-    second = await scripted_client.responses.create(model="scripted", input=turns, tools=tools)
-    assert second.output_text == "Warm."
-    messages = scripted.requests[-1].chat.messages
-    assert [message.role for message in messages] == ["user", "assistant", "tool"]
-    assert messages[1].tool_calls[0].id == messages[2].tool_call_id == call.call_id
-
-
 async def test_a_prompt_comes_back_from_its_tokens(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
-        found = (await http.post("/tokenize", json={"model": MODEL, "prompt": "Grüße"})).json()
-        assert (found["count"], found["max_model_len"]) == (len("Grüße".encode()), 8192)
+        found = (await http.post("/tokenize", json={"model": MODEL, "prompt": "Grüße<|im_end|>"})).json()
+        assert (found["count"], found["max_model_len"]) == (len("Grüße".encode()) + 1, 8192)
         back = (await http.post("/detokenize", json={"tokens": found["tokens"]})).json()
         chat = (await http.post("/tokenize", json={"messages": HELLO})).json()
         escaped = (await http.post("/detokenize", json={"tokens": list(b'"\n') * CHARS_PER_STEP})).json()
-    assert back == {"prompt": "Grüße"}
+    assert back == {"prompt": "Grüße<|im_end|>"}
     assert escaped == {"prompt": '"\n' * CHARS_PER_STEP}
     assert chat["count"] > len("Hello")
 
@@ -255,3 +208,68 @@ async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -
         model=MODEL, messages=HELLO, max_tokens=2, store=True, metadata={"a": "b"}, service_tier="auto"
     )
     assert raw.headers["x-tandem-warning"] == "store has no effect: nothing is stored"
+
+
+# ---- Calls of tools over real gRPC are those that HTTP gives, whole and streamed.
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "pattern": "^[a-zé☃]{2,9}$"},
+        "days": {"type": "array", "items": {"enum": [1, 2, {"a": None}]}, "maxItems": 3},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [{"name": "weather", "parameters": SCHEMA}, {"name": "now"}]
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "How warm is it in Bonn?"}]
+Call = tuple[str, str, str]  # id, name, arguments
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["in the router", "over the wire"])
+async def http(request: pytest.FixtureRequest, running: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
+    local = Fleets([running.router.calls])
+    fleets = local if request.param == "in the router" else over_the_wire(running.router_address)
+    async with serving_gateway(fleets) as url, client_of(url) as client:
+        yield client
+
+
+async def streamed(stream: Any) -> tuple[list[Call], str, int]:
+    """The calls, why the answer ended, and the number of deltas."""
+    calls: list[Call] = []
+    reason, num_deltas = "", 0
+    async for event in stream:
+        (choice,) = event.choices
+        reason = choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or ():
+            num_deltas += 1
+            if delta.id:
+                calls.append((delta.id, delta.function.name, ""))
+            call_id, name, arguments = calls[delta.index]
+            calls[delta.index] = (call_id, name, arguments + (delta.function.arguments or ""))
+    return calls, reason, num_deltas
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+async def test_calls_over_grpc_are_those_of_http(deployment: Deployment, http: openai.AsyncOpenAI, seed: int) -> None:
+    async with AsyncClient(deployment.router_address) as client:
+        direct = await client.complete(
+            MESSAGES, tools=TOOLS, tool_choice={"required": True}, max_tokens=400, seed=seed, request_id=f"mine-{seed}"
+        )
+    wanted = [(call.id, call.name, call.arguments_json) for call in direct.tool_calls]
+    reason = {"stop": "tool_calls", "length": "length"}[direct.finish_reason]
+    assert wanted
+    assert direct.text.strip() == "", "the output is calls"
+    assert all(json.loads(arguments) for _, name, arguments in wanted[:-1] if name == "weather")
+    options: dict[str, Any] = {
+        "model": "", "messages": MESSAGES, "tools": [{"type": "function", "function": tool} for tool in TOOLS],
+        "tool_choice": "required", "max_tokens": 400, "seed": seed, "extra_body": {"request_id": f"mine-{seed}"},
+    }  # fmt: skip
+    whole = (await http.chat.completions.create(**options)).choices[0]
+    found: Any = whole.message.tool_calls
+    assert [(call.id, call.function.name, call.function.arguments) for call in found] == wanted
+    assert whole.finish_reason == reason
+    *answer, num_deltas = await streamed(await http.chat.completions.create(**options, stream=True))
+    assert answer == [wanted, reason]
+    # A client that is slow gets the tokens of several steps in one message, so a short call may come in two.
+    assert num_deltas / len(wanted) > 3, "arguments stream"

@@ -12,12 +12,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 
-from core.errors import InvalidRequest
-from core.output_grammar import GrammarRow
 from router.serving.output_formats import format_grammar
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import OutputFormat
@@ -25,7 +22,6 @@ from tests.support.deployment import Answer, Deployment, deploy, machine_of, mak
 from tests.support.drafts import Oracle, compute_every_guess
 from tests.support.reference import CoLocatedEngine, random_prompt
 from tests.support.steps import slow_down
-from text.grammars import GrammarReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -154,14 +150,6 @@ async def test_a_stream_whose_worker_dies(
         assert answer.finished.usage.drafted_tokens > 0  # of the second attempt, where all may be right
 
 
-async def test_a_request_may_refuse_guesses(deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine) -> None:
-    prompt = random_prompt(50, 4)
-    tokens = read(oracle, engine, prompt, "greedy")
-    (answer,) = await deployment.generate_all(ask(prompt, "greedy", speculation=False))
-    assert answer.token_ids == tokens
-    assert answer.finished.usage.drafted_tokens == answer.finished.usage.accepted_drafts == 0
-
-
 async def test_an_output_ends_inside_a_run_of_guesses(
     deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine
 ) -> None:
@@ -179,27 +167,3 @@ async def test_an_output_ends_inside_a_run_of_guesses(
     at_string = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, stop_strings=[stop])
     assert at_string.text == whole.text[: whole.text.index(stop)]
     assert at_string.finished.stop_match == stop
-
-
-async def test_a_grammar_that_becomes_too_complex_ends_its_stream_alone(
-    deployment: Deployment, oracle: Oracle, engine: CoLocatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw, prompts = "format, sampled", [random_prompt(20, seed) for seed in (5, 6)]
-    tokens = read(oracle, engine, prompts[1], draw)
-    follow, failed_at = GrammarReader._follow, set[int]()
-
-    def fails_late(reader: GrammarReader, row: GrammarRow) -> Any:
-        view, place = row.sequence, row.num_known + len(row.promised)
-        if list(view.token_ids[:20]) == list(prompts[0]) and place >= 25:
-            failed_at.add(place)
-            raise InvalidRequest("output_format", "the grammar is too complex here")
-        return follow(reader, row)
-
-    monkeypatch.setattr(GrammarReader, "_follow", fails_late)
-    broken = asyncio.create_task(deployment.generate_all(ask(prompts[0], draw, speculation=False)))
-    (other,) = await deployment.generate_all(ask(prompts[1], draw, speculation=False))
-    with pytest.raises(grpc.aio.AioRpcError, match="output_format: the grammar is too complex here") as failed:
-        await broken
-    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert 1 <= len(failed_at) <= 2, "at most the step that was planned ahead fails, too; nothing is tried again"
-    assert other.token_ids == tokens

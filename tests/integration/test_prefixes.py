@@ -1,15 +1,12 @@
 """A worker has a prefix from the cache of a peer, over real gRPC and nixl, or from its disk, where it has evicted it or
-an earlier process has left it: the tokens are those of one engine that nothing disturbs, greedy and sampled.
+an earlier process has left it: the tokens are those of one engine that nothing disturbs.
 
-Deaths of either side, in each state of a read, are in tests/simulation.
+Faults and deaths of either side, in each state of a read, are in tests/simulation.
 """
 
 from __future__ import annotations
 
-import itertools
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,36 +16,27 @@ import pytest
 import pytest_asyncio
 
 from core.config import CacheConfig, EngineConfig, TandemConfig
-from core.errors import ConfigError, TransportError
 from core.request import Request, SamplingParams
-from kv_transfer.protocol.events import Actions
-from kv_transfer.transports.nixl_transport import NixlTransport
-from router.requests import open_dispatches
 from tests.support.deployment import Answer, Deployment, busy_blocks, deploy, machine_of, make_request, tiny_config
-from tests.support.device_runner import put_pools_on_devices
 from tests.support.eager_reads import route_eagerly
 from tests.support.faults import fault_config
 from tests.support.processes import Fleet
 from tests.support.reference import CoLocatedEngine
 from tests.support.waiting import until
-from worker.prefixes import Prefixes, PrefixRequested
 from worker.service import WorkerService
 from worker.tier.disk_tier import DiskTier
-from worker.tier.slot_file import DIRECTORY
 
 PROMPT = tuple(range(3, 100))
 NUM_OUTPUT = 24
 BLOCK_SIZE = 16
 NUM_BLOCKS = (len(PROMPT) - 1) // BLOCK_SIZE  # of the prompt, that a cache can give
 NUM_CACHED = NUM_BLOCKS * BLOCK_SIZE  # tokens
-sampled = pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1.0, "top_p": 0.875, "seed": 7}], ids=["greedy", "sampled"]
-)
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 0.875, "seed": 7}
 MODELS = ["fake:tiny", "random:llama-tiny"]
 
 
-def expected(engine: EngineConfig, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> list[int]:
-    params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True, **({"temperature": 0.0} | sampling))
+def expected(engine: EngineConfig, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True, **SAMPLING)
     return CoLocatedEngine(engine).generate(Request("reference", prompt, len(prompt), params))
 
 
@@ -73,89 +61,20 @@ async def first_turn(deployment: Deployment, **options: Any) -> tuple[int, ...]:
     return (*PROMPT, *first.token_ids, 5, 6, 7)
 
 
-@sampled
-async def test_turn_two_reads_the_history_from_the_decode_worker(
-    deployment: Deployment, sampling: dict[str, Any]
-) -> None:
+async def test_turn_two_reads_the_history_from_the_decode_worker(deployment: Deployment) -> None:
     history = await first_turn(deployment)
-    answer = await deployment.generate(token_ids=history, max_tokens=NUM_OUTPUT, **sampling)
-    assert answer.token_ids == expected(deployment.config.engine, history, **sampling)
+    answer = await deployment.generate(token_ids=history, max_tokens=NUM_OUTPUT, **SAMPLING)
+    assert answer.token_ids == expected(deployment.config.engine, history)
     read_tokens = answer.finished.receipt.read_tokens
     assert read_tokens >= BLOCK_SIZE
     assert answer.finished.usage.cached_tokens >= NUM_CACHED + read_tokens
     await deployment.settle()
 
 
-Fault = Callable[[pytest.MonkeyPatch], list[str]]  # the list grows when the fault happens
-
-
-def gives(share: float) -> Fault:
-    """The source has evicted the rest since the router has promised all."""
-
-    def change(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        offer, happened = Prefixes.offer, list[str]()
-
-        def less(prefixes: Prefixes, event: PrefixRequested, num_spare_blocks: int, now: float) -> Actions:
-            happened.append(event.reader.name)
-            token_ids = event.token_ids[: int(len(event.token_ids) * share)]
-            return offer(prefixes, replace(event, token_ids=token_ids), num_spare_blocks, now)
-
-        monkeypatch.setattr(Prefixes, "offer", less)
-        return happened
-
-    return change
-
-
-def is_silent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    happened: list[str] = []
-
-    def nothing(_: Prefixes, event: PrefixRequested, *__: object) -> Actions:
-        happened.append(event.reader.name)
-        return []
-
-    monkeypatch.setattr(open_dispatches, "LATE_S", 0.5)
-    monkeypatch.setattr(Prefixes, "offer", nothing)
-    return happened
-
-
-def breaks_midway(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every read of a prefill worker fails but the first, which brings two blocks."""
-    start, happened, num_begun = NixlTransport.start_block_read, list[str](), itertools.count()
-
-    def breaking(transport: NixlTransport, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        if transport.name.startswith("prefill") and next(num_begun):
-            happened.append(peer)
-            raise TransportError("this read fails")
-        return start(transport, peer, sources, targets)
-
-    monkeypatch.setattr(NixlTransport, "start_block_read", breaking)
-    return happened
-
-
-@sampled
-@pytest.mark.parametrize("deployment", MODELS[1:], indirect=True)
-@pytest.mark.parametrize(
-    ("fault", "gives_some"), [(gives(0.7), True), (gives(0.0), False), (is_silent, False), (breaks_midway, False)],
-    ids=["gives a part", "gives nothing", "is silent", "breaks midway"],
-)  # fmt: skip
-async def test_a_source_that_fails_changes_no_token(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, fault: Fault, gives_some: bool, sampling: dict[str, Any]
-) -> None:
-    history = await first_turn(deployment)
-    deployment.drop_caches(deployment.prefill)
-    await until(lambda: deployment.caches_are_known, "the router knows the caches")
-    happened = fault(monkeypatch)
-    answer = await deployment.generate(token_ids=history, max_tokens=NUM_OUTPUT, **sampling)
-    assert happened
-    assert answer.token_ids == expected(deployment.config.engine, history, **sampling)
-    read_tokens = answer.finished.receipt.read_tokens
-    assert 0 < read_tokens < NUM_CACHED if gives_some else read_tokens == 0
-    await deployment.settle()
-
-
 async def test_a_salted_history_is_read_under_its_salt_alone(deployment: Deployment) -> None:
     history = await first_turn(deployment, cache_salt="a")
-    other, same = [await deployment.generate(token_ids=history, max_tokens=4, cache_salt=salt) for salt in "ba"]
+    options: dict[str, Any] = {"token_ids": history, "max_tokens": 4} | SAMPLING
+    other, same = [await deployment.generate(**options, cache_salt=salt) for salt in "ba"]
     assert (other.finished.receipt.read_tokens, same.finished.receipt.read_tokens > 0) == (0, True)
     assert other.token_ids == same.token_ids == expected(deployment.config.engine, history)[:4]
 
@@ -196,75 +115,28 @@ async def settle(deployment: Deployment) -> None:
         machine_of(worker).check()
 
 
-async def ask(deployment: Deployment, **options: Any) -> tuple[list[int], int]:
+async def ask(deployment: Deployment) -> tuple[list[int], int]:
     """The tokens of an answer, and how many of its prompt were cached."""
-    answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT, **options)
+    answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT, **SAMPLING)
     return answer.token_ids, answer.finished.usage.cached_tokens
 
 
 @pytest.mark.usefixtures("a_read_always_pays")
-@sampled
 @pytest.mark.parametrize("model", MODELS)
-async def test_a_worker_that_starts_again_finds_its_blocks(
-    tmp_path: Path, model: str, sampling: dict[str, Any]
-) -> None:
-    await _finds_its_blocks(on_disk(tmp_path, tiny_config(model)), sampling)
-
-
-@pytest.mark.usefixtures("a_read_always_pays")
-@sampled
-async def test_likewise_where_the_pool_is_on_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
-) -> None:
-    put_pools_on_devices(monkeypatch)
-    await _finds_its_blocks(on_disk(tmp_path, tiny_config(transport="nixl")), sampling)
-
-
-async def _finds_its_blocks(config: TandemConfig, sampling: dict[str, Any]) -> None:
+async def test_a_worker_that_starts_again_finds_its_blocks(tmp_path: Path, model: str) -> None:
+    config = on_disk(tmp_path, tiny_config(model))
     async with serving(config) as deployment:
-        tokens, num_cached = await ask(deployment, **sampling)
+        tokens, num_cached = await ask(deployment)
         assert num_cached == 0
     async with serving(config) as deployment:
-        assert await ask(deployment, **sampling) == (tokens, NUM_CACHED)
-        assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS
-        assert await ask(deployment, **sampling) == (tokens, NUM_CACHED)
-        assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS, "the pool has the prefix again"
-    assert tokens == expected(config.engine, **sampling)
-
-
-@pytest.mark.usefixtures("a_read_always_pays")
-async def test_memory_is_read_as_a_disk_and_given_back_at_the_end_of_its_worker(tmp_path: Path) -> None:
-    config = replace(tiny_config(), cache=CacheConfig(host_gb=0.1, host_dir=str(tmp_path)))
-    tokens = expected(config.engine)
-    async with serving(config) as deployment:
-        assert await ask(deployment) == (tokens, 0)
-        await settle(deployment)
-        assert len(list((tmp_path / DIRECTORY).iterdir())) == 2
-        deployment.drop_caches(deployment.workers)
         assert await ask(deployment) == (tokens, NUM_CACHED)
         assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS
-    assert not list((tmp_path / DIRECTORY).iterdir())
+        assert await ask(deployment) == (tokens, NUM_CACHED)
+        assert tier_of(deployment.prefill[0]).counts.num_read == NUM_BLOCKS, "the pool has the prefix again"
+    assert tokens == expected(config.engine)
 
 
 @pytest.mark.usefixtures("a_read_always_pays")
-async def test_a_prompt_goes_to_the_worker_that_has_its_prefix_on_disk(tmp_path: Path) -> None:
-    config = on_disk(tmp_path, tiny_config())
-    async with serving(config) as deployment:
-        await ask(deployment)
-    (tmp_path / DIRECTORY / "prefill-0.kv").rename(tmp_path / DIRECTORY / "prefill-1.kv")
-    async with deploy(config, num_prefill=2) as deployment:
-        assert await ask(deployment) == (expected(config.engine), NUM_CACHED)
-        assert [tier_of(worker).counts.num_read for worker in deployment.prefill] == [0, NUM_BLOCKS]
-        await settle(deployment)
-
-
-async def test_a_size_that_holds_no_block_is_refused(tmp_path: Path) -> None:
-    config = replace(tiny_config(), cache=CacheConfig(disk_gb=1e-6, disk_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"\[cache\] disk_gb = 1e-06 holds 0 KV blocks"):
-        async with deploy(config):
-            pass
-
-
 async def answer_of(fleet: Fleet) -> Answer:
     answer = Answer()
     async for response in fleet.inference.Generate(make_request(token_ids=PROMPT, max_tokens=8), timeout=60.0):
@@ -272,19 +144,9 @@ async def answer_of(fleet: Fleet) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "host memory"])
-async def test_a_killed_worker_finds_its_blocks(tmp_path: Path, in_memory: bool) -> None:
+async def test_a_killed_worker_finds_its_blocks_on_its_disk(tmp_path: Path) -> None:
     """kill -9 of its process: the next one answers from what the killed one has left."""
-    place = Path(tempfile.mkdtemp(dir="/dev/shm")) if in_memory else tmp_path
-    cache = CacheConfig(host_gb=0.1, host_dir=str(place)) if in_memory else on_disk(place, fault_config()).cache
-    try:
-        await _finds_its_blocks_after_a_kill(replace(fault_config(), cache=cache))
-    finally:
-        shutil.rmtree(place)
-
-
-async def _finds_its_blocks_after_a_kill(config: TandemConfig) -> None:
-    async with Fleet.start(config, {"decode": 1}) as fleet:
+    async with Fleet.start(on_disk(tmp_path, fault_config()), {"decode": 1}) as fleet:
         first = await answer_of(fleet)
         assert first.finished.usage.cached_tokens == 0
         await until(

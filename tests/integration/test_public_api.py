@@ -16,12 +16,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
-from core.service import FleetRouter
 from runtime.rpc.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
-from tandem_client.client import AsyncClient
-from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
+from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
     ChatPrompt,
@@ -108,21 +105,6 @@ async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_h
     assert timings.decode_ms > 0
 
 
-async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:
-    sent = "<|im_start|>naïve 日本語 🙂 text<|im_end|>"
-    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=PATIENCE_S)
-    back = await deployment.inference.Detokenize(
-        inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=PATIENCE_S
-    )
-    assert back.text == sent
-    with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
-        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=PATIENCE_S)
-    with pytest.raises(grpc.aio.AioRpcError, match="at most 1000000 items, has 1000001"):
-        await deployment.inference.Detokenize(
-            inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001), timeout=PATIENCE_S
-        )
-
-
 async def test_of_a_burst_of_calls_those_beyond_the_queue_are_refused_with_a_hint_when_to_come_back() -> None:
     async with deploy(tiny_config(max_queued=10, worker_wait_s=1.0), num_decode=0) as deployment:
         calls = [deployment.inference.Generate(make_request(text="hello"), timeout=60) for _ in range(BURST)]
@@ -157,21 +139,6 @@ async def test_explain_names_the_candidates_with_their_terms_and_cached_tokens_a
             while (explained := await deployment.cluster.Explain(request)).candidates[0].cached_tokens == 0:
                 await asyncio.sleep(0.02)  # the report is on its way
         assert (explained.candidates[0].cached_tokens, explained.candidates[0].uncached_tokens) == (16, 7)
-
-
-async def test_a_router_lists_the_routers_of_its_fleet_and_the_load_of_itself_alone(deployment: Deployment) -> None:
-    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
-    (own,) = fleet.routers
-    assert own.router_id.startswith("router-0.")
-    assert (own.address, fleet.wanted_routers) == (deployment.router_address, 0)
-    published = [FleetRouter("router-1.0badcafe", "h:1", draining=True), FleetRouter(own.router_id, own.address, False)]
-    await deployment.router.set_routers(published)
-    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
-    await deployment.router.set_routers(published[1:])
-    assert [router.router_id for router in fleet.routers] == [own.router_id, "router-1.0badcafe"]
-    assert [router.HasField("num_queued") for router in fleet.routers] == [True, False]
-    states = [worker_pb2.WORKER_STATE_SERVING, worker_pb2.WORKER_STATE_DRAINING]
-    assert [router.state for router in fleet.routers] == states
 
 
 async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
@@ -232,27 +199,6 @@ async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(
     await deployment.router.set_workers(list(deployment.endpoints.values()))
     assert "tandem-predicted-ttft-ms" in dict(await promise)
     generate.cancel()
-
-
-async def test_the_page_comes_over_grpc_without_a_metrics_port_and_adds_up_what_tenants_took() -> None:
-    async with deploy(tiny_config()) as deployment, AsyncClient(deployment.router_address) as client:
-        request = make_request(text=PROMPT, max_tokens=5)
-        request.user = "acme"
-        _, _, (finished,) = await call(deployment, request)
-        text = await client.metrics()
-    found = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    charged = found["tandem_tenant_kv_block_seconds_total", ("tenant", "acme")]
-    assert charged == pytest.approx(finished.receipt.kv_block_seconds)
-    assert found["tandem_tenant_tokens_total", ("kind", "output"), ("tenant", "acme")] == 5
-    gaps = [value for (name, *_), value in found.items() if name == "tandem_inter_token_latency_seconds_count"]
-    assert gaps == [4]
-    assert found["vllm:generation_tokens_total", ("model_name", "fake:tiny")] == 5
-    assert found["tandem_workers", ("role", "decode"), ("state", "serving")] == 1
-    assert found["tandem_router_decision_seconds_count",] == 1
 
 
 async def test_the_receipt_of_a_call_is_the_sum_over_its_choices(deployment: Deployment) -> None:

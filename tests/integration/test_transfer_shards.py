@@ -17,7 +17,7 @@ from kv_transfer.protocol.events import PullCompleted
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from tests.integration.transfer_owner_process import real_transport
-from tests.integration.transfer_worker import TransferWorker
+from tests.support.transfer_worker import TransferWorker
 
 WHOLE = KVLayout(model="m", dtype="bfloat16", num_layers=3, num_kv_heads=4, block_size=16, head_dim=8)
 HALVES = (replace(WHOLE, num_kv_heads=2), replace(WHOLE, num_kv_heads=2, first_kv_head=2))
@@ -101,6 +101,7 @@ def hand_off(
         assert time.monotonic() < end, [worker.results for worker in everybody]
         for worker in everybody:
             worker.step(0.001)
+            worker.machine.check()
     for shard in targets:
         assert all(isinstance(result, PullCompleted) for result in shard.worker.results), shard.worker.results
         shard.assert_holds(sequence)
@@ -115,26 +116,6 @@ def close(*groups: list[Shard]) -> None:
             shard.worker.close()
 
 
-@pytest.fixture(params=["memory", "nixl", "ucxx"])
-def opener(request: pytest.FixtureRequest) -> Opener:
-    fabric = MemoryFabric()
-    if request.param == "memory":
-        return lambda name: MemoryTransport(name, fabric)
-    return real_transport(request.param)
-
-
-def test_two_shards_become_one(opener: Opener) -> None:
-    close(*hand_off(opener, list(HALVES), [WHOLE]))
-
-
-def test_one_becomes_two_shards(opener: Opener) -> None:
-    sources, targets = hand_off(opener, [WHOLE], list(HALVES))
-    moved = [result.stats.num_bytes for shard in targets for result in shard.worker.results if
-             isinstance(result, PullCompleted)]  # fmt: skip
-    assert moved == [WHOLE.num_blocks_for(NUM_TOKENS) * WHOLE.block_bytes // 2] * 2, "each moves its heads alone"
-    close(sources, targets)
-
-
 @pytest.fixture
 def fabric() -> MemoryFabric:
     return MemoryFabric()
@@ -145,21 +126,30 @@ def memory(fabric: MemoryFabric) -> Opener:
     return lambda name: MemoryTransport(name, fabric)
 
 
-@pytest.mark.parametrize(("owner_size", "puller_size"), [(16, 32), (32, 16), (8, 32)])
-def test_block_sizes_may_differ(memory: Opener, owner_size: int, puller_size: int) -> None:
-    owner, puller = (replace(WHOLE, block_size=size) for size in (owner_size, puller_size))
-    close(*hand_off(memory, [owner], [puller]))
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+def test_two_shards_become_one(transport: str) -> None:
+    close(*hand_off(real_transport(transport), list(HALVES), [WHOLE]))
 
 
-def test_shards_and_block_sizes_may_differ_at_once(memory: Opener) -> None:
-    close(*hand_off(memory, [replace(half, block_size=32) for half in HALVES], [WHOLE]))
+def test_one_becomes_two_shards(memory: Opener) -> None:
+    sources, targets = hand_off(memory, [WHOLE], list(HALVES))
+    moved = [result.stats.num_bytes for shard in targets for result in shard.worker.results if
+             isinstance(result, PullCompleted)]  # fmt: skip
+    assert moved == [WHOLE.num_blocks_for(NUM_TOKENS) * WHOLE.block_bytes // 2] * 2, "each moves its heads alone"
+    close(sources, targets)
+
+
+@pytest.mark.parametrize(("owner_size", "puller_size"), [(32, 16), (8, 32)])
+def test_shards_and_block_sizes_may_differ_at_once(memory: Opener, owner_size: int, puller_size: int) -> None:
+    owners = [replace(half, block_size=owner_size) for half in HALVES]
+    close(*hand_off(memory, owners, [replace(WHOLE, block_size=puller_size)]))
 
 
 def test_a_bit_flipped_between_unequal_pools_is_read_again(memory: Opener, fabric: MemoryFabric) -> None:
     fabric.flip_byte_in_read(1)
-    sources, targets = hand_off(memory, [WHOLE], [HALVES[1]])
+    sources, targets = hand_off(memory, [WHOLE], list(HALVES))
     assert fabric.faults_done["flip"] == 1
-    (result,) = targets[0].worker.results
-    assert isinstance(result, PullCompleted)
-    assert result.stats.num_blocks_reread == 1
+    stats = [result.stats for shard in targets for result in shard.worker.results if isinstance(result, PullCompleted)]
+    assert [each.num_bytes for each in stats] == [sources[0].num_blocks * WHOLE.block_bytes // 2] * 2, "its heads alone"
+    assert sum(each.num_blocks_reread for each in stats) == 1
     close(sources, targets)

@@ -115,23 +115,6 @@ async def test_prompt_and_output_may_fill_the_context(length: int) -> None:
 # ---- quantized weights, 8-bit KV, and blocks of two sizes
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
-async def test_two_pools_say_what_one_engine_says(quantization: str, dtype: str) -> None:
-    """Also in bfloat16, and though the pools cut and mix the prompts otherwise: the kernel does not see the batch."""
-    config = tiny_config("random:llama-tiny", transport="nixl")
-    config = replace(config, engine=replace(config.engine, quantization=quantization, dtype=dtype))
-    engine = CoLocatedEngine(replace(config.engine, kv_memory_mb=32))
-    shared = random_prompt(3 * BLOCK, seed=1)
-    prompts = [shared[: BLOCK * (i % 4)] + random_prompt(1 + 13 * i, seed=20 + i) for i in range(8)]
-    async with deploy(config) as deployment:
-        answers = await asyncio.gather(*(deployment.generate(token_ids=prompt, max_tokens=12) for prompt in prompts))
-        for answer, prompt in zip(answers, prompts, strict=True):
-            assert answer.token_ids == engine.tokens(prompt, 12)
-            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-        await deployment.settle()
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("kv_dtype", "prefill_block_size"), [("auto", BLOCK // 4), ("auto", BLOCK * 2), ("fp8", BLOCK), ("fp8", BLOCK // 4)]
 )

@@ -19,16 +19,14 @@ from kv_transfer.location import locate
 from kv_transfer.transports.transport import PoolMemory, Transport
 from protos import codec
 from tandem_client.stubs import worker_pb2
+from tests.support import transfer_worker
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64
 
 
 def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
-    """[num_blocks, block_bytes] of zeros, touched, and the PoolMemory over it."""
-    array = np.zeros((num_blocks, layout.block_bytes), np.uint8)
-    array[:] = 0
-    return array, PoolMemory(array.ctypes.data, num_blocks, layout, memoryview(array.reshape(-1).data))
+    return transfer_worker.host_pool(layout, num_blocks)
 
 
 def device_pool(

@@ -1,15 +1,9 @@
-"""The least worker that can hand off: a pool, a TransferMachine, a TransferAgent, and a queue between them.
-
-`HandOff` is a hand-off of blocks from one such worker to another, in chunks.
-"""
+"""A hand-off of blocks from one least worker to another, in chunks."""
 
 from __future__ import annotations
 
 import math
-import queue
 import time
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,21 +11,13 @@ import numpy as np
 from core.config import TransferConfig
 from core.handoff import AbortReason, OwnerState
 from core.kv_layout import KVLayout
-from core.machine import Tick
-from core.scheduling.block_pool import BlockPool, Column
-from kv_transfer.agent import AgentIdentity, TransferAgent
+from core.scheduling.block_pool import Column
 from kv_transfer.protocol.events import (
-    AgentAction,
-    AgentEvent,
-    AgentFailed,
     OfferEnded,
     PullCompleted,
     PullFailed,
-    TransferAction,
 )
-from kv_transfer.protocol.machine import TransferMachine
-from kv_transfer.transports.transport import PoolMemory, Transport
-from tests.integration.transfer_owner_process import host_pool
+from tests.support.transfer_worker import OpenPool, OpenTransport, TransferWorker, host_pool
 
 # One block is 368,640 bytes: SmolLM2-135M in bfloat16.
 LAYOUT = KVLayout(model="m", dtype="bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
@@ -41,64 +27,19 @@ TRANSFER_ID = 7
 FIRST_TOKEN = 42
 PATIENCE_S = 20.0  # for a busy machine
 
-OpenTransport = Callable[[str], Transport]
-OpenPool = Callable[[KVLayout, int], tuple[np.ndarray, PoolMemory]]
-Result = PullCompleted | PullFailed | OfferEnded | AgentFailed
-
-
-class TransferWorker:
-    def __init__(
-        self,
-        worker_id: str,
-        open_transport: OpenTransport,
-        config: TransferConfig,
-        layout: KVLayout,
-        num_blocks: int,
-        open_pool: OpenPool = host_pool,
-    ) -> None:
-        self.bytes, memory = open_pool(layout, num_blocks)  # [num_blocks, block_bytes]
-        self.events: queue.SimpleQueue[list[AgentEvent]] = queue.SimpleQueue()
-        identity = AgentIdentity(worker_id, incarnation=zlib.crc32(worker_id.encode()))
-        self.agent = TransferAgent(config, identity, memory, open_transport, self.events.put)
-        self.pool = BlockPool(num_blocks)
-        self.machine = TransferMachine(config, self.pool, self.agent.start())
-        self.results: list[Result] = []
-
-    def act(self, actions: list[TransferAction]) -> None:
-        self.results += [action for action in actions if isinstance(action, PullCompleted | PullFailed | OfferEnded)]
-        self.agent.perform([action for action in actions if isinstance(action, AgentAction)], self.machine.alive)
-
-    def step(self, wait_s: float) -> None:
-        """Take what the agent reports, or a Tick that is due, within `wait_s`."""
-        deadline = self.machine.next_deadline()
-        now = time.monotonic()
-        try:
-            events = self.events.get(timeout=max(0.0, min(wait_s, (deadline or now + wait_s) - now)))
-        except queue.Empty:
-            events = []
-        self.take(events)
-        if deadline is not None and time.monotonic() >= deadline:
-            self.act(self.machine.handle(Tick(), time.monotonic()))
-        self.machine.check()
-
-    def take(self, events: list[AgentEvent]) -> None:
-        for event in events:
-            if isinstance(event, AgentFailed):
-                self.results.append(event)
-            else:
-                self.act(self.machine.handle(event, time.monotonic()))
-
-    def close(self) -> None:
-        self.agent.close()
-
 
 def run_until_results(workers: list[TransferWorker], num_results: int, seconds: float = 30.0) -> None:
     """Until every worker has that many results."""
     end = time.monotonic() + seconds
     while any(len(worker.results) < num_results for worker in workers):
         assert time.monotonic() < end, f"no end after {seconds} s: {[worker.results for worker in workers]}"
-        for worker in workers:
-            worker.step(0.001)
+        step_all(workers)
+
+
+def step_all(workers: list[TransferWorker]) -> None:
+    for worker in workers:
+        worker.step(0.001)
+        worker.machine.check()
 
 
 def random_content(worker: TransferWorker, blocks: list[int], seed: int) -> None:
@@ -149,8 +90,7 @@ class HandOff:
         self.begin()
         for end in (8, 16, NUM_BLOCKS):
             self.offer_up_to(end)
-            for worker in self.workers:
-                worker.step(0.001)
+            step_all(self.workers)
         run_until_results(self.workers, 1, PATIENCE_S)
 
     def assert_completed(self) -> PullCompleted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,26 +159,6 @@ def test_tenants_that_leave_and_return_take_no_more_than_one_that_stays() -> Non
             order.add(name, 0, name, chunk_s)
         order.check()
     assert abs(served["e"] / sum(served.values()) - 0.2) < 0.02
-
-
-@pytest.mark.parametrize("short_s", [0.01, 0.3, 0.45])
-@pytest.mark.parametrize("num_returning", [1, 3])
-def test_a_tenant_of_short_prompts_gets_one_allowance_a_round_however_often_it_returns(
-    short_s: float, num_returning: int
-) -> None:
-    """It got two: two thirds of the work beside one tenant that stays."""
-    worker = Worker()
-    worker.add("stays", 1e6, tenant="stays")
-    for number in range(num_returning):
-        worker.add(f"{number}", short_s, tenant=f"{number}")
-    served: defaultdict[str, float] = defaultdict(float)
-    while worker.now < 200.0:
-        name, work = worker.step()
-        served[name] += work
-        if name not in worker.left:
-            worker.add(name, short_s, tenant=name)
-    for name in served:
-        assert abs(served[name] / worker.now - 1.0 / len(served)) < 0.02
 
 
 def test_rounds_that_begin_for_some_prompts_make_up_for_the_excess_of_a_tenant_that_left() -> None:

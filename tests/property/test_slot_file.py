@@ -98,10 +98,10 @@ def test_a_block_that_the_file_gives_back_is_one_that_was_written(
 
 def test_of_two_slots_with_one_name_the_newer_is_found() -> None:
     file = SlotFile(MemoryDisk(), NUM_SLOTS, BLOCK_BYTES, OURS)
-    for slot, number in ((2, 8), (0, 9), (3, 7)):
+    for slot, number in ((2, 8), (1, 9), (3, 7)):
         file.write(slot, StoredBlock(name_of(1), ROOT, number, 0, 1, number), memoryview(content_of(1, number)))
-    assert {slot: block.number for slot, block in file.scan().items()} == {0: 9}
-    file.erase(0)
+    assert {slot: block.number for slot, block in file.scan().items()} == {1: 9}
+    file.erase(1)
     assert {slot: block.number for slot, block in file.scan().items()} == {2: 8}
 
 

@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from core.config import TransferConfig
 from core.handoff import Abort, AbortReason, OwnerState, PullerState, Ready, Release, TransferId, Want
@@ -33,7 +32,6 @@ CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=2, max_reads_in_flight
 
 TROUBLES = ["preempt", "cancel", "abort", "break", "sleep"]
 STEPS = ["offer", "reserve_pull", "start_pull"]
-picks = st.integers(0, 1000)
 
 T = TypeVar("T")
 
@@ -65,9 +63,8 @@ class Transfer:
         return self.transfer_id * 1000 + position
 
 
-class TwoMachines(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
+class TwoMachines:
+    def __init__(self) -> None:
         self.pair = Pair(CONFIG, digests=False, num_blocks=24)
         self.transfers: dict[TransferId, Transfer] = {}
         self.num_garbage = 0
@@ -75,15 +72,6 @@ class TwoMachines(RuleBasedStateMachine):
 
     # ---- transfers
 
-    @precondition(lambda self: self.num_under_way() < 4)
-    @rule(
-        num_blocks=st.integers(1, 6),
-        num_cached=st.integers(0, 3),
-        backwards=st.booleans(),
-        order=st.permutations(STEPS),
-        late=st.sampled_from([0, 0, 0, 1, 2]),
-        within=st.sampled_from([math.inf, 30.0, 5.0]),
-    )
     def a_request_comes(
         self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int, within: float
     ) -> None:
@@ -96,8 +84,6 @@ class TwoMachines(RuleBasedStateMachine):
         for step in order[late:]:
             getattr(self, step)(transfer)
 
-    @precondition(lambda self: self.num_under_way())
-    @rule(pick=picks, step=st.sampled_from(STEPS))
     def a_late_step_comes(self, pick: int, step: str) -> None:
         getattr(self, step)(chosen(self.transfers.values(), pick))
 
@@ -127,8 +113,6 @@ class TwoMachines(RuleBasedStateMachine):
         machine = transfer.puller.machine
         self.pair.do(transfer.puller, machine.puller.start, transfer.transfer_id, positions)
 
-    @precondition(lambda self: self.num_under_way())
-    @rule(pick=picks, count=st.integers(1, 6), early=st.booleans())
     def targets_come(self, pick: int, count: int, early: bool) -> None:
         """For announced positions, or also for others."""
         self.take_results()
@@ -147,8 +131,6 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.targets |= targets
         self.pair.do(transfer.puller, transfer.puller.machine.puller.add_targets, transfer.transfer_id, targets)
 
-    @precondition(lambda self: self.num_under_way())
-    @rule(pick=picks, num_new=st.integers(1, 6), all_again=st.booleans())
     def compute_a_chunk(self, pick: int, num_new: int, all_again: bool) -> None:
         computing = [transfer for transfer in self.transfers.values() if transfer.offered and not transfer.last]
         if not computing:
@@ -170,8 +152,6 @@ class TwoMachines(RuleBasedStateMachine):
         if transfer.last:
             self.end_sequence(transfer)
 
-    @precondition(lambda self: self.num_under_way())
-    @rule(pick=picks, kind=st.sampled_from(["none"] * 4 + TROUBLES))
     def trouble(self, pick: int, kind: str) -> None:
         transfer = chosen(self.transfers.values(), pick)
         owner, puller = transfer.owner, transfer.puller
@@ -190,23 +170,17 @@ class TwoMachines(RuleBasedStateMachine):
 
     # ---- the environment
 
-    @precondition(lambda self: self.pair.mail)
-    @rule(count=st.integers(1, 10))
     def mail_flows(self, count: int) -> None:
         for mail in self.pair.mail[:count]:
             self.pair.mail.remove(mail)
             self.pair.deliver(mail)
 
-    @precondition(lambda self: self.pair.mail)
-    @rule(pick=st.integers(0, 3), fate=st.sampled_from(["arrive"] * 4 + ["double", "lose"]))
     def mail_moves(self, pick: int, fate: str) -> None:
         index = pick % len(self.pair.mail)
         mail = self.pair.mail[index] if fate == "double" else self.pair.mail.pop(index)
         if fate != "lose":
             self.pair.deliver(mail)
 
-    @precondition(lambda self: any(side.reads for side in self.pair.sides.values()))
-    @rule(pick=picks, end=st.sampled_from(["well"] * 8 + ["broken", "late"]))
     def a_read_ends(self, pick: int, end: str) -> None:
         reads = [(side, read_id) for side in self.pair.sides.values() for read_id in side.reads]
         side, read_id = chosen(reads, pick)
@@ -215,11 +189,9 @@ class TwoMachines(RuleBasedStateMachine):
         else:
             (self.pair.fail_read if end == "broken" else self.pair.end_read)(side, read_id)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0]), deliver=st.sampled_from([True, True, True, False]))
     def time_passes(self, seconds: float, deliver: bool) -> None:
         self.pair.wait(seconds, deliver=deliver)
 
-    @rule(backwards=st.booleans(), count=st.integers(1, 24))
     def other_sequences_run(self, backwards: bool, count: int) -> None:
         self.overwrite_free_blocks(self.pair.puller if backwards else self.pair.owner, count)
 
@@ -239,7 +211,6 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.owner.pool.release(transfer.sequence)
         transfer.sequence = []
 
-    @invariant()
     def take_results(self) -> None:
         for side in self.pair.sides.values():
             for given_up in side.given_up:
@@ -261,7 +232,6 @@ class TwoMachines(RuleBasedStateMachine):
                     self.pull_ended(transfer, result)
             side.results.clear()
 
-    @invariant()
     def no_puller_holds_an_offer_for_longer_than_its_request(self) -> None:
         """It ends a lease after its deadline or after its abort at the latest, whatever the puller says."""
         for transfer_id, transfer in self.transfers.items():
@@ -305,8 +275,6 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.puller.pool.release(targets)
 
     def teardown(self) -> None:
-        if not hasattr(self, "pair"):
-            return
         self.pair.lose_mail()
         for side in self.pair.sides.values():
             for read_id in list(side.reads):
@@ -332,17 +300,10 @@ class TwoMachines(RuleBasedStateMachine):
             assert side.pool.ledger()[Column.FREE] == side.pool.num_blocks
 
 
-TwoMachines.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
-test_any_interleaving = TwoMachines.TestCase
-
-
 def walk(seed: int, num_steps: int = 120) -> TwoMachines:
-    """Apply the same rules, with weights that let most transfers get far before a fault."""
+    """Apply the rules, with weights that let most transfers get far before a fault."""
     rng = random.Random(seed)
     world = TwoMachines()
-    world.start()
     pick = rng.randrange
     for _ in range(num_steps):
         kind = rng.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble", "targets"],
@@ -370,18 +331,25 @@ def walk(seed: int, num_steps: int = 120) -> TwoMachines:
         elif kind == "trouble" and world.num_under_way():
             world.trouble(pick(1000), rng.choice(TROUBLES))
         world.take_results()
+        world.no_puller_holds_an_offer_for_longer_than_its_request()
     return world
 
 
-def test_long_walks_complete_most_pulls_and_fail_some() -> None:
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_any_interleaving(seed: int) -> None:
+    walk(seed).teardown()
+
+
+def test_these_walks_complete_and_fail_many_pulls() -> None:
     ended: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(40):
         world = walk(seed)
         world.teardown()
         for transfer in world.transfers.values():
             ended.update(type(result).__name__ for result in transfer.pull_results)
-    assert ended["PullCompleted"] > 400
-    assert ended["PullFailed"] > 100
+    assert ended["PullCompleted"] > 60
+    assert ended["PullFailed"] > 60
 
 
 NUM_COPIES = 5  # of each WANT

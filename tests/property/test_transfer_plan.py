@@ -145,6 +145,7 @@ def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
     [
         ({"model": "n"}, {"model"}),
         ({"dtype": "bfloat16", "head_dim": 4}, {"dtype", "head_dim"}),
+        ({"dtype": FLOAT8}, {"dtype"}),
         ({"block_size": 6}, {"block_size"}),
         ({"first_layer": 2}, {"first_layer", "num_layers"}),
         ({"first_kv_head": 5}, {"first_kv_head", "num_kv_heads"}),
@@ -191,9 +192,3 @@ def test_scales_move_with_their_values(data: st.DataObject, source: KVLayout, ta
             if piece // plan.source_parts in maps[0] and piece // plan.target_parts in maps[1]
         ]
         assert sum(run.num_bytes for run in runs) == len(shared) * plan.piece_bytes
-
-
-def test_pools_with_and_without_scales_are_kept_apart() -> None:
-    with pytest.raises(LayoutMismatch) as caught:
-        TransferPlan(LAYOUT, replace(LAYOUT, dtype=FLOAT8))
-    assert caught.value.differences == {"dtype": ("float16", FLOAT8)}

@@ -14,9 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from core.handoff import AbortReason, TransferId
+from core.handoff import TransferId
 from core.scheduling.sequence import Sequence
-from kv_transfer.protocol.events import Actions
 from simulator.search.scenario import make_scenario
 from simulator.search.simulation import Simulation
 from simulator.shells import disk as disks
@@ -24,8 +23,8 @@ from simulator.shells.disk import SimulatedDisk
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.faults import DiskFaults, Fault
 from simulator.virtual.world import SimulationError
-from tests.simulation.test_disk_tier import small
 from tests.simulation.test_every_move_state import BrokenMove, cancel, deadline, router_death
+from tests.support.sharing_worlds import with_small_pools
 from worker.tier.disk_tier import DiskTier
 from worker.tier.events import (
     BlocksCopied,
@@ -60,7 +59,7 @@ class BrokenDisk:
     """A small world in which faults happen when a read or a write of any disk is in a state for the third time."""
 
     def __init__(self, state: str, *what: Callable[[BrokenDisk, WorkerShell, Any], None]) -> None:
-        scenario = small(make_scenario(SEED))
+        scenario = with_small_pools(make_scenario(SEED))
         faults = DiskFaults(seconds_per_block=0.003, hung=0.5 * (state == "is given up"))
         workers = tuple(replace(spec, disk=faults) for spec in scenario.workers)
         requests = scenario.requests[:NUM_REQUESTS]
@@ -305,26 +304,6 @@ def test_a_disk_that_writes_into_targets_that_were_given_up_is_caught(monkeypatc
     """Half of the reads hang and end after their targets have become others'."""
     monkeypatch.setattr(DiskTier, "take_given_up", lambda _: [])
     assert "is right" in failure("is given up", ENDS["cancel"])
-
-
-def test_a_read_that_is_given_up_and_keeps_its_targets_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(self: DiskTier, read_id: TransferId, reason: AbortReason, now: float) -> Actions:
-        cancelled(self, read_id, reason, now)
-        return []
-
-    cancelled = DiskTier.cancel
-    monkeypatch.setattr(DiskTier, "cancel", kept)
-    assert failure("has arrived", ENDS["cancel"])
-
-
-def test_a_result_of_a_read_that_was_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: DiskTier, event: BlocksRead, now: float) -> Actions:
-        self._reads[event.read_id].is_given_up = False
-        return on_read(self, event, now)
-
-    on_read = DiskTier.on_read
-    monkeypatch.setattr(DiskTier, "on_read", forgetful)
-    assert failure("has arrived", ENDS["deadline"])
 
 
 def test_a_slot_that_has_its_name_before_its_content_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from simulator.search.simulation import Simulation
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.calls import first_id
 from simulator.virtual.faults import Fault, ReadFaults, RouterDeath
-from tests.simulation.test_prefix_from_a_peer import sharing
 from tests.support.draining_worlds import draining
+from tests.support.sharing_worlds import sharing
 from worker.prefixes import PrefixPull, PrefixRequested
 
 SEED = 4

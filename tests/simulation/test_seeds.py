@@ -20,6 +20,7 @@ from simulator.search.simulation import Result, run_scenario, run_seed
 NUM_SEEDS = 30
 STILL_SEED = 273  # without its fleet, an answer ends as its router dies, before its client resumes it
 HARSH_SEEDS = (*range(11), 25)  # in the last, a hand-off gives way; replay with `python -m simulator --harsh --seed N`
+DISK_SEEDS = range(25)  # replay with `python -m simulator --disk --seed N`
 VLLM_SEEDS = range(15)  # replay with `python -m simulator --vllm --seed N`
 BATCH = 10
 
@@ -43,8 +44,11 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "failed DeadlineExceeded", "failed RequestCancelled", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
     "failed with its router", "resumed", "finished before it was resumed",
-    "switches its role",
+    "switches its role", "prefix read", "prefix not read",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
+)  # fmt: skip
+ON_DISKS_MUST_HAPPEN = (
+    "disk read complete", "disk read late", "disk read lost", "block from disk", "disk failed", "damaged slot", "dies",
 )  # fmt: skip
 VLLM_FAULTS_THAT_MUST_HAPPEN = (
     "engine dies", "engine hangs", "load fails", "kept KV is gone", "expired lease", "aborted in the engine", "dies",
@@ -81,11 +85,15 @@ def test_nor_is_anything_wrong_in_worlds_where_rare_things_meet() -> None:
     assert totals["preemption"] > 0
 
 
-def test_streams_survive_every_fault_of_the_engine_of_a_vllm_worker() -> None:
+@pytest.mark.parametrize(
+    ("kind", "seeds", "must_happen"),
+    [("disk", DISK_SEEDS, ON_DISKS_MUST_HAPPEN), ("vllm", VLLM_SEEDS, VLLM_FAULTS_THAT_MUST_HAPPEN)],
+)
+def test_nor_in_worlds_with_disks_or_with_vllm(kind: str, seeds: range, must_happen: tuple[str, ...]) -> None:
     totals: Counter[str] = Counter()
-    for seed in VLLM_SEEDS:
-        totals += run_seed(seed, kind="vllm").counts
-    missing = [name for name in VLLM_FAULTS_THAT_MUST_HAPPEN if not totals[name]]
+    for seed in seeds:
+        totals += run_seed(seed, kind=kind).counts
+    missing = [name for name in must_happen if not totals[name]]
     assert not missing, f"never happened: {missing}, but {dict(totals)}"
 
 

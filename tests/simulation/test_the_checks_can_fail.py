@@ -16,11 +16,11 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.prompt_order import QUANTUM_S, PromptOrder, _Level
 from core.scheduling.scheduler import Scheduler, _StepInFlight
 from core.scheduling.sequence import Sequence
-from core.step import SampledToken, ScheduledChunk
+from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveEnded, Moves
 from decode_worker.pull_queue import PulledPrompt, PullQueue
-from kv_transfer.protocol.events import Actions, OfferEnded, PullFailed
+from kv_transfer.protocol.events import Actions, OfferEnded, PullCompleted, PullFailed
 from kv_transfer.protocol.owner import Owner
 from kv_transfer.protocol.pull import Pull
 from kv_transfer.protocol.puller import Puller
@@ -36,20 +36,22 @@ from simulator.search.scenario import (
     SLOW_STEP_COST,
     ClientRequest,
     Scenario,
+    make_disk_scenario,
     make_fleet_scenario,
     make_scenario,
     make_vllm_scenario,
     other_choices,
 )
 from simulator.search.simulation import run_scenario
+from simulator.shells import disk
 from simulator.shells.authorship import Authorship
+from simulator.shells.disk import SimulatedDisk
 from simulator.shells.router_shell import RouterShell
 from simulator.shells.vllm_shell import VllmShell
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual import world
 from simulator.virtual.calls import Call
 from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
-from simulator.virtual.memory import Memory
 from simulator.virtual.world import SimulationError
 from tests.support.draining_worlds import draining
 from vllm_worker.engine import Prompt
@@ -57,6 +59,9 @@ from vllm_worker.engine_call import EngineCall
 from vllm_worker.fake_engine import FakeCore
 from vllm_worker.machine import VllmMachine
 from worker.core import WorkerCore
+from worker.prefixes import Prefixes, PrefixRequested, PullResult
+from worker.tier.disk_tier import DiskTier
+from worker.tier.events import ReadBlocks
 
 MAX_SEEDS = 60
 
@@ -224,7 +229,34 @@ TWO_AUTHORS = (
     ),
 )
 
+
+def _use_all(self: Prefixes, result: PullResult, now: float, end: Any = Prefixes.end) -> None:
+    if isinstance(result, PullCompleted):
+        stats = replace(result.stats, num_blocks=len(self.pulls[result.transfer_id].targets))
+        result = replace(result, stats=stats)
+    end(self, result, now)
+
+
+def _offer_half(self: Prefixes, event: PrefixRequested, *rest: Any, offer: Any = Prefixes.offer) -> Any:
+    """As after an eviction between the promise and the offer."""
+    return offer(self, replace(event, token_ids=event.token_ids[: len(event.token_ids) // 2]), *rest)
+
+
+def _find_anything(self: SimulatedDisk, action: ReadBlocks, num_read: int) -> list[list[int] | None]:
+    found = [self._slots.get(read.slot) for read in action.reads[:num_read]]
+    return [None if kept is None else kept[1][::-1] for kept in found]
+
+
 BROKEN = {
+    "a worker that believes the promise of the source of a prefix": Broken(
+        ("is right",), ((Prefixes, "end", _use_all), (Prefixes, "offer", _offer_half))
+    ),
+    "a disk that does not compare names": Broken(
+        ("is right",), ((SimulatedDisk, "_found", _find_anything),), make=make_disk_scenario, first_seed=2
+    ),
+    "a worker that does not hold what is copied to the disk": Broken(  # another sequence writes into the block before
+        ("is right",), ((disk, "COPY_S", 0.5), (DiskTier, "_pin", ignore)), make=make_disk_scenario, first_seed=2
+    ),
     "a router that finishes at the end of a call without its last tokens": Broken(
         ("",), ((RoutedRequest, "misses_streamed_tokens", lambda _: False),), breaking_streams, first_seed=25
     ),
@@ -245,15 +277,6 @@ BROKEN = {
     ),
     "a machine that asks for the same tick for ever": Broken(
         ("no end after 10000 events",), ((world, "MAX_EVENTS", 10_000), (Owner, "on_tick", do_nothing)), first_seed=3
-    ),
-    "an owner that frees blocks under a reader": Broken(  # its lease is nothing, while readers go on
-        ("is right",),
-        (
-            (Pull, "lease_covers_reads", property(lambda _: True)),
-            *((BlockPool, name, ignore) for name in ("lease", "unlease")),
-            (Owner, "check", ignore),
-        ),
-        without_digests,
     ),
     "a scheduler that plans ahead of guesses": Broken(  # the step ahead starts where the chunk without drafts had ended
         ("",), ((_StepInFlight, "has_drafts", False), (Scheduler, "check", ignore)), first_seed=19
@@ -330,12 +353,6 @@ def a_worker_that_keeps_the_calls_of_a_broken_token_stream(_: Any, self: WorkerS
     self.token_streams.pop(stream.call_id, None)
 
 
-@broken("is right", method=Puller.on_read_finished, first_seed=11)
-def a_transfer_that_accepts_wrong_digests(end: Any, self: Puller, event: Any, now: float) -> Actions:
-    found: Actions = end(self, replace(event, digests=()), now)
-    return found
-
-
 READ_ENDS = {name: getattr(Puller, name) for name in ("on_read_finished", "on_read_timed_out", "on_read_failed")}
 
 
@@ -361,13 +378,6 @@ def a_puller_that_gives_targets_back_before_its_reads_end(
         del pull.reads[read_id]
         self._pull_of_read.pop(read_id)
     return self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
-
-
-@broken("KeyError", method=DecodeMachine._end)  # its sequence has no call any more
-def a_decode_worker_that_forgets_a_cancelled_call(
-    _: Any, self: DecodeMachine, request_id: str, error: TandemError, *_ignored: Any
-) -> list[Any]:
-    return self._fail_call(request_id, error) if request_id in self._calls else []
 
 
 @broken("has not asked", method=PullQueue._is_behind_a_prompt, first_seed=10)
@@ -431,13 +441,6 @@ def a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step(
     if sequence.sequence_id in self.queues.ending:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-
-
-@broken("is right", method=Memory._sample)
-def a_runner_that_takes_wrong_guesses_for_tokens(
-    sample: Any, self: Memory, chunk: ScheduledChunk
-) -> tuple[SampledToken, ...]:
-    return (*map(SampledToken, chunk.drafts), *sample(self, chunk)[-1:])
 
 
 @broken("received tokens from index 0", method=RouterMachine._on_arrived, change=dying_routers)

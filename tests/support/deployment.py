@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,21 +224,33 @@ def make_request(
 
 
 @contextlib.asynccontextmanager
+async def running_router(
+    config: TandemConfig, workers: Sequence[Endpoint] = (), ordinal: int = 0
+) -> AsyncIterator[tuple[RouterService, str]]:
+    """A router in this process, as soon as each of the workers has reported to it, and its address."""
+    router = build_router(config, place(ordinal))
+    try:
+        endpoint = await router.start()
+        await router.set_workers(workers)
+        await wait_until_known(router, len(workers))
+        yield router, endpoint.address
+    finally:
+        await router.stop()
+
+
+@contextlib.asynccontextmanager
 async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[Deployment]:
     prefill = [build_prefill_worker(config, place(ordinal)) for ordinal in range(num_prefill)]
     decode = [build_decode_worker(config, place(ordinal)) for ordinal in range(num_decode)]
-    router = build_router(config, place(0))
     async with contextlib.AsyncExitStack() as stack:
-        for service in (*prefill, *decode, router):
+        for service in (*prefill, *decode):
             stack.push_async_callback(service.stop)
         started = await asyncio.gather(*(service.start() for service in (*prefill, *decode)))
-        endpoint = await router.start()
-        await router.set_workers(started)
+        router, address = await stack.enter_async_context(running_router(config, started))
         credentials = load_credentials(config.security)
-        channel = await stack.enter_async_context(open_channel(endpoint.address, 4 << 20, credentials))
+        channel = await stack.enter_async_context(open_channel(address, 4 << 20, credentials))
         endpoints = {id(worker): found for worker, found in zip((*prefill, *decode), started, strict=True)}
-        deployment = Deployment(config, router, prefill, decode, endpoints, channel, endpoint.address)
-        await wait_until_known(deployment, len(started))
+        deployment = Deployment(config, router, prefill, decode, endpoints, channel, address)
         await wait_until_met(deployment)
         stack.push_async_callback(deployment.stop_workers)  # those that have come later, too
         yield deployment
@@ -247,33 +259,14 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
 @contextlib.asynccontextmanager
 async def another_router(deployment: Deployment) -> AsyncIterator[Deployment]:
     """A second router for the same workers, as soon as each worker has reported to it."""
-    router = build_router(deployment.config, place(1))
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(router.stop)
-        endpoint = await router.start()
-        await router.set_workers(list(deployment.endpoints.values()))
-        channel = await stack.enter_async_context(open_channel(endpoint.address, 4 << 20))
-        other = replace(deployment, router=router, channel=channel, router_address=endpoint.address)
-        await wait_until_known(other, len(deployment.endpoints))
-        yield other
+    async with running_router(deployment.config, list(deployment.endpoints.values()), 1) as (router, address):
+        async with open_channel(address, 4 << 20) as channel:
+            yield replace(deployment, router=router, channel=channel, router_address=address)
 
 
-async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
-    """Send one request while another one fills the queue of the router (`max_queued` is 1, no decode worker)."""
-    waiting = asyncio.create_task(deployment.generate(text="waits for a worker"))
-    shell = deployment.router._shell
-    try:
-        await until(lambda: shell.view.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
-        return await deployment.generate(text="finds it full")
-    finally:
-        waiting.cancel()
-        await until(lambda: not shell.num_open, "the router has dropped the request", SETTLE_TIMEOUT_S)
-
-
-async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
+async def wait_until_known(router: RouterService, num_workers: int) -> None:
     """Wait until `num_workers` workers have reported to the router."""
-    shell = deployment.router._shell
-    view, known = shell.view, f"the router knows {num_workers} workers"
+    view, known = router._shell.view, f"the router knows {num_workers} workers"
     await until(lambda: len(list(view.workers())) == num_workers, known, SETTLE_TIMEOUT_S)
 
 

@@ -22,6 +22,7 @@ from decode_worker.machine import DecodeMachine
 from kv_transfer.protocol.events import SendMessage
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
+from tests.support.deadlines import deadlines_until
 from worker.core import RunStep, StepFailed, StepFinished, WorkerCore
 
 BLOCK_SIZE = 4
@@ -65,6 +66,7 @@ class DrivenWorker:
     def post(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
         self.machine.check()
+        assert self.machine.transfers_alive == self.machine.transfers.alive
         for action in actions:
             self._by_kind[type(action)].append(action)
             if isinstance(action, SendMessage):
@@ -94,7 +96,7 @@ class DrivenWorker:
 
     def wait(self, seconds: float) -> list[Any]:
         end, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end

@@ -13,17 +13,18 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
 import psutil
 
-from benchmarks.service import Role, ServiceProcess
 from core.config import TandemConfig
 from core.service import Endpoint
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S
+from tests.support.service_process import Role, ServiceProcess
 from tests.support.waiting import until
 
 START_TIMEOUT_S = 120.0  # as PATIENCE_S of commands: the time of a start is not under test
@@ -46,8 +47,9 @@ async def _as_it_is(address: str) -> str:
 class FleetProcess(ServiceProcess):
     """`channel`: to its gRPC server, once it is connected. `load`: the newest of a worker."""
 
-    def __init__(self, role: Role, site: Site) -> None:
+    def __init__(self, role: Role, site: Site, watched: bool = True) -> None:
         super().__init__(role, site.prefix, environment=site.environment, log=sys.__stderr__)
+        self._is_watched = watched and role.name != "router"
         self.load = worker_pb2.LoadReport()
         self.channel: grpc.aio.Channel | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -56,7 +58,7 @@ class FleetProcess(ServiceProcess):
         # gRPC waits long between attempts by default; a test must reach a stopped process soon after it runs again.
         options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.use_local_subchannel_pool", 1)]
         self.channel = grpc.aio.insecure_channel(address, options=options)
-        if self.role.name != "router":
+        if self._is_watched:
             self._watching = asyncio.create_task(self._watch(self.channel))
 
     @property
@@ -87,6 +89,8 @@ class Fleet:
     config: TandemConfig
     sizes: Mapping[str, int]
     step_delays_s: Mapping[str, float] = field(default_factory=dict)  # by role
+    sleeps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options of roles whose model sleeps
+    watched: bool = True  # the loads of the workers
     site_of: Callable[[str], Site] = lambda _name: Site()
     reach: Callable[[str], Awaitable[str]] = _as_it_is  # a service's address -> where the test finds it
     others: Sequence[Endpoint] = ()  # workers in no process of the fleet; the router gets them too
@@ -122,8 +126,9 @@ class Fleet:
     async def spawn(self, name: str) -> None:
         role, _, ordinal = name.partition("-")
         site = self.site_of(name)
-        started = Role(role, ordinal=int(ordinal), config=asdict(self.config), host=site.host, step_s=None)
-        self.services[name] = service = FleetProcess(started, site)
+        options = {"step_s": None, **self.sleeps.get(role, {})}
+        started = Role(role, ordinal=int(ordinal), config=asdict(self.config), host=site.host, **options)
+        self.services[name] = service = FleetProcess(started, site, self.watched)
         async with asyncio.timeout(START_TIMEOUT_S):
             endpoint = await asyncio.to_thread(lambda: service.endpoint)
             if delay_s := self.step_delays_s.get(role):
@@ -132,14 +137,26 @@ class Fleet:
 
     async def publish(self) -> None:
         """Send the list of workers to the routers, as a supervisor does, and wait until each worker has reported."""
+        num_workers = await self._follow()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            for router in self.pool("router"):
+                while await self._num_serving(router) != num_workers:
+                    await asyncio.sleep(0.02)
+
+    async def _follow(self) -> int:
         routers = self.pool("router")
         alive = [each for each in self.services.values() if each not in routers and each.alive]
         workers: list[ServiceProcess | Endpoint] = [*alive, *self.others]
         async with asyncio.timeout(START_TIMEOUT_S):
             for router in routers:
                 await asyncio.to_thread(router.follow, workers)
-                while await self._num_serving(router) != len(workers):
-                    await asyncio.sleep(0.02)
+        return len(workers)
+
+    async def drain(self, name: str) -> None:
+        """As the supervisor drains a worker. Returns when the worker has nothing left."""
+        self.services[name].draining = True
+        await self._follow()
+        await asyncio.to_thread(self.services[name].call, "drain", timeout_s=START_TIMEOUT_S)
 
     async def _num_serving(self, router: FleetProcess) -> int:
         cluster = cluster_pb2_grpc.ClusterStub(router.channel)  # type: ignore[no-untyped-call]

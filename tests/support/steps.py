@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from core.errors import DeviceLost, OutOfDeviceMemory
-from core.step import ScheduledChunk, StepOutput, StepPlan
-from engine.step_queue import Computed, PromisedTokens
+from core.step import StepOutput
 
 
 def runner_of(worker: Any) -> Any:
@@ -59,30 +55,3 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
-
-
-class DeviceFaults:
-    """Faults of the device of a worker. `num_lost`, `num_broken` and `failed` show that a fault has happened."""
-
-    def __init__(self, worker: Any) -> None:
-        steps = runner_of(worker)._steps
-        self._compute, steps._compute = steps._compute, self._with_faults
-        self.lost = False  # every step raises `DeviceLost`
-        self.broken = False  # every step raises an error that nobody knows
-        self.num_lost = self.num_broken = 0
-        self.out_of_memory: Callable[[ScheduledChunk], bool] = lambda _: False  # the chunk has no memory
-        self.failed: list[str] = []  # sequences without memory
-
-    def _with_faults(self, step: StepPlan, promised: PromisedTokens) -> Computed:
-        if self.lost:
-            self.num_lost += 1
-            raise DeviceLost("an illegal memory access was encountered")
-        if self.broken:
-            self.num_broken += 1
-            raise RuntimeError("a kernel has a bug")
-        failing = [chunk.sequence.sequence_id for chunk in step.chunks if self.out_of_memory(chunk)]
-        self.failed += failing
-        computed = tuple(chunk for chunk in step.chunks if chunk.sequence.sequence_id not in failing)
-        sampled, failed, proposed = self._compute(replace(step, chunks=computed), promised)
-        failed = {**failed, **{name: OutOfDeviceMemory("no memory") for name in failing}}
-        return Computed(sampled, failed, proposed)

@@ -17,14 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.service import Role, ServiceProcess, Tables, config_with
-from cli.compose import build_router
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig, from_mapping
 from router.service import RouterService
 from tandem_client import AsyncClient
-from tests.support.deployment import place
-from tests.support.waiting import until
+from tests.support.deployment import running_router
+from tests.support.service_process import Role, ServiceProcess, Tables, config_with
 
 DRAIN_S = 120.0
 BLOCK_SIZE = 32
@@ -108,16 +106,7 @@ async def routed(
     workers: Sequence[VllmProcess], engine: Tables = CONFIG["engine"], **router: Any
 ) -> AsyncIterator[tuple[AsyncClient, RouterService]]:
     """A client of a new router for these workers."""
-    service = build_router(from_mapping(config_with(CONFIG, engine=engine, router=router)), place(0))
-    endpoint = await service.start()
-    try:
-        await service.set_workers([worker.endpoint for worker in workers])
-        view = service._shell.view
-        await until(
-            lambda: all(view.worker(worker.endpoint.service_id) is not None for worker in workers),
-            "the router knows the workers",
-        )
-        async with AsyncClient(endpoint.address) as client:
+    config = from_mapping(config_with(CONFIG, engine=engine, router=router))
+    async with running_router(config, [worker.endpoint for worker in workers]) as (service, address):
+        async with AsyncClient(address) as client:
             yield client, service
-    finally:
-        await service.stop()

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.processes import START_TIMEOUT_S, group_killed
-from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import default_model_dir, python_of, variables
 from core.config import VllmConfig
+from tests.support.child_processes import START_TIMEOUT_S, group_killed
 from tests.support.ports import free_port
+from tests.support.service_process import ROOT
 
 MODEL = "m"
 END_S = 20.0

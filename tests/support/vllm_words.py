@@ -28,6 +28,7 @@ from core.scheduling.worker_load import CallId
 from core.step import SampledToken
 from decode_worker.events import DecodeArrived, DecodeCancelled, DecodeDone, HandoffArrived, MoveArrived, ResumeArrived
 from prefill_worker.machine import OfferWithdrawn, PrefillArrived, PrefillCancelled, PrefillDone
+from tests.support.deadlines import deadlines_until
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.worker_words import seen
 from vllm_worker.engine import EngineDied, EngineInfo, EngineOutput, EngineStep, HandshakeEnded
@@ -202,7 +203,7 @@ class VllmReplay(Replay):
 
     def wait(self, seconds: float) -> Actions:
         end, actions = self.now + seconds, []
-        while (deadline := self.worker.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.worker.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end

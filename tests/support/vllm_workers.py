@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from cli.compose import build_router
 from core.config import TelemetryConfig, VllmConfig, WorkerConfig
 from core.lifecycle import ServiceRole
 from core.output_grammar import GrammarRow
@@ -22,7 +21,7 @@ from core.service import Endpoint
 from core.step import SequenceView
 from router.service import RouterService
 from tandem_client import AsyncClient, Completion
-from tests.support.deployment import place, tiny_config
+from tests.support.deployment import running_router, tiny_config
 from tests.support.waiting import until
 from text.grammars import GrammarReader
 from text.tokenizer import ModelTokenizer, load_tokenizer
@@ -125,12 +124,10 @@ async def deploy_fakes(
         FormattedTokens(tokenizer),
         replace(INFO, eos_token_ids=tokenizer.eos_token_ids, context_length=tokenizer.info.context_length),
     )
-    router_service = build_router(config, place(0))
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(router_service.stop)
-        endpoint = await router_service.start()
-        client = await stack.enter_async_context(AsyncClient(endpoint.address))
-        fleet = FakeEngineFleet(FakeCluster(), router_service, client, endpoint.address)
+        router_service, address = await stack.enter_async_context(running_router(config))
+        client = await stack.enter_async_context(AsyncClient(address))
+        fleet = FakeEngineFleet(FakeCluster(), router_service, client, address)
         stack.push_async_callback(fleet.stop)
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import processes
 from benchmarks.engine.figures import VLLM
-from benchmarks.processes import ChildEnded, ChildProcess, serving
 from benchmarks.report import Line, Report, run_parts
+from tests.support import child_processes
+from tests.support.child_processes import ChildEnded, ChildProcess, serving
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 def modules_to_start() -> list[str]:
     """The modules that the Makefile's targets run."""
-    return sorted(set(re.findall(r"python -m ((?:benchmarks|tests\.tools)\.\S+)", (ROOT / "Makefile").read_text())))
+    return sorted(set(re.findall(r"python -m ((?:benchmarks|tools)\.\S+)", (ROOT / "Makefile").read_text())))
 
 
 # In one process, because each would import torch.
@@ -63,7 +63,7 @@ def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported
 def test_a_server_runs_with_its_children_from_its_ready_line_to_the_end_of_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
+    monkeypatch.setattr(child_processes, "STOP_TIMEOUT_S", 0.1)  # the child below never ends by itself
     sleeps = "import subprocess, time; subprocess.Popen(['sleep', '600'])"
     program = f"{sleeps}; print('serving at once', flush=True); time.sleep(600)"
     with serving([sys.executable, "-c", f"print('warms up'); {program}"], "^serving ") as process_id:
@@ -118,7 +118,7 @@ def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, m
 
 BLOCKED_STACK = """
 import contextlib, sys, time
-from benchmarks.processes import serving
+from tests.support.child_processes import serving
 from tools import check_matrix
 
 @contextlib.asynccontextmanager
@@ -154,7 +154,7 @@ def test_a_signal_leaves_no_server_of_the_matrix_behind(number: signal.Signals) 
 STUBBORN = """
 import subprocess, sys, time
 from pathlib import Path
-from benchmarks.processes import background, serving
+from tests.support.child_processes import serving
 from tests.support.vllm_server import VllmServer
 
 told = sys.argv[2]
@@ -169,9 +169,6 @@ def run(process_id):
 if sys.argv[1] == "serving":
     with serving(command, "^serving") as process_id:
         run(process_id)
-elif sys.argv[1] == "background":
-    with background(command, {}, 0, subprocess.DEVNULL) as process_id:
-        run(process_id)
 else:
     server = VllmServer(Path(told), 0)
     server.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -182,7 +179,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["serving", "background", "vllm"])
+@pytest.mark.parametrize("kind", ["serving", "vllm"])
 def test_a_second_ctrl_c_leaves_no_server_behind_that_does_not_end(kind: str, tmp_path: Path) -> None:
     told = tmp_path / "told"
     command = [sys.executable, "-c", STUBBORN, kind, str(told)]

@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 from packaging.utils import canonicalize_name
 
+from benchmarks.asking import Answer, take_event
 from benchmarks.gpu_sections import harness
 from benchmarks.gpu_sections.beside_vllm import Limits, is_inside
-from benchmarks.gpu_sections.harness import Run, run_sections, states_of
-from benchmarks.gpu_sections.http_client import Received, take_event
-from benchmarks.gpu_sections.plan import About, plan_text
+from benchmarks.gpu_sections.harness import About, Run, plan_text, run_sections, states_of
 from benchmarks.gpu_sections.vllm_inside import Likeness, likeness
-from benchmarks.hf_model import write_model
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_config import config_from_hf
 from text.tokenizer import load_tokenizer
 from tools.gpu_archive import pins, unpack
+from tools.hf_model import write_model
 
 ROOT = Path(__file__).parents[2]
 # Each section writes a figure; one then fails, one hangs. `count` has a line for each start.
@@ -35,8 +34,7 @@ PROGRAM = """
 import json, signal, sys
 from pathlib import Path
 name, out = sys.argv[sys.argv.index("--child") + 1], Path(sys.argv[sys.argv.index("--out") + 1])
-line = {"measure": name, "value": 1.0, "unit": "s"}
-(out / "messages").write_text(json.dumps({"machine": {"device": "pretended"}}) + "\\n" + json.dumps({"line": line}))
+(out / f"{name}.json").write_text(json.dumps({"lines": [{"measure": name, "value": 1.0, "unit": "s"}]}))
 with (out / "count").open("a") as count:
     print(name, file=count)
 if name == "hangs" and not (out / "mended").exists():
@@ -102,7 +100,7 @@ def test_figures_of_other_code_or_of_another_device_are_not_kept(
         monkeypatch.setattr(harness, "source_digest", lambda _: "another source")
     else:
         run = replace(run, rehearse=False)
-        monkeypatch.setattr(harness, "device_name", lambda: "another device")
+        monkeypatch.setattr(harness, "query_gpu", lambda _: "another device")
     assert states_of(run) == {}
     assert run_sections(run, ["first"]) == 0
     assert starts(program.parent) == ["first", "first"]
@@ -115,7 +113,7 @@ def test_the_archive_has_each_package_that_a_gpu_program_imports() -> None:
     """Each import is a module of Python, of this house, of the machine or of the archive."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     packages = [pattern.rstrip("*") for pattern in settings["setuptools"]["packages"]["find"]["include"]]
-    ours = [*packages, "benchmarks", "tests"]
+    ours = [*packages, "benchmarks", "tests", "tools"]
     files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     files += [*(ROOT / "tests/gpu").glob("*.py"), *(ROOT / "benchmarks/gpu_sections").glob("*.py")]
     archived = {pin.partition("==")[0] for pin in pins()}
@@ -166,11 +164,11 @@ def test_a_model_without_weights_has_the_architecture_and_names_each_token(tmp_p
 
 
 def test_pieces_of_text_have_times_and_the_server_counts_the_tokens() -> None:
-    received = Received()
+    received = Answer()
     events: list[dict[str, Any]] = [{"choices": [{"text": text}], "usage": None} for text in ("<1>", "", "<2><3>")]
     for at, event in enumerate([*events, {"choices": [], "usage": {"completion_tokens": 3}}]):
         take_event(event, received, float(at))
-    assert (received.times, received.num_tokens, received.gaps, received.mean_gap) == ([0.0, 2.0], 3, [2.0], 1.0)
+    assert (received.times, received.num_tokens, received.gaps, received.tpot_s) == ([0.0, 2.0], 3, [2.0], 1.0)
     with pytest.raises(ValueError, match="overloaded"):
         take_event({"error": "overloaded"}, received, 4.0)
 
@@ -188,7 +186,7 @@ def test_pieces_of_text_have_times_and_the_server_counts_the_tokens() -> None:
 def test_a_request_is_inside_by_its_first_token_and_its_mean_gap(
     times: list[float], error: str, expected: tuple[bool, bool]
 ) -> None:
-    answer = Received(times, len(times), error=error)
+    answer = Answer(times, len(times), error=error)
     assert (is_inside(answer, Limits()), is_inside(answer, Limits(), smooth=True)) == expected
 
 

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from benchmarks.service import ROOT
 from cli.diagnosis.vllm_environment import python_of, variables
 from core.config import VllmConfig
+from tests.support.service_process import ROOT
 from tests.support.vllm_fleet import require_vllm
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import ChildEnded
 from core.scheduling.block_pool import Column
 from tandem_client import AsyncClient, Completion
+from tests.support.child_processes import ChildEnded
 from tests.support.eager_reads import route_eagerly
 from tests.support.vllm_fleet import BLOCK_SIZE, VllmProcess, require_vllm, routed, started_workers
 from tests.support.waiting import until

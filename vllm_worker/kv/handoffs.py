@@ -35,6 +35,8 @@ from vllm_worker.kv.parameters import (
     LOST_MOVES,
     NUM_LENT,
     PULLED_TOKENS,
+    READ_BYTES,
+    READ_SECONDS,
     RequestEnd,
     decode_prefix,
     decode_transfer,
@@ -116,6 +118,7 @@ class Handoffs:
         self._lost_moves: list[TransferId] = []  # that the worker does not know yet
         self._claims: tuple[Claim, ...] = ()
         self._holders: list[list[Any]] = []  # of `_claims`
+        self._told_bytes, self._told_seconds = 0, 0.0  # of reads, up to the step before
 
     def bind(self, pool: LendingPool, hashes_of: BlockHashes) -> None:
         self._pool, self._hashes_of = pool, hashes_of
@@ -295,11 +298,17 @@ class Handoffs:
         self.pulls.lost_moves.clear()
         pulled = [[f"{transfer_id:032x}", list(token_ids)] for transfer_id, token_ids in self.pulls.pulled_tokens]
         self.pulls.pulled_tokens.clear()
+        counters = self._transfers.machine.transfers.counters
+        read_bytes, read_seconds = counters.num_bytes_read, counters.read_seconds
+        new_bytes, new_seconds = read_bytes - self._told_bytes, read_seconds - self._told_seconds
+        self._told_bytes, self._told_seconds = read_bytes, read_seconds
         return {
             NUM_LENT: self._num_lent,
             HOLDERS: self._holders if holds_blocks else [],
             LOST_MOVES: lost,
             PULLED_TOKENS: pulled,
+            READ_BYTES: new_bytes,
+            READ_SECONDS: new_seconds,
         }
 
     def check(self) -> None:

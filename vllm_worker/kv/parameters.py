@@ -17,7 +17,7 @@ PREFIX_KEY = "tandem_prefix"
 END_KEY = "tandem_end"
 # in the statistics of each step
 NUM_LENT, HOLDERS, LOST_MOVES = "tandem_num_lent", "tandem_holders", "tandem_lost_moves"
-PULLED_TOKENS = "tandem_pulled_tokens"
+PULLED_TOKENS, READ_BYTES, READ_SECONDS = "tandem_pulled_tokens", "tandem_read_bytes", "tandem_read_seconds"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 
 from core.config import CacheConfig
 from core.errors import ConfigError
@@ -21,6 +22,7 @@ from worker.tier.names import identity_of
 from worker.tier.slot_file import (
     MAX_UNUSED_IN_MEMORY_S,
     MAX_UNUSED_S,
+    Disk,
     OpenFile,
     SlotFile,
     StoredBlock,
@@ -45,10 +47,10 @@ def open_tier(
     post: Callable[[TierEvent], None],
     model: Callable[[], str] = lambda: "",
 ) -> tuple[DiskTier, TierThreads] | None:
-    """The tier of `worker`, with the blocks that an earlier process of this name has left. Blocks: call it in a thread.
+    """The tier of `worker`, with the blocks that an earlier process has left (see `slot_file`).
 
-    `model`: see `identity_of`; it may take as long as reading the weights. None if the config has no tier, or if the
-    disk cannot be used. Raises `ConfigError` if the config cannot be right.
+    Blocks: call it in a thread. `model`: see `identity_of`; it may take as long as reading the weights. None if the
+    config has no tier, or if the disk cannot be used. Raises `ConfigError` if the config cannot be right.
     """
     place = _place_of(config)
     if place is None:
@@ -69,27 +71,7 @@ def open_tier(
     began_at = time.monotonic()
     try:
         identity = identity_of(memory.layout, model())
-
-        def open_file() -> Opened:
-            disk = OpenFile.locked(place.directory, f"{worker}.kv", num_slots * slot_bytes, place.directory_option)
-            file = SlotFile(disk, num_slots, block_bytes, identity)
-            if place.in_memory and disk.capacity_bytes < num_slots * slot_bytes:
-                file.remove()
-                file.close()
-                raise ConfigError(
-                    f"{size} is more than {place.directory} holds ({round(disk.capacity_bytes / 1e9, 3):g}); in a "
-                    "container, --shm-size is the size of /dev/shm"
-                )
-            if removed := disk.remove_unused(time.time(), place.max_unused_s):
-                logger.info("%s removed files that no worker has used for long: %s", worker, ", ".join(removed))
-            late_at = time.monotonic() + MAX_SCAN_S
-            try:
-                return file, file.scan(lambda: time.monotonic() >= late_at)
-            except OSError:
-                file.close()  # else this process would hold the lock without a tier
-                raise
-
-        file, stored = _within(MAX_OPEN_S, open_file)
+        file, stored = _within(MAX_OPEN_S, partial(_open_file, place, worker, num_slots, block_bytes, identity))
     except BlockingIOError:
         logger.warning("%s serves without [cache] %s: another process has its file", worker, place.setting)
         return None
@@ -136,6 +118,32 @@ def _place_of(config: CacheConfig) -> _Place | None:
         directory = config.host_dir or f"/dev/shm/tandem-{os.geteuid()}"
         return _Place("host_gb", config.host_gb, directory, True, MAX_UNUSED_IN_MEMORY_S)
     return None
+
+
+def _open_file(place: _Place, worker: str, num_slots: int, block_bytes: int, identity: bytes) -> Opened:
+    def slots_of(disk: Disk) -> SlotFile:
+        return SlotFile(disk, num_slots, block_bytes, identity)
+
+    max_bytes = num_slots * slot_bytes_for(block_bytes)
+    disk = OpenFile.locked(
+        place.directory, f"{worker}.kv", max_bytes, place.directory_option, lambda disk: slots_of(disk).has_blocks()
+    )
+    file = slots_of(disk)
+    if place.in_memory and disk.capacity_bytes < max_bytes:
+        file.remove()
+        file.close()
+        raise ConfigError(
+            f"[cache] {place.option} = {place.gigabytes:g} is more than {place.directory} holds "
+            f"({round(disk.capacity_bytes / 1e9, 3):g}); in a container, --shm-size is the size of /dev/shm"
+        )
+    if removed := disk.remove_unused(time.time(), place.max_unused_s):
+        logger.info("%s removed files that no worker has used for long: %s", worker, ", ".join(removed))
+    late_at = time.monotonic() + MAX_SCAN_S
+    try:
+        return file, file.scan(lambda: time.monotonic() >= late_at)
+    except OSError:
+        file.close()  # else this process would hold the lock without a tier
+        raise
 
 
 def _within(limit_s: float, open_file: Callable[[], Opened]) -> Opened:

@@ -7,9 +7,10 @@ that was cut off anywhere leaves a slot whose header, or whose KV, does not matc
 the file needs no journal, and no order of writes. `scan` reads every header once, at the start.
 
 Only the user of the process may read the file, and only one process has it open: a lock that ends with the process
-keeps others out. The file has the name of its worker, so other weights write into the same file. A fleet that shrinks
-leaves files, which `remove_unused` removes. A file in host memory (tmpfs) takes memory as long as it exists, so it also
-ends with the regular end of its worker. It outlives a `kill -9`, but no restart of the machine.
+keeps others out. The file has the name of its worker, so other weights write into the same file. A worker without a
+file takes over one of its model that another has left: a roll gives the services of a machine other names. A fleet that
+shrinks leaves files, which `remove_unused` removes. A file in host memory (tmpfs) takes memory as long as it exists, so
+it also ends with the regular end of its worker. It outlives a `kill -9`, but no restart of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -34,7 +36,11 @@ PAGE_BYTES = 4096
 DIRECTORY = "tandem-kv"  # in `[cache] disk_dir`
 MAX_UNUSED_S = 7 * 86_400.0  # of a file that no process has open; beyond: the next worker that starts removes it
 MAX_UNUSED_IN_MEMORY_S = 3600.0  # likewise of one in host memory, whose worker has been killed
+LOCK_PAUSE_S = 0.05
 MAX_OPENS = 3  # of a file that other processes remove meanwhile; beyond: the worker serves without a tier
+MAX_LOCKED_S = 2.0  # of a file at the start, which others lock to look at it; beyond: the worker serves without a tier
+MAX_CANDIDATES = 64  # files of others that a start looks at; beyond: older ones are not taken over
+MAX_LOOKED_AT = 64  # slots of such a file; beyond: it counts as a file of another model
 MAGIC = b"TandemKV"
 # magic, identity, name, name of the parent, sequence hash, position in the chain, value, number of the write, digest of
 # the KV
@@ -79,6 +85,12 @@ class StoredBlock:
     number: int  # of the write; a later write has a higher number
 
 
+def newest_of_each_name(found: Mapping[int, StoredBlock]) -> dict[int, StoredBlock]:
+    """A block that is written again leaves its older header in a slot that is free."""
+    slots = {found[slot].name: slot for slot in sorted(found, key=lambda slot: found[slot].number)}
+    return {slot: found[slot] for slot in slots.values()}
+
+
 class OpenFile:
     """A `Disk` of the operating system."""
 
@@ -86,15 +98,28 @@ class OpenFile:
         self._descriptor, self._directory, self._name = descriptor, directory, name
 
     @classmethod
-    def locked(cls, place: str, file_name: str, max_bytes: int, option: str = "disk_dir") -> Self:
-        """Open or create a file that no other process has open, cut to `max_bytes`. `option`: whose value `place` is.
+    def locked(
+        cls,
+        place: str,
+        file_name: str,
+        max_bytes: int,
+        option: str = "disk_dir",
+        is_useful: Callable[[Disk], bool] = lambda _: False,
+        max_locked_s: float = MAX_LOCKED_S,
+    ) -> Self:
+        """Open a file that no other process has open, cut to `max_bytes`. `option`: whose value `place` is.
+
+        If it does not exist, the useful file that was used last and that no process has open gets this name, or else
+        an empty file.
 
         Raises `ConfigError` if the directory has a wrong name or others may read it, `BlockingIOError` if another
         process has the file, and `OSError` where the directory or the file cannot be made.
         """
         directory = _open_directory(place, option)
         try:
-            descriptor = _open_locked(file_name, directory)
+            descriptor = _taken_over(file_name, directory, is_useful) or _open_locked(
+                file_name, directory, max_locked_s
+            )
         except OSError:
             os.close(directory)
             raise
@@ -144,11 +169,9 @@ class OpenFile:
             if not name.endswith(".kv"):
                 continue
             with contextlib.suppress(OSError):
-                descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory)
+                descriptor = _lock(name, self._directory, os.O_RDWR)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_unused = now - os.fstat(descriptor).st_mtime > max_unused_s
-                    if is_unused and _has_name(descriptor, name, self._directory):
+                    if now - os.fstat(descriptor).st_mtime > max_unused_s:
                         os.unlink(name, dir_fd=self._directory)
                         removed.append(name)
                 finally:
@@ -178,26 +201,70 @@ def _open_directory(place: str, option: str) -> int:
     return directory
 
 
-def _open_locked(name: str, directory: int) -> int:
-    """The descriptor of a file that no other process has open. Another process may remove the file between the two
-    calls (`remove_unused`): then it is made again."""
-    for _ in range(MAX_OPENS):
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) -> int | None:
+    """The descriptor of another worker's file, which has got this name; None if one has it already, or none is useful.
+
+    Both workers of a race end with a file of their own: who comes later finds no file, or a locked one.
+    """
+
+    def last_used(other: str) -> float:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, f"{name} belongs to another user")
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, f"{name} is no regular file")
-            if _has_name(descriptor, name, directory):
-                return descriptor
+            return os.stat(other, dir_fd=directory, follow_symlinks=False).st_mtime
         except OSError:
+            return -math.inf
+
+    others = [other for other in os.listdir(directory) if other.endswith(".kv")]
+    if name in others:
+        return None
+    for other in sorted(others, key=last_used, reverse=True)[:MAX_CANDIDATES]:
+        with contextlib.suppress(OSError):
+            descriptor = _lock(other, directory, os.O_RDWR)
+            try:
+                if is_useful(OpenFile(descriptor, directory, other)):
+                    os.rename(other, name, src_dir_fd=directory, dst_dir_fd=directory)
+                    return descriptor
+            except OSError:
+                os.close(descriptor)
+                raise
             os.close(descriptor)
-            raise
+    return None
+
+
+def _open_locked(name: str, directory: int, max_locked_s: float) -> int:
+    """The descriptor of a file that no other process has open. Another process may remove or rename the file meanwhile:
+    then it is made again."""
+    late_at = time.monotonic() + max_locked_s
+    num_gone = 0
+    while True:
+        try:
+            return _lock(name, directory, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            num_gone += 1
+            if num_gone == MAX_OPENS:
+                raise BlockingIOError(errno.EAGAIN, f"other processes remove {name}") from None
+        except BlockingIOError:
+            if time.monotonic() >= late_at:
+                raise
+            time.sleep(LOCK_PAUSE_S)
+
+
+def _lock(name: str, directory: int, flags: int) -> int:
+    """The descriptor of a regular file of this user, locked. Raises `BlockingIOError` if another process has it open,
+    `FileNotFoundError` if it has lost this name, and other `OSError`s."""
+    descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{name} belongs to another user")
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"{name} is no regular file")
+        if not _has_name(descriptor, name, directory):
+            raise FileNotFoundError(errno.ENOENT, f"{name} was removed")
+    except OSError:
         os.close(descriptor)
-    raise BlockingIOError(errno.EAGAIN, f"other processes remove {name}")
+        raise
+    return descriptor
 
 
 def _has_name(descriptor: int, name: str, directory: int) -> bool:
@@ -222,23 +289,24 @@ class SlotFile:
         Ends where `is_late`: the slots from there on count as free, which is safe, because a name has one content.
         """
         header = bytearray(PAGE_BYTES)
-        newest: dict[bytes, int] = {}
         found: dict[int, StoredBlock] = {}
         for slot in range(self.num_slots):
             num_bytes = self._disk.read([memoryview(header)], slot * self._slot_bytes)
             if not num_bytes or is_late():
                 break  # nothing has been written from here on, or it is not needed
             read = self._decode(header) if num_bytes == PAGE_BYTES else None
-            if read is None:
-                continue
-            block = read[0]
-            other = newest.get(block.name)
-            if other is not None and found[other].number >= block.number:
-                continue
-            if other is not None:
-                del found[other]
-            newest[block.name], found[slot] = slot, block
-        return found
+            if read is not None:
+                found[slot] = read[0]
+        return newest_of_each_name(found)
+
+    def has_blocks(self) -> bool:
+        """Whether one of the first slots has a block of this identity. Raises `OSError`."""
+        header = bytearray(PAGE_BYTES)
+        for slot in range(min(self.num_slots, MAX_LOOKED_AT)):
+            num_bytes = self._disk.read([memoryview(header)], slot * self._slot_bytes)
+            if num_bytes == PAGE_BYTES and self._decode(header) is not None:
+                return True
+        return False
 
     def write(self, slot: int, block: StoredBlock, content: memoryview) -> None:
         """Raises `OSError`; the slot is then free."""

@@ -117,9 +117,20 @@ def test_two_forms_of_one_output_are_refused() -> None:
 # ---- wrong input and interrupts end the `tandem` command with one line and an exit code, never with a traceback
 
 
-@pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
-def test_text_that_is_not_utf_8_is_an_error_of_one_line(command: list[str], tandem: Tandem) -> None:
-    assert tandem(*command) == (1, "", "error: the given text is not UTF-8\n")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["generate", "\udcff"], "the given text is not UTF-8"),
+        (["generate", "x", "--stop", "\udcff"], "the given text is not UTF-8"),
+        (
+            ["explain", "x", "--raw", "--system", "y"],
+            "system: a raw prompt has no system message; omit --raw or --system",
+        ),
+        (["generate", " "], "prompt: is empty"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sent_is_an_error_of_one_line(command: list[str], says: str, tandem: Tandem) -> None:
+    assert tandem(*command) == (1, "", f"error: {says}\n")
 
 
 def test_a_call_without_the_token_is_an_error_that_names_the_option(

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from cli.compose import _engine_config, _worker_parts, build_router, open_transport, role_option, router_host
-from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
+from core.config import (
+    ClusterConfig,
+    EngineConfig,
+    PlannerConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TelemetryConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from engine.runner import StepLimits
@@ -29,6 +37,18 @@ def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:
     assert [router._telemetry.config.metrics_port for router in routers] == [9464, 9466]
     assert [router._router_id.partition(".")[0] for router in routers] == ["router-0", "router-2"]
     assert build_router(tiny_config(), PLACE)._telemetry.config.metrics_port == 0
+
+
+@pytest.mark.parametrize(
+    ("local_prefill", "num_prefill", "is_planned", "begins"),
+    [("never", 1, False, True), ("auto", 1, False, False), ("never", 0, False, False), ("never", 1, True, False)],
+)
+def test_a_router_begins_with_prefill_workers_where_they_alone_compute_prompts_and_start_with_the_fleet(
+    local_prefill: str, num_prefill: int, is_planned: bool, begins: bool
+) -> None:
+    cluster, planner = ClusterConfig(num_prefill=num_prefill), PlannerConfig(enabled=is_planned)
+    config = replace(tiny_config(local_prefill=local_prefill), cluster=cluster, planner=planner)
+    assert build_router(config, PLACE)._place.begins_with_prefill is begins
 
 
 def test_a_router_takes_the_sampling_of_the_model_unless_told_otherwise(tmp_path: Path) -> None:

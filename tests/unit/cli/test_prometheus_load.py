@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -112,7 +113,7 @@ def test_a_server_that_is_silent_or_not_there_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(prometheus_load, "ANSWER_S", 0.2)
     with pytest.raises(ConfigError, match="does not answer: no connection"):
         read_prometheus(f"127.0.0.1:{unused_tcp_port}", "", 60.0, 100)
-    with pytest.raises(ConfigError, match="is no URL of HTTP"):
+    with pytest.raises(ConfigError, match="must be host:port or a URL of HTTP"):
         read_prometheus("ftp://here", "", 60.0, 100)
 
 
@@ -214,7 +215,7 @@ def test_a_window_has_bounds(window_s: float) -> None:
 
 @pytest.mark.parametrize("key", ["a\nb", "a\r\nx: y", "a b", "\udcff", "\x7f"])
 def test_an_odd_token_is_refused_without_its_text(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setattr(prometheus_load.os, "environ", {KEY_VARIABLE: key})
+    monkeypatch.setattr(os, "environ", {KEY_VARIABLE: key})
     with pytest.raises(ConfigError) as refused:
         read_prometheus("http://here", "", 60.0, 100)
     assert str(refused.value) == f"{KEY_VARIABLE} must have printable ASCII characters only, without spaces"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from cli.commands.calibration_load import CalibrationLoad, LoadPlan
 from cli.commands.simulate import parse_sweep
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
 from tests.unit.cli.conftest import Tandem
 
 SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
@@ -99,7 +103,7 @@ def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--arrivals", "sometimes"], "--arrivals must be one of"),
         (["--arrivals", "trace"], "--arrivals trace needs a file"),
-        (["--prefix-groups", "4"], "num_groups and prefix_tokens"),
+        (["--prefix-groups", "4"], "--prefix-groups and --prefix-tokens"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, tandem: Tandem) -> None:
@@ -129,7 +133,7 @@ def test_without_matplotlib_a_chart_names_the_extra(monkeypatch: pytest.MonkeyPa
     [
         (["--from-points", "/nowhere.csv", "--kv-token-bytes", "4"], 1, "No such file or directory"),
         (["--from-points", "/nowhere.csv"], 2, "--kv-token-bytes"),
-        (["--requests", "0"], 2, "need at least 1 request"),
+        (["--requests", "0"], 2, "must be int in [1,"),
         (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
     ],
 )
@@ -225,3 +229,31 @@ def test_a_bad_sweep_is_named(words: list[str], message: str) -> None:
 def test_the_answer_names_the_fewest_workers_or_the_highest_rate(points: list[Point], sentence: str) -> None:
     (found,) = answer(points)
     assert found.startswith(sentence)
+
+
+# ---- A calibration sends requests without drafts.
+
+
+class Recorder:
+    """Answers each request with all its tokens at once."""
+
+    def __init__(self) -> None:
+        self.requests: list[inference_pb2.GenerateRequest] = []
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, _timeout_s: float
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        tokens = inference_pb2.TokenChunk(token_ids=[1] * request.stop.max_tokens)
+        yield inference_pb2.GenerateResponse(tokens=tokens)
+
+
+async def test_no_request_of_a_calibration_takes_drafts() -> None:
+    """The costs and the simulator have one token a step: with drafts of 3.5 tokens, TPOT was off by 243 %."""
+    plan = LoadPlan(longest_prompt=32, output_tokens=4, largest_batch=2, num_checked=3, seed=0, timeout_s=1.0)
+    recorder = Recorder()
+    load = CalibrationLoad(cast("AsyncClient", recorder), plan, vocab_size=100)
+    await load.fit(1, 1)
+    await load.check(rate=1e6)
+    assert len(recorder.requests) == 2 * (2 + 1 + 2) + 3
+    assert all(request.HasField("speculation") and not request.speculation for request in recorder.requests)

@@ -85,8 +85,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schedular": {}}, r"\[schedular\] is not a table .*scheduler"),
     ({"router": 5}, r"router must be a table"),
     ({"scheduler": {"max_runing": 8}}, r"\[scheduler\] max_runing is not an option; known: .*max_running"),
-    ({"scheduler": {"max_running": "8"}}, r"\[scheduler\] max_running must be int, is '8'"),
-    ({"scheduler": {"max_running": True}}, r"max_running must be int, is True"),
+    ({"scheduler": {"max_running": "8"}}, r"\[scheduler\] max_running must be int, 0 .*, is '8'"),
+    ({"scheduler": {"max_running": True}}, r"max_running must be int, 0 .*, is True"),
     ({"worker": {"drain_timeout_s": 0}}, r"^\[worker\] drain_timeout_s must be more than 0"),
     ({"router": {"host": ""}}, r"^\[router\] host must not be empty$"),
     ({"gateway": {"cors_origins": "*"}}, r"\[gateway\] cors_origins must be an array of strings, is '\*'"),
@@ -143,10 +143,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"transfer": {"min_bytes_per_s": 1e16}}, r"min_bytes_per_s must be in \[.*, 1000000000000000\], is 1e\+16"),
     ({"router": {"max_message_bytes": 2**31}}, r"max_message_bytes must be in \[.*, 2147483647\], is 2147483648"),
+    *(
+        ({"cache": {option: place}}, f"{option} must begin with / or ~, is '{place}'")
+        for option in ("disk_dir", "host_dir")
+        for place in ("kv", "./kv", " ")
+    ),
+    ({"cache": {"host_gb": 1.0, "disk_gb": 1.0, "disk_dir": "/d"}}, "disk_gb and host_gb"),
+    *(
+        ({"engine": {"name": "vllm"}, "cache": cache}, r"\[cache\] (disk|host)_gb needs .*, \[engine\] name is vllm")
+        for cache in ({"disk_gb": 1.0, "disk_dir": "/d"}, {"host_gb": 1.0})
+    ),
     *(({table: {option: 0}}, f"{option} must be more than 0") for table, option in POSITIVE),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     {"engine": {"device": "cuda"}, "cluster": {"prefill_accelerator": "H100"}},
+    {"engine": {"device": "cuda"}, "cache": {"host_gb": 1.0}},
     {"router": {"port": 0}, "telemetry": {"metrics_port": 0}},
     {"router": {"port": 50051}, "cluster": {"router_resource": "edge"}},
     {"router": {"default_timeout_s": 1e9}, "transfer": {"min_bytes_per_s": 1e12}},

@@ -144,19 +144,13 @@ def test_a_step_takes_the_guesses_that_give_more_tokens_a_second() -> None:
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.002, 1.0) == [3, 1, 0]
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.005, 1.0) == [2, 0, 0]
     assert choose_drafts([sure, half, hopeless], 3, 0.030, 0.030, 1.0) == [0, 0, 0]
+    assert choose_drafts([[0.99] * 15], 1, 0.030, 0.001, 0.0045) == [4], "the limit of the step"
+    assert choose_drafts([[0.2]], 1, 0.001, 0.00001, 1.0) == [0], "the gain is not worth the wait for the step before"
 
 
 def test_drafts_save_the_steps_of_their_tokens_less_their_rows() -> None:
     assert saved_s([[0.9, 0.6], [0.5]], [2, 0], 3, 0.030, 0.002) == pytest.approx(1.5 * 0.010 - 2 * 0.002)
     assert saved_s([], [], 3, 0.030, 0.002) == 0.0
-
-
-def test_drafts_keep_the_step_inside_its_limit() -> None:
-    assert choose_drafts([[0.99] * 15], 1, 0.030, 0.001, 0.0045) == [4]
-
-
-def test_a_small_gain_is_not_worth_the_wait_for_the_step_before() -> None:
-    assert choose_drafts([[0.2]], 1, 0.001, 0.00001, 1.0) == [0]
 
 
 def after(right: bool, times: int) -> list[float]:
@@ -213,20 +207,15 @@ def test_one_slow_step_does_not_end_all_drafts() -> None:
     assert costs.row_s(64, sequence_s) == 2 * sequence_s, "of steps with many more decodes nothing is known"
 
 
-def test_where_a_row_costs_as_much_as_a_step_the_runner_need_not_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("row_s", "speculates", "wants"), [(0, True, True), (2e-3, True, False), (0, False, False)])
+def test_where_a_row_costs_as_much_as_a_step_or_nobody_speculates_the_runner_need_not_propose(
+    monkeypatch: pytest.MonkeyPatch, row_s: float, speculates: bool, wants: bool
+) -> None:
     driven = Driven()
-    driven.scheduler.step_cost = StepCost(0.0, 1e-3, 0.0, 1e-4, 0.0)
-    monkeypatch.setattr(RowCosts, "row_s", lambda *_: 2e-3)
+    driven.scheduler.step_cost, driven.scheduler.speculates = StepCost(0.0, 1e-3, 0.0, 1e-4, 0.0), speculates
+    monkeypatch.setattr(RowCosts, "row_s", lambda *_: row_s)
     driven.add("a", PROMPT, max_tokens=20)
-    assert not driven.begin().wants_proposals
-
-
-def test_a_sequence_that_refuses_guesses_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner proposes none; the scheduler computes none where it is told that nobody proposes."""
-    driven = Guessing(monkeypatch)
-    driven.scheduler.speculates = False
-    driven.add("a", PROMPT, max_tokens=20)
-    assert not driven.begin().wants_proposals
+    assert driven.begin().wants_proposals == wants
 
 
 def test_the_sequence_counts_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:

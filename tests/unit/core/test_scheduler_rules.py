@@ -13,9 +13,6 @@ from core.errors import InvalidRequest
 from core.lifecycle import FinishReason
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven
 
-# ---- the token budget
-
-
 # ---- rank
 
 
@@ -211,19 +208,15 @@ def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher
 # ---- ends
 
 
-def test_an_end_of_sequence_token_stops_unless_it_is_ignored() -> None:
+def test_an_end_of_sequence_token_stops_unless_it_is_ignored_and_is_no_stop_token() -> None:
     driven = Driven()
     driven.next_token = EOS
     driven.add("stops", [1], max_tokens=3)
     driven.add("goes on", [2], max_tokens=3, ignore_eos=True)
+    driven.add("stops too", [3], max_tokens=3, ignore_eos=True, stop_token_ids=frozenset({EOS}))
     ends = {e.sequence_id: (e.index, e.finish_reason) for e in driven.run_until_idle() if e.finish_reason}
-    assert ends == {"stops": (0, FinishReason.STOP), "goes on": (2, FinishReason.LENGTH)}
-
-
-def test_a_stop_token_stops_even_if_the_end_of_sequence_is_ignored() -> None:
-    driven = Driven()
-    driven.add("stops", [1], max_tokens=3, ignore_eos=True, stop_token_ids=frozenset({driven.next_token}))
-    assert [event.finish_reason for event in driven.run_until_idle()] == [FinishReason.STOP]
+    stop = (0, FinishReason.STOP)
+    assert ends == {"stops": stop, "goes on": (2, FinishReason.LENGTH), "stops too": stop}
 
 
 def test_a_sequence_that_was_not_computed_ends_alone_and_its_blocks_enter_no_cache() -> None:

@@ -27,12 +27,6 @@ a pulled first token at the limit ends the request
   reads                       -> release 1; tokens a 0: 20; done a length, pulled 2; path peer fine
   blocks
 
-a pulled first token that ends the text ends the request
-  arrive a 6 ticket=1         -> connect peer; want 1: 0 1
-  ready 1 0 1 tokens=63       -> read 1: 0 1
-  reads                       -> release 1; tokens a 0: 63; done a stop, pulled 2; path peer fine
-  blocks
-
 a pull leaves the next block of each running sequence free
   decode blocks=5
   arrive pulls 12 max=4 first=30 ticket=1 -> connect peer; want 1: 0..2

@@ -158,8 +158,11 @@ a worker asks again when no router answers and for few at a time
   run 4                       -> tokens r1 0: 1..4; tokens r2 0: 1..3; tokens r3 0: 1..3; tokens r4 0: 1..3
                               -> tokens r5 0: 1..3; step r1 4+1, r2 3+1, r3 3+1, r4 3+1, r5 3+1
   drain                       -> ask to move r1 r2 r3 r4 (drain)
+  tick
   wait 0.4
   wait 0.2                    -> ask to move r5 r1 r2 r3 (drain)
+  move r4 7 4                 -> connect peer
+  wait 0.5                    -> ask to move r1 r2 r3 (drain)
 """,
     RUNNING,
 )
@@ -170,12 +173,19 @@ the target wants blocks to come, tells at once what it has, and takes fewer
   decode blocks=32
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12
   ready 1 0..2                -> read 1: 0..2
+  load                        -> serving; promised 10
   reads                       -> heartbeat 1: ready 3 verified 3
   ready 1 3 tokens=12,13,14   -> read 1: 3
   reads                       -> first step a 14+1; release 1; tokens a 2: 12, a 3: 13, a 4: 14; handed over a 5
                               -> path peer fine
   run                         -> tokens a 5: 15..49; done a length, pulled 4
   blocks
+
+a target takes no cached block with the newest token
+  decode blocks=32
+  arrive before 12 max=1      -> first step before 0+8
+  run                         -> tokens before 0: 12; done before length
+  arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 2..12
 
 a target that knows all tokens computes the newest one
   decode blocks=32

@@ -110,6 +110,22 @@ a pull that gets its last blocks passes a half-pulled prompt
                               -> done a length, pulled 6, block seconds 4, transfer 1
                               -> done short length, pulled 4, recomputed 12, preempted 1, block seconds 4, decode 1
 
+a pull passes if its last blocks are all there are
+  decode blocks=8
+  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
+  arrive b 24 max=2 first=100 ticket=2 -> want 2: 0..5
+  ready 1 0 1                 -> read 1: 0 1
+  ready 2 0..4                -> read 2: 0
+  ready 2 5 tokens=30         -> read 2: 1..4; read 2: 5
+
+a hand-off waits behind one of higher rank that lacks blocks
+  decode blocks=7
+  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
+  arrive b 24 max=2 first=100 ticket=2 -> want 2: 0..5
+  ready 1 0 1                 -> read 1: 0 1
+  ready 2 0..5 tokens=30
+  arrive c 4 max=1 first=200 ticket=3
+
 a pull that ends lets the next one take its blocks
   ready 2 0..4                -> read 2: 0 1
   cancel a                    -> fail a RequestCancelled: the router cancelled the call; read 2: 2..4
@@ -184,6 +200,16 @@ a stall takes one victim, and begins anew when blocks come
   wait 0.2
       -> fail a TransferFailed: the KV hand-off lost its blocks to a sequence that ranks higher
                               -> release 1 overloaded; read 2: 5
+
+there is no stall while reads will free blocks
+  decode blocks=10
+  arrive a 24 max=2 ticket=1  -> connect peer; want 1: 0..5
+  arrive b 24 max=2 first=100 priority=-1 ticket=2 -> want 2: 0..5
+  arrive c 4 max=2 first=200 priority=-2 ticket=3 -> want 3: 0
+  ready 3 0 tokens=40         -> read 3: 0
+  ready 1 0..4                -> read 1: 0..4
+  ready 2 0..4                -> read 2: 0..2
+  wait 1.9
 
 a stall that has ended does not shorten the next one
   wait 0.5

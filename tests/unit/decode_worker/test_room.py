@@ -22,7 +22,7 @@ CROWDED = """
 test_room = transcripts(
     """
 a worker with blocks for all to their ends asks for no move
-  decode blocks=39
+  decode blocks=36
   arrive r0 8 max=40          -> first step r0 0+8
   arrive r1 8 max=40 first=101
   arrive r2 8 max=40 first=201
@@ -49,6 +49,7 @@ the sequences that move pause before another one is preempted
                               -> step r0 19+1, r1 17+1, r2 16+1
   move r2 7 9                 -> connect peer; digests 4
   want 7 0..11                -> ready 7: 0..3
+  wait 0.6
   run 3                       -> tokens r0 12: 20..22; tokens r1 10: 18..20; tokens r2 9: 17 18; digests 1
                               -> ready 7: 4 last 9..18; handed over r2 11; step r0 22+1, r1 20+1
   load                        -> serving

@@ -24,12 +24,14 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.events: list[object] = []
+        self.is_stopped = False
 
     def now(self) -> float:
         return 0.0
 
     def refuse_if_stopped(self) -> None:
-        pass
+        if self.is_stopped:
+            raise WorkerUnavailable("this worker has stopped")
 
     def ask(self, event: object) -> None:
         self.events.append(event)
@@ -187,4 +189,7 @@ async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(
         with pytest.raises(WorkerUnavailable, match="stopping"):
             await task
     assert stream.written == [(11, 0, 7)]
+    scene.driver.is_stopped = True
+    with pytest.raises(WorkerUnavailable, match="has stopped"):
+        await asyncio.wait_for((await scene.stream(2)).task, 5.0)
     await scene.close()

@@ -38,6 +38,16 @@ def started(router: Router) -> tuple[TokenStreamWriter, asyncio.Task[None]]:
     return stream, asyncio.create_task(stream.write_all(router.write))
 
 
+async def opened(*, reads: bool = True) -> tuple[Router, TokenStreamWriter, asyncio.Task[None]]:
+    """A stream whose first message the router has read."""
+    router = Router()
+    stream, writer = started(router)
+    assert await router.next() == []
+    if not reads:
+        router.reading.clear()
+    return router, stream, writer
+
+
 async def stopped(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -52,37 +62,23 @@ async def test_the_first_message_is_empty_and_says_that_the_stream_is_open() -> 
     await stopped(writer)
 
 
-async def test_tokens_of_one_step_are_one_message() -> None:
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
+async def test_tokens_of_one_step_are_one_message_as_are_those_of_steps_that_end_while_a_write_waits() -> None:
+    router, stream, writer = await opened(reads=False)
     for call in range(256):
-        stream.add(call, 0, SampledToken(1000 + call))
-    assert await router.next() == [(call, 0, 1000 + call) for call in range(256)]
-    assert router.num_writes == 2
-    await stopped(writer)
-
-
-async def test_steps_that_end_while_a_write_waits_join_into_the_next_message() -> None:
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
-    router.reading.clear()
-    stream.add(1, 0, SampledToken(10))
+        stream.add(call, 0, SampledToken(10))
     await asyncio.sleep(0.01)
     for index in (1, 2, 3):
         stream.add(1, index, SampledToken(10 + index))
         await asyncio.sleep(0)
     router.reading.set()
-    assert await router.next() == [(1, 0, 10)]
+    assert await router.next() == [(call, 0, 10) for call in range(256)]
     assert await router.next() == [(1, 1, 11), (1, 2, 12), (1, 3, 13)]
+    assert router.num_writes == 3
     await stopped(writer)
 
 
 async def test_log_probabilities_stand_beside_the_tokens_that_have_them() -> None:
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
+    router, stream, writer = await opened()
     stream.add(1, 0, SampledToken(10))
     stream.add(2, 0, SampledToken(20, -0.5, ((20, -0.5), (21, -1.5))))
     stream.add(3, 0, SampledToken(30))
@@ -97,10 +93,7 @@ async def test_log_probabilities_stand_beside_the_tokens_that_have_them() -> Non
 
 async def test_a_router_with_too_many_waiting_tokens_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stream, "MAX_PENDING", 100)
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
-    router.reading.clear()
+    _, stream, writer = await opened(reads=False)
     for index in range(100):
         stream.add(1, index, SampledToken(1))
         await asyncio.sleep(0)
@@ -123,47 +116,33 @@ async def test_log_probabilities_count_towards_the_bound(monkeypatch: pytest.Mon
         await stream.write_all(Router().write)
 
 
-async def test_a_router_that_reads_nothing_for_too_long_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stream, "MAX_WRITE_S", 0.01)
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
-    router.reading.clear()
-    stream.add(1, 0, SampledToken(1))
-    async with asyncio.timeout(5):
-        with pytest.raises(WorkerUnavailable, match="too slowly"):
-            await writer
-
-
-async def test_a_token_too_many_while_the_limit_of_a_write_expires_ends_the_stream_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("num_more", [0, 3])
+async def test_a_router_that_reads_nothing_for_too_long_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch, num_more: int
 ) -> None:
-    """The timer has cancelled the write, and the write has not ended yet."""
+    """More tokens than may wait come when the timer has cancelled the write, and the write has not ended yet."""
     monkeypatch.setattr(token_stream, "MAX_PENDING", 1)
     monkeypatch.setattr(token_stream, "MAX_WRITE_S", 0.01)
-    router = Router()
-    stream, writer = started(router)
-    assert await router.next() == []
-    router.reading.clear()
+    _, stream, writer = await opened(reads=False)
     stream.add(1, 0, SampledToken(1))
     async with asyncio.timeout(5):
         while stream._write_limit is None or not stream._write_limit.expired():
             await asyncio.sleep(0)
     assert not writer.done()
-    for index in (1, 2, 3):
+    for index in range(1, 1 + num_more):
         stream.add(1, index, SampledToken(1))
     async with asyncio.timeout(5):
         with pytest.raises(WorkerUnavailable, match="too slowly"):
             await writer
 
 
-async def test_the_tokens_that_wait_are_written_before_the_stream_ends() -> None:
-    router = Router()
-    stream, writer = started(router)
-    stream.add(1, 0, SampledToken(10))
+@pytest.mark.parametrize("waiting", [[], [(1, 0, 10)]])
+async def test_the_tokens_that_wait_are_written_before_the_stream_ends(waiting: list[tuple[int, int, int]]) -> None:
+    router, stream, writer = await opened()
+    for call, index, token_id in waiting:
+        stream.add(call, index, SampledToken(token_id))
     stream.end(WorkerUnavailable("this worker is stopping"))
     async with asyncio.timeout(5):
         with pytest.raises(WorkerUnavailable, match="stopping"):
             await writer
-    assert await router.next() == []
-    assert await router.next() == [(1, 0, 10)]
+    assert [await router.next() for _ in waiting] == [waiting] * bool(waiting)

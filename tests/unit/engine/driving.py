@@ -1,14 +1,18 @@
-"""Drives a runner with the real scheduler and pool, as a worker does."""
+"""Drives a runner with the real scheduler and pool, as a worker does, with little memory on request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
 
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
+from engine.model import Model, ModelInputs
 from engine.runner import Runner, run_step
 
 
@@ -54,3 +58,21 @@ class Engine:
         ledger = self.pool.ledger()
         assert ledger[Column.HELD] == ledger[Column.LEASED] == ledger[Column.INCOMING] == 0
         return tokens
+
+
+class Scarce:
+    """Replaces `Model.compute`: a step that meets `is_too_large` finds no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_too_large: Callable[[ModelInputs], bool]) -> None:
+        self.num_refused = 0
+        self.num_tokens: list[int] = []  # of the steps that were computed
+        compute = Model.compute
+
+        def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
+            if is_too_large(inputs):
+                self.num_refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            self.num_tokens.append(len(inputs.token_ids))
+            return compute(model, inputs)
+
+        monkeypatch.setattr(Model, "compute", scarce)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -75,10 +74,6 @@ def test_what_repeats_is_guessed_beyond_its_end() -> None:
     assert found.token_ids == (1, 2, 3) * (MAX_DRAFTS // 3)
 
 
-def test_a_text_that_repeats_nothing_gets_no_guess() -> None:
-    assert not Lookup().propose(view_of(list(range(500))), 500, ()).token_ids
-
-
 def test_a_sequence_that_is_gone_keeps_no_text() -> None:
     lookup = Lookup()
     view = view_of([1, 2, 3] * 9)
@@ -110,15 +105,6 @@ def test_nothing_is_proposed_where_nobody_would_use_it(why: str) -> None:
     sampled = {} if why == "nothing was sampled" else {"a": (SampledToken(1),)}
     proposer = Proposer(None if why == "no drafter" else Lookup())
     assert proposer.propose(plan, {}, sampled) == NO_PROPOSALS
-
-
-def test_a_long_text_is_searched_for_its_last_copies_only() -> None:
-    """The cost is bounded: MAX_COPIES places are compared, however many there are."""
-    generator = random.Random(0)
-    text = [generator.randrange(1, 3) for _ in range(32_000)]
-    found = Lookup().propose(view_of(text), len(text), ())
-    assert found.matches[0] >= MIN_MATCH
-    assert len(found.token_ids) == MAX_DRAFTS
 
 
 def test_a_copy_is_found_however_long_ago_it_was() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from core.config import ClusterConfig
@@ -67,20 +69,15 @@ def test_each_role_asks_for_its_own_memory_with_a_gpu_and_without() -> None:
 
 
 def test_a_single_machine_with_too_little_memory_is_refused_by_name() -> None:
-    claims, machine = Claims(ClusterConfig(decode_memory_mb=600)), {"memory": 1000.0 * 1024 * 1024}
-    check_memory(claims, {P: 1, D: 1, R: 1}, machine)
+    claims, machine = Claims(ClusterConfig(decode_memory_mb=500)), {"memory": 1000.0 * 1024 * 1024}
+    check_memory(claims, {P: 1, D: 2, R: 1}, machine)
     with pytest.raises(
-        ConfigError, match=r"ask for 1200 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
+        ConfigError, match=r"ask for 1500 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
     ):
-        check_memory(claims, {P: 1, D: 2, R: 1}, machine)
+        check_memory(claims, {P: 1, D: 3, R: 1}, machine)
 
 
-def test_a_pool_without_gpus_runs_beside_a_pool_with_gpus() -> None:
-    claims = Claims(ClusterConfig(decode_gpus=0.0), GpuUse.ALWAYS)
-    assert [claims.of(role, [GPU_MACHINE]).gpus for role in (P, D)] == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (GPU_MACHINE, GpuUse.ALWAYS)])
+@pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (CPU_MACHINE | {"GPU": 1.0}, GpuUse.ALWAYS)])
 def test_a_single_machine_settles_whether_its_workers_use_gpus(machine: dict[str, float], use: GpuUse) -> None:
     assert Claims(ClusterConfig(), GpuUse.IF_PRESENT).settled(machine).gpu_use is use
 
@@ -144,7 +141,7 @@ def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
     check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
 
 
-REASONS = [
+REASONS: list[tuple[GpuUse, dict[str, Any], str]] = [
     (GpuUse.NEVER, {}, "Ray has not placed it yet"),
     (GpuUse.ALWAYS, {}, "no GPU is free"),
     (GpuUse.ALWAYS, {"decode_memory_mb": 64}, "no GPU is free or 64 MB of memory are not free"),
@@ -169,11 +166,20 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("use", "options", "reason"), REASONS)
+ROUTER_REASONS = [
+    (GpuUse.ALWAYS, {"address": "head:6379"}, "Ray has not placed it yet"),
+    (GpuUse.ALWAYS, {"address": "head:6379", "router_resource": "edge"}, "no machine has a free 'edge'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("role", "use", "options", "reason"),
+    [(D, *row) for row in REASONS] + [(R, *row) for row in ROUTER_REASONS],
+)
 def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing(
-    use: GpuUse, options: dict[str, str], reason: str
+    role: ServiceRole, use: GpuUse, options: dict[str, Any], reason: str
 ) -> None:
-    assert Claims(ClusterConfig(**options), use).wait_reason(D) == reason  # type: ignore[arg-type]
+    assert Claims(ClusterConfig(**options), use).wait_reason(role) == reason
 
 
 @pytest.mark.parametrize(("given", "visible"), [(["3"], "3"), (["GPU-8f2e"], "GPU-8f2e"), ([], "")])

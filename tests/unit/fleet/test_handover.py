@@ -67,34 +67,12 @@ a pool that was scaled keeps its size and a switched worker its role
         -> say fleet goes on with the services of an earlier supervisor: 5 serve; ready
   sizes -> 2 prefill 2 decode 1 routers
 
-sizes are those of the earlier supervisor and a service that died meanwhile starts
-  config prefill=3 decode=2
-  adopt decode-0 router-0 prefill-1 prefill=2 decode=1 routers=1 -> router-0: decode-0 prefill-1
-        -> say fleet goes on with the services of an earlier supervisor: 3 serve; start prefill-0
-  sizes -> 2 prefill 1 decode 1 routers
-
 a roll goes on with the services that have not rolled while the fleet is ready
   adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 -> router-0: decode-0 prefill-1
                    -> say fleet goes on with the services of an earlier supervisor: 3 serve
                    -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
                    -> say decode-0 is replaced by decode-1: roll to config 4; ready
-  serves decode-1  -> router-0: (decode-0) prefill-1 decode-1; say decode-1 serves; drain decode-0
-  drained decode-0 -> router-0: prefill-1 decode-1; say decode-0 has drained; start router-1 config 4 for router-0
-                   -> say router-0 is replaced by router-1: roll to config 4
-  serves router-1  -> (router-0) router-1: prefill-1 decode-1; say router-1 serves; drain router-0
-  drained router-0 -> router-1: prefill-1 decode-1; say router-0 has drained
-                   -> say fleet has rolled: every service has config 4
-  configs          -> has 4; router-1 4; prefill-1 4; decode-1 4
-
-a failure of that roll restores what the earlier supervisor had rolled
-  adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 -> router-0: decode-0 prefill-1
-          -> say fleet goes on with the services of an earlier supervisor: 3 serve
-          -> say fleet goes on with the roll to config 4; start decode-1 config 4 for decode-0
-          -> say decode-0 is replaced by decode-1: roll to config 4; ready
-  placed decode-1
-  fails decode-1 no such option -> say fleet restores config 3: decode-1 did not start: no such option
-          -> start prefill-0 config 3 for prefill-1; say prefill-1 is replaced by prefill-0: roll to config 3
-  configs -> rolls to 3; router-0 3; prefill-0 3; prefill-1 4; decode-0 3
+  configs          -> rolls to 4; router-0 3; prefill-1 4; decode-0 3; decode-1 4
 
 a roll that restores goes on and cannot be stopped
   adopt decode-0 router-0 prefill-1 config=4 rolls_from=3 rolled=prefill-1 can_stop=0 -> router-0: decode-0 prefill-1

@@ -16,14 +16,6 @@ workers are published as soon as the router serves
   notes           -> prefill-0 starts on m-0.local; prefill-0 serves; router-0 starts on m-0.local; router-0 serves
                   -> decode-0 starts on m-0.local; decode-0 serves
 
-a death is published in the same step and the slot restarts after a pause
-  fleet
-  died decode-0   -> router-0: prefill-0; say decode-0 died: killed, starting it again in 1 s
-  deadline        -> in 1 s
-  time 0.9
-  time 0.1        -> start decode-0
-  serves decode-0 -> router-0: prefill-0 decode-0; say decode-0 serves
-
 the pause doubles up to a limit and is short again after a minute of service
   fleet
   died decode-0   -> router-0: prefill-0; say decode-0 died: killed, starting it again in 1 s
@@ -60,36 +52,23 @@ growing starts workers and shrinking drains the newest first
                     -> fleet is scaled: 3 to 1 prefill; prefill-1 drains: not wanted any more
                     -> prefill-2 drains: not wanted any more
 
-shrinking removes a worker that starts before one that serves
+shrinking removes a slot that waits, then one without a machine, then one that starts, then one that serves
   fleet
-  scale decode=3  -> start decode-1; start decode-2
-  serves decode-2 -> router-0: prefill-0 decode-0 decode-2; say decode-2 serves
-  scale decode=2  -> kill decode-1
-
-shrinking removes a worker without a machine before one that starts
-  fleet
-  scale decode=3 -> start decode-1; start decode-2
-  placed decode-2
-  scale decode=2 -> kill decode-1
-  notes          -> fleet is scaled: 1 to 3 decode; decode-2 starts on m-0.local; fleet is scaled: 3 to 2 decode
-                 -> decode-1 leaves before it serves (placing): not wanted any more
-
-shrinking removes a slot that waits before a worker that starts
-  fleet
-  scale decode=3 -> start decode-1; start decode-2
-  died decode-1  -> say decode-1 died: killed, starting it again in 1 s
-  scale decode=2
-  state decode-2 -> placing: Ray has not placed it yet
+  scale decode=4  -> start decode-1; start decode-2; start decode-3
+  died decode-1   -> say decode-1 died: killed, starting it again in 1 s
+  placed decode-3
+  scale decode=3
+  scale decode=2  -> kill decode-2
+  scale decode=1  -> kill decode-3
+  notes           -> fleet is scaled: 1 to 4 decode; decode-3 starts on m-0.local
+                  -> fleet is scaled: 4 to 3 decode; decode-1 leaves before it serves (waiting): not wanted any more
+                  -> fleet is scaled: 3 to 2 decode; decode-2 leaves before it serves (placing): not wanted any more
+                  -> fleet is scaled: 2 to 1 decode; decode-3 leaves before it serves (starting): not wanted any more
 
 shrinking drains the named workers in their order
   fleet decode=4
   scale decode=2 first=decode-1,decode-0 -> router-0: prefill-0 (decode-0) (decode-1) decode-2 decode-3
    -> drain decode-0; drain decode-1
-
-a pool may be empty and grow again while its worker drains
-  fleet
-  scale prefill=0 -> router-0: (prefill-0) decode-0; drain prefill-0
-  scale prefill=1 -> start prefill-1
 
 a drain past its time limit ends in a kill
   fleet prefill=2
@@ -118,15 +97,12 @@ a start that cannot succeed fails the fleet once before it has served
   time 0.1       -> kill decode-2
                 -> say decode-2 did not start: no answer within 50 s (cluster.start_timeout_s), starting it again in 1 s
 
-a start that cannot succeed fails no fleet that has served
-  fleet
-  scale decode=2 -> start decode-1
-  placed decode-1
-  fails decode-1 no such model -> say decode-1 did not start: no such model, starting it again in 1 s
-  time 1         -> start decode-1
-  placed decode-1
-  time 50        -> kill decode-1
-                -> say decode-1 did not start: no answer within 50 s (cluster.start_timeout_s), starting it again in 2 s
+a start that is too slow fails a fleet that has not served
+  begin   -> start prefill-0; start decode-0; start router-0
+  placed decode-0
+  time 50 -> say prefill-0 waits for a machine: Ray has not placed it yet; kill decode-0
+          -> failed decode-0: no answer within 50 s (cluster.start_timeout_s)
+          -> say router-0 waits for a machine: Ray has not placed it yet
 
 before the fleet has served a start is attempted three times
   begin         -> start prefill-0; start decode-0; start router-0
@@ -148,21 +124,6 @@ a worker that waits for a machine says why once and is never killed for it
   placed decode-1
   state decode-1 -> starting
   deadline       -> in 50 s
-
-the wait for a machine of a cluster names the resource that is missing
-  fleet address=head:6379
-  scale decode=2 -> start decode-1
-  time 10        -> say decode-1 waits for a machine: no machine has a free 'decode'
-
-a router waits for no resource of its own
-  fleet address=head:6379
-  scale routers=2 -> start router-1
-  state router-1  -> placing: Ray has not placed it yet
-
-a router waits for the resource of routers
-  fleet address=head:6379 router_resource=edge
-  scale routers=2 -> start router-1
-  state router-1  -> placing: no machine has a free 'edge'
 
 at shutdown every router drains before any worker
   fleet routers=2
@@ -228,10 +189,6 @@ every role of the machine is replaced
   leaves m-0 100 -> start prefill-1 for prefill-0; say prefill-0 is replaced by prefill-1: m-0.local leaves
                  -> start router-1 for router-0; say router-0 is replaced by router-1: m-0.local leaves
 
-a machine that leaves twice is replaced once
-  leaves m-1 100 -> start decode-2 for decode-0; say decode-0 is replaced by decode-2: m-1.local leaves
-  leaves m-1 90
-
 a service that starts there starts again elsewhere at once
   scale decode=3 -> start decode-2
   placed decode-2 m-3
@@ -242,20 +199,9 @@ a replacement takes the place of a worker that dies before it serves
   died decode-0   -> router-0: prefill-0 decode-1; say decode-0 died: killed, decode-2 takes its place
   serves decode-2 -> router-0: prefill-0 decode-1 decode-2; say decode-2 serves
 
-a replacement that fails starts again and the worker serves on
-  leaves m-1 100  -> start decode-2 for decode-0; say decode-0 is replaced by decode-2: m-1.local leaves
-  died decode-2   -> say decode-2 died: killed, starting it again in 1 s
-  time 1          -> start decode-2 for decode-0
-  serves decode-2 -> router-0: prefill-0 (decode-0) decode-1 decode-2; say decode-2 serves; drain decode-0
-
 a pool that shrinks gives up the worker and its replacement
   leaves m-1 100 -> start decode-2 for decode-0; say decode-0 is replaced by decode-2: m-1.local leaves
   scale decode=1 -> router-0: prefill-0 (decode-0) decode-1; kill decode-2; drain decode-0
-
-a replacement on a machine that leaves too is replaced in turn
-  leaves m-1 100      -> start decode-2 for decode-0; say decode-0 is replaced by decode-2: m-1.local leaves
-  serves decode-2 m-3 -> router-0: prefill-0 (decode-0) decode-1 decode-2; say decode-2 serves; drain decode-0
-  leaves m-3 100      -> start decode-3 for decode-2; say decode-2 is replaced by decode-3: m-3.local leaves
 
 at shutdown the worker drains last and no replacement is left
   leaves m-1 100   -> start decode-2 for decode-0; say decode-0 is replaced by decode-2: m-1.local leaves

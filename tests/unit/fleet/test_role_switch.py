@@ -14,28 +14,10 @@ a switch drains then serves in the other role and starts nothing
   state decode-1    -> serving
   notes             -> fleet is scaled: 2 to 1 decode, 1 to 2 prefill; decode-1 becomes a prefill worker
 
-the pools scale as before
-  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
-  scale decode=2    -> start decode-2
-  scale prefill=1   -> router-0: prefill-0 decode-0 (decode-1:prefill); drain decode-1
-  drained decode-1  -> router-0: prefill-0 decode-0; say decode-1 has drained
-  scale prefill=2   -> start prefill-1
-
-a switched worker that dies starts again in its new role
-  switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
-  died decode-1     -> router-0: prefill-0 decode-0; say decode-1 died: killed, starting it again in 1 s
-  time 1            -> start decode-1
-  serves decode-1   -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
-
 a switch that fails ends with a start in the new role
   cannot_switch decode-1 still has work -> router-0: prefill-0 decode-0
                   -> say decode-1 did not switch: still has work, starting it again in 1 s
   state decode-1  -> waiting: did not switch: still has work
-  time 1          -> start decode-1
-  serves decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
-
-a switch whose worker dies ends with a start in the new role
-  died decode-1   -> router-0: prefill-0 decode-0; say decode-1 died: killed, starting it again in 1 s
   time 1          -> start decode-1
   serves decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves
 
@@ -51,21 +33,11 @@ scaling down the pool that it joins ends the switch and the worker leaves
   state decode-1    -> draining: not wanted any more
   switched decode-1 -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 has drained
 
-a roll waits for the end of a switch and then replaces the worker too
+a roll waits for the end of a switch
   roll              -> say fleet rolls to config 2
   switched decode-1 -> router-0: prefill-0 decode-0 decode-1:prefill; say decode-1 serves as prefill worker
                     -> start prefill-1 config 2 for prefill-0
                     -> say prefill-0 is replaced by prefill-1: roll to config 2
-  serves prefill-1  -> router-0: (prefill-0) decode-0 decode-1:prefill prefill-1; say prefill-1 serves
-                    -> drain prefill-0
-  drained prefill-0 -> router-0: decode-0 decode-1:prefill prefill-1; say prefill-0 has drained
-                    -> start prefill-0 config 2 for decode-1
-                    -> say decode-1 is replaced by prefill-0: roll to config 2
-  serves prefill-0  -> router-0: decode-0 (decode-1:prefill) prefill-1 prefill-0; say prefill-0 serves
-                    -> drain decode-1
-  drained decode-1  -> router-0: decode-0 prefill-1 prefill-0; say decode-1 has drained
-                    -> start decode-1 config 2 for decode-0; say decode-0 is replaced by decode-1: roll to config 2
-  serves decode-1   -> router-0: (decode-0) prefill-1 prefill-0 decode-1; say decode-1 serves; drain decode-0
 
 a shutdown ends a switch in the time of the last drains
   shutdown         -> (router-0): prefill-0 decode-0 (decode-1); drain router-0
@@ -91,13 +63,6 @@ a worker on a machine that leaves drains and one of the new role starts elsewher
   state decode-1 -> draining: m-1.local leaves
   time 31.9      -> say prefill-1 waits for a machine: Ray has not placed it yet
   time 0.1       -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 did not drain in time and was killed
-
-a worker on a machine that ends soon has until then
-  fleet decode=2 decode-1=m-1
-  switch decode-1 prefill -> router-0: prefill-0 decode-0 (decode-1); switch decode-1 to prefill
-  leaves m-1 8 -> start prefill-1
-  time 7.9
-  time 0.1     -> router-0: prefill-0 decode-0; kill decode-1; say decode-1 did not drain in time and was killed
 
 a switch out of place is refused
   fleet

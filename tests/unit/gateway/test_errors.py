@@ -148,6 +148,7 @@ def test_a_text_of_the_client_is_cut_in_the_answer_and_in_the_span(error: Except
         (CHAT % '"n": 17', "n", "16"),
         (CHAT % '"n": "2"', "n", "integer"),
         (CHAT % '"seed": 9223372036854775808', "seed", "9223372036854775807"),
+        (CHAT % '"seed": -9223372036854775809', "seed", "-9223372036854775808"),
         (CHAT % '"top_k": -2', "top_k", "-1"),
         (CHAT % '"stop": [1]', "stop[0]", "string"),
         (CHAT % '"stop": 1', "stop", "a valid string or a valid array"),

@@ -115,6 +115,9 @@ async def test_a_model_is_found_by_name_alias_and_rule_and_named_by_its_own_name
         assert fleets.names() == ["small", "big", "fast", "heavy", "auto"]
         with pytest.raises(ModelUnknown, match="served: small, big, fast, heavy, auto"):
             fleets.resolve("gpt-5")
+    async with opened(models=MODELS, rules=(ModelRuleConfig("auto", "small", max_prompt_chars=10),)) as (fleets, _):
+        with pytest.raises(ModelUnknown):
+            fleets.resolve("auto", 11)
 
 
 @pytest.mark.parametrize("models", [(), MODELS])
@@ -128,13 +131,6 @@ async def test_an_adapter_is_found_by_its_name_in_every_fleet(models: tuple[Serv
             assert (served.name, served.routed_name, served.router) == (name, name, router)
             assert [one.parent for one in fleets.listed() if one.name == name] == [f"served by {address}"]
         assert fleets.resolve("").routed_name == "served by here:1"
-
-
-async def test_a_name_without_a_matching_rule_is_unknown() -> None:
-    rules = (ModelRuleConfig("auto", "small", max_prompt_chars=10),)
-    async with opened(models=MODELS, rules=rules) as (fleets, _):
-        with pytest.raises(ModelUnknown):
-            fleets.resolve("auto", 11)
 
 
 @pytest.mark.parametrize(

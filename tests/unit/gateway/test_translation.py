@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,9 +105,14 @@ def test_messages_of_every_role_reach_the_wire() -> None:
     ],
 )
 def test_a_message_that_breaks_a_rule_is_refused(message: dict[str, Any], param: str) -> None:
+    assert param_of(lambda: wire_messages(chat(messages=[message]).messages)) == param
+
+
+def param_of(read: Callable[[], object]) -> str | None:
     with pytest.raises(ApiError) as caught:
-        wire_messages(chat(messages=[message]).messages)
-    assert caught.value.param == param
+        read()
+    assert caught.value.status == 400
+    return caught.value.param
 
 
 def test_tools_reach_the_wire_unless_none_may_be_called() -> None:
@@ -116,17 +122,16 @@ def test_tools_reach_the_wire_unless_none_may_be_called() -> None:
     assert wire_tools(body.tools, "none") == []
 
 
-@pytest.mark.parametrize(
-    ("tool", "param"),
-    [
-        (TOOL | {"mood": 1}, "tools[0].mood"),
-        (TOOL | {"function": {"name": "add", "mood": 1}}, "tools[0].function.mood"),
-    ],
-)
-def test_an_unknown_field_of_a_tool_is_refused(tool: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        wire_tools(chat(tools=[tool]).tools, "auto")
-    assert caught.value.param == param
+def test_a_wrong_field_of_a_tool_is_named_with_its_path() -> None:
+    for more, param in (({"mood": 1}, "mood"), ({"function": {"name": "add", "mood": 1}}, "function.mood")):
+        tool = TOOL | more
+        assert param_of(lambda: wire_tools(chat(tools=[tool]).tools, "auto")) == f"tools[0].{param}"  # noqa: B023
+    for of_a_response, param in (({"name": 5}, "name"), ({}, "name"), ({"name": "a", "parameters": []}, "parameters")):
+        tools = [{"type": "function", "name": "a"}, {"type": "function"} | of_a_response]
+        body = ResponsesBody.model_validate({"input": "a", "tools": tools})
+        assert param_of(lambda: response_tools(body)) == f"tools[1].{param}"  # noqa: B023
+    with pytest.raises(ApiError, match="web_search"):
+        response_tools(ResponsesBody.model_validate({"input": "a", "tools": [{"type": "web_search"}]}))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,10 @@ def test_a_choice_of_tools_reaches_the_wire(choice: Any, parallel: bool | None, 
     assert wire_choice(choice, parallel, has_tools=True) == wire
 
 
-@pytest.mark.parametrize("choice", ["any", {"type": "function"}, {"type": "function", "function": 3}, {"name": "add"}])
+@pytest.mark.parametrize(
+    "choice",
+    ["any", {"type": "function"}, {"type": "function", "function": 3}, {"name": "add"}, {"type": "allowed_tools"}],
+)
 def test_an_unknown_choice_of_tools_is_refused(choice: Any) -> None:
     with pytest.raises(ApiError, match=r"^tool_choice: must be none, auto, required"):
         wire_choice(choice, None, has_tools=True)
@@ -312,25 +320,7 @@ def test_the_items_of_a_response_become_a_chat() -> None:
     ],
 )
 def test_an_item_that_is_not_supported_is_refused(item: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        input_messages(ResponsesBody.model_validate({"input": [item]}))
-    assert caught.value.param == param
-
-
-def test_a_tool_of_a_response_must_be_a_function() -> None:
-    with pytest.raises(ApiError, match="web_search"):
-        response_tools(ResponsesBody.model_validate({"input": "a", "tools": [{"type": "web_search"}]}))
-
-
-@pytest.mark.parametrize(
-    ("tool", "param"),
-    [({"name": 5}, "tools[1].name"), ({}, "tools[1].name"), ({"name": "a", "parameters": []}, "tools[1].parameters")],
-)
-def test_a_wrong_field_of_a_tool_of_a_response_is_named_with_its_path(tool: dict[str, Any], param: str) -> None:
-    tools = [{"type": "function", "name": "a"}, {"type": "function"} | tool]
-    with pytest.raises(ApiError) as caught:
-        response_tools(ResponsesBody.model_validate({"input": "a", "tools": tools}))
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param_of(lambda: input_messages(ResponsesBody.model_validate({"input": [item]}))) == param
 
 
 @pytest.mark.parametrize(
@@ -343,22 +333,17 @@ def test_an_answer_in_one_piece_has_a_bound_of_log_probabilities(
     if accepted:
         check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
         return
-    with pytest.raises(ApiError, match="at most 1048576") as caught:
+    with pytest.raises(ApiError, match=r"^top_logprobs: .*at most 1048576"):
         check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
-    assert (caught.value.status, caught.value.param) == (400, "top_logprobs")
 
 
-def test_an_answer_in_one_piece_has_a_bound_of_token_ids() -> None:
+def test_an_answer_in_one_piece_has_a_bound_of_token_ids_and_of_repeated_text() -> None:
     check_num_token_ids(4096, 2048)
-    with pytest.raises(ApiError, match=r"return_token_ids: .* at most 8388608"):
+    with pytest.raises(ApiError, match=r"^return_token_ids: .* at most 8388608"):
         check_num_token_ids(4096, 2049)
-
-
-def test_an_answer_repeats_a_bounded_text() -> None:
     check_echo(2, 2**20)
-    with pytest.raises(ApiError, match=r"echo: .* at most 2097152") as caught:
+    with pytest.raises(ApiError, match=r"^echo: .* at most 2097152"):
         check_echo(2, 2**20 + 1)
-    assert (caught.value.status, caught.value.param) == (400, "echo")
 
 
 ITEMS = [

@@ -45,11 +45,12 @@ class CopyingWire:
         return handle == len(self.done)
 
     def poll(self) -> list[TransportEvent]:
+        assert len(self.done) < 100, "a read is not started"
         self.done.append("poll")
         return []
 
 
-def test_a_heartbeat_waits_for_no_queued_read() -> None:
+def test_a_heartbeat_waits_for_no_queued_read_and_a_close_for_all() -> None:
     """Each of 1,024 pulls may queue 4 reads of 128 MB. A pull whose heartbeats wait for them all loses its owner."""
     pool = PoolMemory(0, 4, LAYOUT, memoryview(bytearray(4 * LAYOUT.block_bytes)))
     config, wire = TransferConfig(verify_digests=False), CopyingWire()
@@ -57,10 +58,10 @@ def test_a_heartbeat_waits_for_no_queued_read() -> None:
     reads = [StartRead(number, 7, "owner", (number,), (number,), 60.0) for number in range(3)]
     heartbeat = SendMessage("owner", Heartbeat(1, 1, None, (HeartbeatEntry(7, 0),)))
     agent.perform([Connect(OWNER), *reads, heartbeat], active=True)
-    while agent._run_once(cast(Any, wire)):
-        pass
+    agent.close()  # performs what is queued
+    agent._run_until_closed(cast(Any, wire))
     read = ["read from owner", "poll"]
-    assert wire.done == ["connect owner", "message to owner", *read, *read, *read, "poll"]
+    assert wire.done == ["connect owner", "message to owner", *read, *read, *read]
 
 
 CONFIG = TransferConfig(idle_poll_interval_s=0.02, active_poll_interval_s=0.001)
@@ -98,15 +99,17 @@ class Wake:
     def __init__(self, clock: Clock, commands_at: tuple[float, ...] = ()) -> None:
         self.clock, self.commands_at = clock, list(commands_at)
         self.pauses: list[tuple[float, float]] = []  # (when, for how long at most)
+        self.is_set = False
 
     def wait(self, timeout: float) -> bool:
         self.pauses.append((self.clock.now, timeout))
         is_set = bool(self.commands_at) and self.commands_at[0] <= self.clock.now + timeout
         self.clock.now = max(self.clock.now, self.commands_at.pop(0)) if is_set else self.clock.now + timeout
+        self.is_set |= is_set
         return is_set
 
     def clear(self) -> None:
-        pass
+        self.is_set = False
 
     def set(self) -> None:
         pass
@@ -125,7 +128,7 @@ def run_agent(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: b
     pool = PoolMemory(0, 4, LAYOUT, memoryview(buffer))
     agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: cast(Any, wire), lambda _: None)
     agent._wake = cast(Any, wake)
-    agent._active = active
+    agent.perform([], active)
     end, poll = clock.now + seconds, wire.poll
 
     def poll_until_the_end() -> list[TransportEvent]:
@@ -134,6 +137,7 @@ def run_agent(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: b
 
     wire.poll = poll_until_the_end  # type: ignore[method-assign]
     agent._run_until_closed(cast(Any, wire))
+    assert not wake.is_set, "a command that was taken wakes the thread again and again"
 
 
 def test_it_does_not_sleep_at_once(clock: Clock) -> None:
@@ -156,24 +160,15 @@ def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: C
         assert length == pytest.approx(min(max(PAUSE_SHARE * (when - begun), FIRST_PAUSE_S), longest))
 
 
-def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
-    moved_at = clock.now + 0.5
-    wire, wake = Wire(clock, busy_at=(moved_at,)), Wake(clock)
+@pytest.mark.parametrize("is_command", [True, False])
+def test_a_command_and_whatever_moves_end_the_pauses_for_a_while(clock: Clock, is_command: bool) -> None:
+    at = clock.now + 0.5
+    wire, wake = Wire(clock, () if is_command else (at,)), Wake(clock, (at,) if is_command else ())
     run_agent(clock, wire, wake, seconds=0.6)
-    seen_at = next(when for when in wire.polled_at if when >= moved_at)
-    assert seen_at - moved_at <= CONFIG.idle_poll_interval_s + ROUND_S
-    after = [when for when, _ in wake.pauses if when > seen_at]
-    assert after[0] - seen_at >= SPIN_S
-    assert next(length for when, length in wake.pauses if when > seen_at) == FIRST_PAUSE_S
-
-
-def test_a_command_ends_the_pauses_for_a_while(clock: Clock) -> None:
-    command_at = clock.now + 0.5
-    wire, wake = Wire(clock), Wake(clock, commands_at=(command_at,))
-    run_agent(clock, wire, wake, seconds=0.6)
-    assert next(when for when in wire.polled_at if when > command_at) == pytest.approx(command_at + ROUND_S)
-    when, length = next(pause for pause in wake.pauses if pause[0] > command_at)
-    assert when - command_at >= SPIN_S
+    polled_at = next(when for when in wire.polled_at if when >= at)
+    assert polled_at - at <= ROUND_S * 1.01 + (0 if is_command else CONFIG.idle_poll_interval_s)
+    when, length = next(pause for pause in wake.pauses if pause[0] > polled_at)
+    assert when - polled_at >= SPIN_S - ROUND_S * is_command
     assert length == FIRST_PAUSE_S
 
 

@@ -124,6 +124,9 @@ def test_a_ready_waits_for_no_job_behind_it_and_for_no_other_hand_off() -> None:
         turns.popleft()()
         bench.digests.send_ready()
     assert bench.sent[1:] == [tuple(map(bench.digest, range(NUM_BLOCKS)))]
+    for _ in range(len(turns)):
+        turns.popleft()()
+    assert not turns
 
 
 def test_a_ready_between_unequal_layouts_has_the_digests_of_its_pieces(bench: Bench) -> None:

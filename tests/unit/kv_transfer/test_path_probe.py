@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from core.errors import TransportError
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PathStatus
-from kv_transfer.location import COPIED_BYTES, locate
+from kv_transfer.location import COPIED_BYTES, link_speed, locate
 from kv_transfer.path_probe import (
     MAX_DEVICE_PROBE_BYTES,
     MAX_PROBE_BYTES,
@@ -35,16 +38,29 @@ GPU_BESIDE = Location("a", on_gpu=True, link_bytes_per_s=12.5e9)
 GPU_THERE = Location("b", on_gpu=True, link_bytes_per_s=50e9)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "expected"),
-    [(BESIDE, 6e9), (THERE, 1.25e9), (GPU, 0.0), (GPU_THERE, 12.5e9), (Location("c"), 0.0)],
+ON_ONE_GPU, BESIDE_ON_IT, ON_ANOTHER = (
+    Location("a", on_gpu=True, memory_bytes_per_s=speed, gpu=gpu)
+    for speed, gpu in ((2e12, "GPU-1"), (1.9e12, "GPU-1"), (2e12, "GPU-2"))
 )
-def test_the_expected_speed_is_that_of_the_slower_memory_or_link(theirs: Location, expected: float) -> None:
-    assert expected_bytes_per_s(HERE, theirs, 0.0) == expected
 
 
-def test_a_configured_speed_overrides_that_of_the_hardware() -> None:
-    assert expected_bytes_per_s(HERE, GPU, 3e9) == 3e9
+@pytest.mark.parametrize(
+    ("ours", "theirs", "configured", "expected"),
+    [
+        (HERE, BESIDE, 0.0, 6e9),
+        (HERE, THERE, 0.0, 1.25e9),
+        (HERE, GPU, 0.0, 0.0),
+        (HERE, GPU, 3e9, 3e9),
+        (HERE, GPU_THERE, 0.0, 12.5e9),
+        (HERE, Location("c"), 0.0, 0.0),
+        (ON_ONE_GPU, BESIDE_ON_IT, 0.0, 1.9e12),
+        (ON_ONE_GPU, ON_ANOTHER, 0.0, 0.0),
+    ],
+)
+def test_the_expected_speed_is_that_of_the_slower_memory_or_link_unless_one_is_configured(
+    ours: Location, theirs: Location, configured: float, expected: float
+) -> None:
+    assert expected_bytes_per_s(ours, theirs, configured) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,6 +98,8 @@ def test_uncounted_bytes_of_one_machine_moved_through_shared_memory_or_fast_betw
         (Lane.UNKNOWN, 1e9, GPU, GPU_THERE, PathState.SLOW),
         (Lane.UNKNOWN, 1e9, HERE, GPU, PathState.FINE),  # one pool is in host memory
         (Lane.UNKNOWN, 0.0, HERE, BESIDE, PathState.FINE),  # nothing was measured
+        (Lane.UNKNOWN, 1.8e12, ON_ONE_GPU, BESIDE_ON_IT, PathState.FINE),
+        (Lane.UNKNOWN, 0.2e12, ON_ONE_GPU, BESIDE_ON_IT, PathState.SLOW),
     ],
 )
 def test_a_path_is_slow_far_below_the_expected_speed_and_a_fallback_on_tcp_despite_a_faster_lane(
@@ -89,22 +107,6 @@ def test_a_path_is_slow_far_below_the_expected_speed_and_a_fallback_on_tcp_despi
 ) -> None:
     status = PathStatus("peer", PathState.CONNECTING, lane, bytes_per_s, expected_bytes_per_s(ours, theirs, 0.0))
     assert judge(status, ours, theirs, slow_share=0.25) is state
-
-
-def test_within_one_gpu_the_speed_of_its_copy_is_expected_and_between_two_gpus_nothing_is() -> None:
-    one = Location("a", on_gpu=True, memory_bytes_per_s=2e12, gpu="GPU-1")
-    beside = Location("a", on_gpu=True, memory_bytes_per_s=1.9e12, gpu="GPU-1")
-    other = Location("a", on_gpu=True, memory_bytes_per_s=2e12, gpu="GPU-2")
-    assert expected_bytes_per_s(one, beside, 0.0) == 1.9e12
-    assert expected_bytes_per_s(one, other, 0.0) == 0.0
-
-
-@pytest.mark.parametrize(("bytes_per_s", "state"), [(1.8e12, PathState.FINE), (0.2e12, PathState.SLOW)])
-def test_an_unknown_lane_between_gpus_is_judged_by_its_speed_where_one_is_expected(
-    bytes_per_s: float, state: PathState
-) -> None:
-    status = PathStatus("peer", PathState.CONNECTING, Lane.UNKNOWN, bytes_per_s, 2e12)
-    assert judge(status, GPU, GPU_BESIDE, slow_share=0.25) is state
 
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
@@ -203,7 +205,12 @@ def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: i
     assert kept <= min(most, num_blocks * LAYOUT.block_bytes / 64)
 
 
-def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() -> None:
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    if not kernel_copies:
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     num_blocks = COPIED_BYTES // LAYOUT.block_bytes
     array = np.full(COPIED_BYTES + PROBE_BYTES + GUARD_BYTES, 3, np.uint8)
     array[COPIED_BYTES:] = 4
@@ -216,6 +223,19 @@ def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() ->
     assert not location.on_gpu
     assert (array[: COPIED_BYTES + PROBE_BYTES] == 3).all()
     assert (array[COPIED_BYTES + PROBE_BYTES :] == 4).all()
+
+
+@pytest.mark.parametrize(("allowed", "bits_per_s"), [("", 200e9), ("mlx5_0:1", 100e9)])
+def test_the_link_is_the_fastest_rdma_port_that_ucx_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, bits_per_s: float
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", allowed)
+    monkeypatch.setattr(psutil, "net_if_stats", dict)
+    for device, rate in (("mlx5_0", "100 Gb/sec (4X EDR)"), ("mlx5_1", "200 Gb/sec (4X HDR)")):
+        port = tmp_path / device / "ports/1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(rate)
+    assert link_speed(tmp_path / "net", tmp_path) == bits_per_s / 8
 
 
 def test_a_pool_that_lies_in_the_caches_promises_nothing(pair: Pair) -> None:

@@ -30,6 +30,7 @@ from kv_transfer.protocol.events import (
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.paths import FIRST_PROBE_BYTES, MAX_PATHS, NUM_PINGS, NUM_SPEEDS, RETRY_S
+from tests.support.deadlines import deadlines_until
 from tests.unit.kv_transfer.transfer_pair import address
 
 CONFIG = TransferConfig(connect_timeout_s=5.0, slow_path_share=0.25)
@@ -107,6 +108,7 @@ class Reader:
         while probes := self.of(ProbePath):
             (probe,) = probes
             sizes.append(probe.num_bytes)
+            assert probe.timeout_s == pytest.approx(probe.num_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s)
             self.post(PathProbed(probe.peer, probe.num_bytes, probe.num_bytes / bytes_per_s, seen))
         return sizes
 
@@ -115,7 +117,7 @@ class Reader:
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
-        while (due := self.machine.next_deadline()) is not None and due <= end:
+        for due in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, due)
             self.tick()
         self.now = end
@@ -272,6 +274,9 @@ def test_no_probe_runs_while_a_pull_does() -> None:
     reader.take(reader.machine.reserve_pull(1, agent("owner"), reader.now))
     reader.actions = [*pings]
     reader.answer_all()
+    due = reader.machine.next_deadline()
+    assert due is not None
+    assert due > reader.now
     reader.pass_time(2.0)
     assert not reader.of(ProbePath)
 
@@ -282,6 +287,7 @@ def test_a_probe_that_fails_makes_a_slow_path_that_says_why() -> None:
     reader.answer_all()
     reader.post(ProbeFailed("owner", "65536 bytes in 2.1 s: cancelled"))
     assert str(reader.path()) == "slow: a probe failed: 65536 bytes in 2.1 s: cancelled"
+    assert reader.path().bytes_per_s == 0.0
 
 
 def test_another_model_is_refused_by_the_names_of_the_fields_and_told_once() -> None:
@@ -315,8 +321,13 @@ def test_a_worker_that_left_is_disconnected_and_its_path_forgotten() -> None:
     reader = measured(6e9)
     reader.post(PeerLeft("owner"))
     assert reader.of(Disconnect) == [Disconnect("owner")]
+    for late in (PathProbed("owner", 1, 1.0, Lane.TCP), ProbeFailed("owner", "cancelled")):
+        reader.post(late)
     assert reader.machine.paths == ()
     assert reader.machine.next_deadline() is None
+    reader.of(Connect)
+    reader.join(agent("owner"))
+    assert reader.of(Connect) == [Connect(agent("owner"))]
 
 
 def test_paths_are_bounded_and_a_fine_one_makes_room() -> None:
@@ -331,24 +342,17 @@ def test_paths_are_bounded_and_a_fine_one_makes_room() -> None:
     assert len(reader.machine.paths) == MAX_PATHS, "no other path is fine"
 
 
-def test_a_fine_path_that_had_to_leave_is_not_measured_again() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_fine_path_that_had_to_leave_is_measured_again_only_if_its_peer_was_lost(is_lost: bool) -> None:
     reader = measured(6e9)
     for number in range(MAX_PATHS):
         reader.join(agent(f"owner-{number}"))
     assert "owner" not in {path.peer for path in reader.machine.paths}
+    if is_lost:
+        reader.post(PeerLost("owner", "killed"))
     reader.post(PeerLeft("owner-0"))
     reader.of(ProbePath)
     reader.pings()
     reader.hand_off(6e9)
-    assert reader.path().state is PathState.FINE
-    assert (reader.of(ProbePath), reader.pings()) == ([], [])
-
-
-def test_a_path_that_had_to_leave_is_measured_again_after_its_peer_was_lost() -> None:
-    reader = measured(6e9)
-    for number in range(MAX_PATHS):
-        reader.join(agent(f"owner-{number}"))
-    reader.post(PeerLost("owner", "killed"))
-    reader.post(PeerLeft("owner-0"))
-    reader.hand_off(6e9)
-    assert reader.path().state is PathState.CONNECTING
+    assert reader.path().state is (PathState.CONNECTING if is_lost else PathState.FINE)
+    assert is_lost or (reader.of(ProbePath), reader.pings()) == ([], [])

@@ -41,12 +41,14 @@ def known_to_its_owner() -> Pair:
     return pair
 
 
-def test_a_reserved_pull_that_its_owner_does_not_know_fails_after_half_a_lease() -> None:
+@pytest.mark.parametrize(("wants", "within_s"), [(True, 0.1), (False, CONFIG.heartbeat_s)])
+def test_a_pull_that_its_owner_does_not_know_fails_after_half_a_lease(wants: bool, within_s: float) -> None:
     pair = known_to_its_owner()
-    pair.reserve_pull()
-    pair.wait(CONFIG.lease_s / 2)
+    pair.pull([0]) if wants else pair.reserve_pull()
+    pair.deliver_all()
+    pair.wait(CONFIG.lease_s / 2 - 0.1 * wants)
     assert not pair.puller.results
-    pair.wait(CONFIG.heartbeat_s)
+    pair.wait(within_s)
     assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
 
 

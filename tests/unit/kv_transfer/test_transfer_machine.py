@@ -57,11 +57,22 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
 def test_more_transfers_than_the_limit_are_refused() -> None:
     pair = Pair(TransferConfig(max_transfers=1))
     pair.offer([0])
+    assert pair.owner.machine.num_by_state() == {OwnerState.OFFERED: 1}
     pair.reserve_pull()
     with pytest.raises(QueueFull):
         pair.owner.machine.offer(1, pair.puller.address, math.inf, 0.0)
     with pytest.raises(QueueFull):
         pair.puller.machine.reserve_pull(1, pair.owner.address, 0.0)
+
+
+def test_the_claims_of_both_sides_name_the_peer_and_too_little_of_the_transfer_for_a_ticket() -> None:
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.reserve_pull()
+    ((offer,), (pull,)) = (side.machine.claims() for side in (pair.owner, pair.puller))
+    assert (offer.state, offer.peer, len(offer.blocks)) == (OwnerState.OFFERED, "puller", 2)
+    assert (pull.state, pull.peer, pull.blocks) == (PullerState.RESERVED, "owner", ())
+    assert offer.name == pull.name == f"{ID:032x}"[:8]
 
 
 def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
@@ -218,26 +229,29 @@ def test_a_lost_puller_ends_its_own_offers_alone_and_at_once_if_it_cannot_have_r
     ("verify", "device", "pieces", "computed", "sizes"),
     [
         (True, None, 1, True, [2, 7]),
-        (False, None, 1, False, [9]),
+        (True, None, 1, True, [2, 8, 32, 128, 512, 2048, 770]),
+        (False, None, 1, False, [2048]),
+        (False, None, 1, False, [2048, 1]),
         (True, None, 2, False, [2, 8, 9]),  # the agent hashes pieces when it sends their READY
         (True, 0, 1, True, [2, 7]),
         (True, 0, 2, False, [19]),
     ],
 )
-def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_hashed(
+def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_hashed_and_in_bounded_ones(
     verify: bool, device: int | None, pieces: int, computed: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "FIRST_READY_BYTES", 2 * LAYOUT.block_bytes)
-    pool = BlockPool(10)
+    num_blocks = (sum(sizes) + 1) // pieces
+    pool = BlockPool(num_blocks)
     here = replace(address("owner", 11), device=device)
     machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
     layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
     machine.offer(ID, replace(address("puller", 22, layout=layout), device=device), math.inf, 0.0)
-    blocks = pool.allocate(10)
+    blocks = pool.allocate(num_blocks)
     assert blocks is not None
     actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, (42,), 0.0)
     assert actions == ([ComputeDigests(tuple(blocks))] if computed else [])
-    want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(1, 10 * pieces)))  # the puller has the first piece
+    want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(1, num_blocks * pieces)))  # the puller has the first piece
     sent = [send.message.blocks for send in machine.handle(MessageReceived("puller", want), 0.0)]  # type: ignore[union-attr]
     assert [len(offered) for offered in sent] == sizes
     announced = [(piece, block) for offered in sent for piece, block, _ in offered]
@@ -258,30 +272,6 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     pair.wait(CONFIG.lease_s / 2 + 0.1)
     ended = pair.offer_result()
     assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "digests", "expected"),
-    [
-        (3500, True, [64, 256, 1024, 2048, 108]),
-        (320, True, [64, 256]),
-        (2048, False, [2048]),
-        (2049, False, [2048, 1]),
-    ],
-)
-def test_many_blocks_are_announced_in_messages_that_grow_for_digests_and_are_bounded(
-    num_blocks: int, digests: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
-    pair = Pair(TransferConfig(max_blocks_per_read=256, verify_digests=digests), digests, num_blocks=3500)
-    pair.offer(list(range(num_blocks)))
-    pair.pull(list(range(num_blocks)))
-    while any(isinstance(mail.message, Want) for mail in pair.mail):
-        pair.deliver(pair.mail.pop(0))
-    sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
-    assert sizes == expected
-    pair.run()
-    assert_completed(pair)
 
 
 def foreign(message: HandoffMessage) -> HandoffMessage:

@@ -42,6 +42,7 @@ from kv_transfer.protocol.machine import TransferMachine
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
 CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=4, max_reads_in_flight=2)
 ID = 0xABCDEF
+MAX_TICKS = 10_000  # of one wait
 
 
 def address(
@@ -187,7 +188,7 @@ class Pair:
     def wait(self, seconds: float, deliver: bool = True) -> None:
         """Let time pass, with every Tick that is due on the way."""
         end = self.time + seconds
-        while True:
+        for _ in range(MAX_TICKS):
             due = {
                 side.name: deadline - side.clock_offset
                 for side in self.sides.values()
@@ -201,6 +202,7 @@ class Pair:
                 self.deliver_all()
             if self.time >= end and not any(at <= end for at in due.values()):
                 return
+        raise AssertionError("a machine asks for the same tick for ever")
 
     def now(self, side: Side) -> float:
         return self.time + side.clock_offset

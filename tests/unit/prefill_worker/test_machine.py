@@ -58,13 +58,6 @@ a first token at the limit does not abort the offer: an abort could overtake the
   release 1 cancelled
   blocks
 
-a first token that ends the text does not abort the offer
-  arrive a 6                  -> first step a 0+6; connect peer
-  want 1 0 1                  -> ready 1:
-  step a=63                   -> digests 2; ready 1: 0 1 last 63; done a 0: 63, stop
-  release 1 cancelled
-  blocks
-
 a call cancelled during a step keeps its blocks until the step ends
   arrive a 16                 -> first step a 0+8; connect peer
   want 1 0..3                 -> ready 1:

@@ -32,6 +32,7 @@ from core.step import SampledToken
 from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
+from tests.support.deadlines import deadlines_until
 from tests.support.transcripts import Replay, counts, error_words, numbers_of, runs, transcripts_of
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
@@ -110,10 +111,11 @@ class DrivenRouter(Replay):
 
     def enter(self, name: str, incarnation: int = 1, blocks: int = NUM_BLOCKS, **options: Any) -> list[RouterAction]:
         role = ServiceRole(options.get("role", "prefill" if name.startswith("P") else "decode"))
-        layout = replace(LAYOUT, model=options.get("model", LAYOUT.model))
+        layout = replace(LAYOUT, **{name: options[name] for name in ("model", "block_size") if name in options})
         load = replace(
             SERVING, state=WorkerState(options.get("state", "serving")), ledger={Column.FREE: blocks},
             step_cost=_step_cost(options.get("token_s")), gives_prefixes=bool(options.get("gives_prefixes")),
+            router_calls=_router_calls(options.get("routers", "")),
         )  # fmt: skip
         cached = tuple(_hashes(options.get("cached", 0), options.get("adapter", "")))
         return self.post(events.WorkerJoined(name, role, agent(name, incarnation, layout, blocks), cached, load))
@@ -123,8 +125,7 @@ class DrivenRouter(Replay):
         are the calls of routers, as name:last:open."""
         ledger = {Column.FREE: free, Column.HELD: NUM_BLOCKS - free}
         cost, backlog = _step_cost(load.pop("token_s", None)), (load.pop("backlog"),) if "backlog" in load else ()
-        routers = [words.split(":") for words in load.pop("routers", "").split(",") if words]
-        calls = {name: RouterCalls(int(last), int(num_open)) for name, last, num_open in routers}
+        calls = _router_calls(load.pop("routers", ""))
         reported = WorkerLoad(
             WorkerState(state), ledger=ledger, step_cost=cost, prompt_backlog=backlog, router_calls=calls, **load
         )
@@ -239,7 +240,7 @@ class DrivenRouter(Replay):
     def time(self, seconds: float) -> list[RouterAction]:
         """Let time pass, with a Tick at each deadline."""
         end, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+        for deadline in deadlines_until(end, self.machine.next_deadline):
             self.now = max(self.now, deadline)
             actions += self.post(Tick())
         self.now = end
@@ -271,8 +272,8 @@ def seen(action: RouterAction) -> str:
             return f"move {source_id} {worker_id} to {dispatch_id} {_name(reader)}/{ticket} {num_tokens} tokens"
         case events.ResumeSequence(dispatch_id, worker_id, ticket):
             return f"resume {dispatch_id} {worker_id}/{ticket}"
-        case events.HandOver(dispatch_id, worker_id, ticket, handoff, _):
-            return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()}"
+        case events.HandOver(dispatch_id, worker_id, ticket, handoff, timeout_s):
+            return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()} in {timeout_s:g} s"
         case events.WithdrawOffer(dispatch_id, worker_id, ticket):
             return f"withdraw {dispatch_id} {worker_id}/{ticket}"
         case events.CancelDispatch(dispatch_id):
@@ -339,6 +340,11 @@ def _error(error: TandemError) -> str:
 def _error_of(kind: str, words: Sequence[object]) -> TandemError:
     error: TandemError = getattr(core.errors, kind)(" ".join(map(str, words)))
     return error
+
+
+def _router_calls(words: str) -> dict[str, RouterCalls]:
+    routers = [router.split(":") for router in words.split(",") if router]
+    return {name: RouterCalls(int(last), int(num_open)) for name, last, num_open in routers}
 
 
 def _step_cost(token_s: float | None) -> StepCost:

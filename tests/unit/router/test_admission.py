@@ -32,37 +32,12 @@ the wait ends worker_wait_s after the last worker was lost
   time 0.2 -> fail runs WorkerUnavailable: no decode worker is serving, the last attempt failed: worker D was lost: \
               its process has ended
            -> fail waits WorkerUnavailable: no decode worker is serving
-
-the wait ends worker_wait_s after the last worker drains
-  time 7
-  reports D draining
-  time 19.9
-  time 0.2 -> fail waits WorkerUnavailable: no decode worker is serving
-
-each absence of the worker starts a new wait
-  reports D draining
-  time 12
-  reports D
-  time 12
-  reports D draining
-  time 12
-  reports D
-  time 12
 """,
     QUEUED,
 )
 
 test_a_request_without_a_worker = transcripts(
     """
-a request that arrives while no worker serves waits from its arrival
-  config report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet D
-  reports D draining
-  time 19
-  arrives r
-  time 19.9
-  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
-
 the loss of another worker does not begin the wait again
   config report_stale_s=1000.0 worker_lost_s=1000.0
   fleet P D
@@ -72,19 +47,13 @@ the loss of another worker does not begin the wait again
   lost P    -> peers D left P
   time 10.1 -> fail r WorkerUnavailable: no decode worker is serving
 
-a dispatched request does not wait for a worker
-  config report_stale_s=1000.0 worker_lost_s=1000.0
-  fleet P D
-  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
-  reports D draining
-  time 25
-
 requests wait as long as a start takes that the planner begins
   config worker_wait_s=7.0
   arrives r timeout_s=1000
   start_expected 60
-  time 89
-  time 2 -> fail r WorkerUnavailable: no decode worker is serving
+  time 74.9
+  start_expected 50
+  time 0.2 -> fail r WorkerUnavailable: no decode worker is serving
 
 a shorter time without workers ends requests that wait already
   arrives r
@@ -164,6 +133,18 @@ time in the queue of the router counts
                           and slo_ttft_ms is 1000, retry after 0.212 s
                        -> decode later#1 D
 
+requests that pass one of another size tell nothing of the wait for room
+  config max_in_flight_per_worker=2
+  enter small blocks=8
+  enter large
+  stream_lost large
+  arrives long max_tokens=32
+  arrives s1 -> decode s1#1 small
+  time 2
+  arrives s2 -> decode s2#1 small
+  arrives s3
+  arrives s4
+
 a request that has streamed tokens is never refused
   fleet D1 D2
   arrives r            -> decode r#1 D1
@@ -171,13 +152,6 @@ a request that has streamed tokens is never refused
   reports D1 token_s=0.05 backlog=30.0
   reports D2 token_s=0.05 backlog=30.0
   decode_error r#1 WorkerUnavailable connection reset -> decode r#2 D2 behind 11
-
-choices that follow the first one are not refused
-  fleet D
-  reports D token_s=0.05
-  arrives a others=b   -> decode a#1 D
-  reports D token_s=0.05 backlog=30.0
-  tokens_from a#1 0 11 -> deliver a 0: 11; decode b#1 D
 
 a call is refused with all its choices
   fleet D

@@ -85,6 +85,8 @@ a worker that drains costs no attempt
   fleet D1 D2
   arrives r                               -> decode r#1 D1
   decode_error r#1 WorkerDrains not begun -> decode r#2 D2
+  tokens_from r#2 0 11..14                -> deliver r 0: 11..14
+  ends r#2                                -> finish r length, local, 4 tokens
 
 a resumed request waits for room beyond max_attempts
   config max_attempts=1
@@ -160,15 +162,6 @@ the second attempt starts at once and the third after a pause
   time 0.098
   time 0.003                              -> decode r#4 D in 59.849 s
 
-a request that pauses ends when its client cancels
-  fleet D
-  arrives r                               -> decode r#1 D
-  decode_error r#1 TransferFailed fault 1 -> decode r#2 D
-  decode_error r#2 TransferFailed fault 2
-  cancelled r                             -> fail r RequestCancelled: cancelled by the client
-  time 1
-  counts                                  -> queued 0; in flight 0; deadlines 0
-
 a prompt that a worker has computed goes back to it
   # A decode worker that drains has not begun, so the attempt does not count. No report says yet what P2 has cached.
   fleet P1 D1 D2
@@ -182,11 +175,6 @@ a prompt that a worker has computed goes back to it
   prefilled r#2 8 index=1 -> deliver r 1: 8
   tokens_from r#2 2 9 10  -> deliver r 2: 9 10
   ends r#2                -> finish r length, disaggregated, 4 tokens, recomputed 9
-
-a prompt whose worker is gone goes to another one
-  fleet P1 P2 D1 D2
-  arrives r -> decode r#1 D1 from P1/1; prefill r#1 P1 for D1/1
-  prefill_error r#1 WorkerUnavailable it died -> cancel r#1; decode r#2 D1 from P2/2; prefill r#2 P2 for D1/2
 
 a retry is routed by the prompt and its delivered tokens
   # P2 has the delivered tokens cached, too, and so has fewer tokens to compute.
@@ -204,16 +192,6 @@ a retry goes to the decode worker alone that has nearly all of its blocks
   prefilled r#1 33                        -> deliver r 0: 33
   caches D2 32
   decode_error r#1 WorkerUnavailable died -> withdraw r#1 P/1; decode r#2 D2 behind 33
-
-tokens that are computed again are counted
-  fleet P D1 D2
-  arrives r                               -> decode r#1 D1 from P/1; prefill r#1 P for D1/1
-  prefilled r#1 11                        -> deliver r 0: 11
-  tokens_from r#1 1 12                    -> deliver r 1: 12
-  decode_error r#1 WorkerUnavailable died -> decode r#2 D2 from P/2 behind 11 12; prefill r#2 P for D2/2 behind 11 12
-  prefilled r#2 13 index=2 cached=8       -> deliver r 2: 13
-  tokens_from r#2 3 14                    -> deliver r 3: 14
-  ends r#2 num_tokens=2                   -> finish r length, recomputed, 4 tokens, attempts 2, cached 8, recomputed 2
 """
 )
 

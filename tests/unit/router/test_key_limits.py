@@ -79,6 +79,10 @@ def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
         limits.admit(ApiKeyConfig(name="free", sha256="0" * 64), 0.0)
     limits.admit(STREAMS, 0.0)
     assert (limits.num_open("free"), limits.num_open("alice")) == (100, 1)
+    limits.admit(STREAMS, 0.0)
+    with pytest.raises(KeyLimitReached, match=r"'alice' has 2 open requests, its limit \(max_streams\)") as full:
+        limits.admit(STREAMS, 0.0)
+    assert (full.value.retryable, full.value.retry_after_s) == (True, 1.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=60), st.integers(1, 4), st.integers(1, 5))
@@ -184,15 +188,25 @@ class FullPool:
         raise QueueFull("full")
 
 
-@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
-async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(method: str) -> None:
-    pool, shell = FullPool(), SimpleNamespace(
+def servicer_of(pool: FullPool) -> InferenceServicer:
+    shell = SimpleNamespace(
         config=RouterConfig(), now=lambda: 0.0, new_request_id=lambda: "r", refuse=lambda *_: None,
         count_refusal=lambda _: None, view=SimpleNamespace(decode_limits=()),
     )  # fmt: skip
     tokenizer: Any = SimpleNamespace(info=SimpleNamespace(name="m"), decode=None)
     parts: Any = (tokenizer, shell, pool, TenantAdmission(BOTH), SimpleNamespace(is_quick=lambda _: True))
-    servicer = InferenceServicer(*parts)
+    return InferenceServicer(*parts)
+
+
+async def test_more_tokens_than_a_text_may_have_are_refused_before_they_are_read() -> None:
+    request = inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001)
+    with pytest.raises(InvalidRequest, match="token_ids: must have at most 1000000 items, has 1000001"):
+        await servicer_of(FullPool()).Detokenize(request, LocalContext(headers("bob's key")))
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(method: str) -> None:
+    servicer = servicer_of(pool := FullPool())
 
     async def call(*metadata: tuple[str, str]) -> None:
         match method:

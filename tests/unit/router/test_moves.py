@@ -22,10 +22,6 @@ ASKED = (
 
 test_a_move = transcripts(
     """
-the router opens the call of the target and tells the source who reads
-  # It moves already.
-  asks r#1
-
 both workers send tokens and each index is delivered once
   tokens_from r#1 4 14 15  -> deliver r 4: 14 15
   hands_over r#1 6
@@ -37,11 +33,6 @@ both workers send tokens and each index is delivered once
   tokens_from r#2 7 17..29 -> deliver r 7: 17..29
   ends r#2                 -> finish r length, migrated, 20 tokens, moves 1, recomputed 3, bytes 7, block seconds 2
   counts                   -> queued 0; in flight 0; deadlines 0; drain moved 1
-
-the target brings what the source could not send any more
-  hands_over r#1 6
-  decode_error r#1 WorkerUnavailable D1 died
-  tokens_from r#2 4 14..16 -> deliver r 4: 14..16
 
 a source that fails before it hands over fails the attempt
   decode_error r#1 WorkerUnavailable D1 died -> cancel r#2; decode r#3 D2 from P/3 behind 10..13
@@ -61,22 +52,8 @@ after the failure of the target the source samples on
   ends r#1                 -> finish r length, disaggregated, 20 tokens
   counts                   -> queued 0; in flight 0; deadlines 0; drain failed 1
 
-after the failure of the target the source that has handed over samples on
-  hands_over r#1 4
-  decode_error r#2 TransferFailed the hand-off failed -> resume r#1 D1/2
-  tokens_from r#1 4 14..29 -> deliver r 4: 14..29
-  ends r#1                 -> finish r length, disaggregated, 20 tokens
-
 the router ends the call of a lost target before it resumes the source
   lost D2 -> peers P left D2; cancel r#2; resume r#1 D1/2
-
-a target that fails after its first token resumes nothing
-  hands_over r#1 4
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  # The source may wait for its release, so its call ends, too.
-  decode_error r#2 TransferFailed the hand-off failed -> cancel r#1; decode r#3 D2 from P/3 behind 10..14
-                       -> prefill r#3 P for D2/3 behind 10..14
-  tokens_from r#1 5 99
 
 a source that cannot begin ends the call of the target
   cannot_begin r#2         -> cancel r#2; resume r#1 D1/2
@@ -86,6 +63,7 @@ a source that cannot begin ends the call of the target
 
 the source may return before the first token of the target
   ends r#1 handoff
+  load D1                  -> D1 0 s, 0 sequences, 64 blocks
   tokens_from r#2 4 14..29 -> deliver r 4: 14..29
   ends r#2                 -> finish r length, migrated, 20 tokens, moves 1
 
@@ -97,14 +75,15 @@ the end of the request ends both calls
   stopped r -> cancel r#2; cancel r#1; finish r stop, disaggregated, 4 tokens
   tokens_from r#2 4 99
 
-a cancel after the move ends both calls while the source waits
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  cancelled r          -> cancel r#1; cancel r#2; fail r RequestCancelled: cancelled by the client
-
 a source that cannot begin after the target has taken over changes nothing
   tokens_from r#2 4 14 -> deliver r 4: 14
   cannot_begin r#2
   cannot_begin r#1
+  lost D1              -> peers P left D1
+
+a target that returns before its tokens arrive has taken over
+  ends r#2 num_tokens=16
+  tokens_from r#2 4 14..29 -> deliver r 4: 14..29; cancel r#1; finish r length, migrated, 20 tokens, moves 1
 
 a target that says where its part begins has taken over
   hands_over r#2 4
@@ -131,18 +110,6 @@ a move that fails is no fault of the worker that computed the prompt
 
 test_the_choice_of_a_target = transcripts(
     """
-a request goes on after the loss of the target that had computed its prompt
-  # P becomes a decode worker meanwhile.
-  reports D2 draining
-  lost P               -> peers D1 left P; peers D2 left P
-  enter P role=decode
-  reports P takes_moves=1
-  asks r#1             -> decode r#2 P from D1/2 behind 10..13 moves; move r#1 D1 to r#2 P/2 12 tokens
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  ends r#1 handoff
-  reports D2
-  lost P               -> cancel r#2; decode r#3 D2 behind 10..14
-
 a request stays without a worker that takes moves, or if its own one takes none
   reports D2
   asks r#1
@@ -153,15 +120,8 @@ a request stays without a worker that takes moves, or if its own one takes none
   reports D1 draining
   asks r#1
 
-a request moves only to a worker that has room to its end
-  # 28 tokens, of which the last one needs no slot.
-  reports D2 takes_moves=1 free=6
-  asks r#1
-  reports D2 takes_moves=1 free=7
-  asks r#1 -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
-
 a sequence that could stay moves only where a tenth of the pool stays free
-  # 7 blocks for the sequence, and 6.4 of the pool's 64.
+  # 28 tokens, of which the last one needs no slot: 7 blocks, and 6.4 of the pool's 64.
   reports D2 takes_moves=1 free=13
   asks r#1 room
   reports D2 takes_moves=1 free=14
@@ -199,14 +159,6 @@ a full target is not asked before its next report
   asks r#1                        -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
   decode_error r#2 QueueFull full -> resume r#1 D1/2
   asks r#1
-  reports D2 takes_moves=1
-  asks r#1                        -> decode r#3 D2 from D1/3 behind 10..13 moves; move r#1 D1 to r#3 D2/3 12 tokens
-
-a full target is asked again
-  enter D3                        -> peers D3 owner P; peers P reader D3
-  reports D3 takes_moves=1
-  asks r#1                        -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
-  decode_error r#2 QueueFull full -> resume r#1 D1/2
   reports D2 takes_moves=1
   asks r#1                        -> decode r#3 D2 from D1/3 behind 10..13 moves; move r#1 D1 to r#3 D2/3 12 tokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,9 +27,9 @@ from router.routing.policy import (
     RoutingQuestion,
     SecondsPolicy,
     WorkerView,
+    move_target,
     reason_for,
 )
-from router.routing.prefix_index import PrefixIndex
 
 BLOCK = 4
 COST = StepCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, token_s=0.001, pair_s=0.0)
@@ -95,44 +96,47 @@ def test_cached_tokens_are_not_computed_but_attended_to() -> None:
     assert (found.cached_tokens, found.uncached_tokens) == (100, 100)
 
 
-def test_shorter_prompts_go_first_and_longer_ones_only_fill_the_step() -> None:
-    shorter = pair(1000, view("p", backlog=backlog(0.2, 0.3)), view("d"))
-    assert shorter.queue_s == pytest.approx(0.5)
-    longer = pair(100, view("p", backlog=backlog(60.0)), view("d"))
-    assert longer.queue_s == pytest.approx(0.512 + COST.step_s), "the step that runs is filled by the long prompt"
-    assert longer.prefill_s == pytest.approx(0.512 + COST.step_s), "so is the step that computes this prompt"
+STEP_S = 0.512 + COST.step_s  # of a full step
 
 
-def test_work_that_is_done_since_the_report_does_not_wait() -> None:
-    busy = view("p", backlog=backlog(0.2, 0.3), reported_at=7.0)
-    assert pair(1000, busy, view("d"), now=7.4).queue_s == pytest.approx(0.5 - 0.4 * 0.512 / 0.522)
-    assert pair(1000, busy, view("d"), now=9.0).queue_s == 0.0
-
-
-def test_work_on_the_way_waits_in_full_whatever_the_age_of_the_report() -> None:
-    busy = view("p", backlog=backlog(0.2), arriving=backlog(0.3), reported_at=0.0)
-    assert pair(1000, busy, view("d"), now=50.0).queue_s == pytest.approx(0.3)
-
-
-def test_a_step_that_runs_is_waited_for_until_it_ends() -> None:
-    busy = view("p", backlog=backlog(60.0), reported_at=1.0)
-    assert pair(100, busy, view("d"), now=1.5).queue_s == pytest.approx(0.512 + COST.step_s - 0.5)
+@pytest.mark.parametrize(
+    ("num_tokens", "busy", "now", "queue_s"),
+    [
+        (1000, {"backlog": backlog(0.2, 0.3)}, 0.0, 0.5),  # shorter prompts go first
+        (100, {"backlog": backlog(60.0)}, 0.0, STEP_S),  # a longer one fills the step that runs
+        (100, {"backlog": backlog(60.0), "reported_at": 1.0}, 1.5, STEP_S - 0.5),  # until it ends
+        (
+            1000,
+            {"backlog": backlog(0.2, 0.3), "reported_at": 7.0},
+            7.4,
+            0.5 - 0.4 * 0.512 / STEP_S,
+        ),  # work that is done
+        (1000, {"backlog": backlog(0.2, 0.3), "reported_at": 7.0}, 9.0, 0.0),
+        (1000, {"backlog": backlog(0.2), "arriving": backlog(0.3)}, 50.0, 0.3),  # work on the way
+    ],
+)
+def test_a_prompt_waits_for_the_prompts_that_go_first_and_the_step_that_runs(
+    num_tokens: int, busy: dict[str, Any], now: float, queue_s: float
+) -> None:
+    assert pair(num_tokens, view("p", **busy), view("d"), now).queue_s == pytest.approx(queue_s)
 
 
 def path(bytes_per_s: float, expected: float = 0.0, latency_s: float = 0.0) -> dict[str, PathStatus]:
     return {"agent-p": PathStatus("agent-p", PathState.FINE, Lane.RDMA, bytes_per_s, expected, latency_s)}
 
 
-def test_only_the_transfer_of_the_last_chunk_remains_on_a_fast_path() -> None:
-    owner = view("p", agent_name="agent-p")
-    found = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e6, latency_s=0.25)))
-    assert found.transfer_s == pytest.approx(0.25 + 128 * 1000 / 1e6), "512 tokens in blocks of 4"
-
-
-def test_a_slow_path_lags_behind_the_prefill() -> None:
-    owner = view("p", agent_name="agent-p")
-    found = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e4)))
-    assert found.transfer_s == pytest.approx(256 * 1000 / 1e4 - found.prefill_s)
+@pytest.mark.parametrize(
+    ("paths", "transfer_s"),
+    [
+        (path(1e6, latency_s=0.25), 0.25 + 128 * 1000 / 1e6),  # of the last chunk: 512 tokens in blocks of 4
+        (path(1e4), 256 * 1000 / 1e4 - (1.024 + 2 * COST.step_s)),  # it lags behind the prefill
+        (path(0.0, expected=2e6), 128 * 1000 / 2e6),  # the bandwidth of the hardware
+        ({}, 128 * 1000 / UNKNOWN_BYTES_PER_S),
+    ],
+)
+def test_a_transfer_costs_what_the_prefill_does_not_hide(paths: dict[str, PathStatus], transfer_s: float) -> None:
+    found = pair(1024, view("p", agent_name="agent-p"), view("d", block_bytes=1000, paths=paths))
+    assert found.transfer_s == pytest.approx(transfer_s)
 
 
 def test_a_transfer_that_ends_within_the_step_limit_costs_nothing() -> None:
@@ -141,14 +145,6 @@ def test_a_transfer_that_ends_within_the_step_limit_costs_nothing() -> None:
     for limit_s, late_s in ((exposed + 0.01, 0.0), (exposed - 0.01, 0.01)):
         found = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e6), step_limit_s=limit_s))
         assert found.transfer_s == pytest.approx(late_s, abs=1e-9)
-
-
-def test_an_unmeasured_path_has_the_bandwidth_of_its_hardware_or_a_guess() -> None:
-    owner = view("p", agent_name="agent-p")
-    known = pair(512, owner, view("d", block_bytes=1000, paths=path(0.0, expected=2e6)))
-    assert known.transfer_s == pytest.approx(128 * 1000 / 2e6)
-    unknown = pair(512, owner, view("d", block_bytes=1000))
-    assert unknown.transfer_s == pytest.approx(128 * 1000 / UNKNOWN_BYTES_PER_S)
 
 
 def test_a_full_decode_worker_is_waited_for_after_the_prefill() -> None:
@@ -246,6 +242,43 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
     assert (chosen.prefill_worker, chosen.decode_worker) == ("p2", "d2")
 
 
+@pytest.mark.parametrize(
+    ("better", "others"),
+    [
+        ({}, {"num_free_blocks": 50}),
+        ({}, decoding(8)),
+        ({}, {"num_dispatched": 1}),
+        ({"cached_tokens": 600}, {}),
+    ],
+)
+def test_among_more_decode_workers_than_are_paired_the_cheapest_is_found(
+    better: dict[str, Any], others: dict[str, Any]
+) -> None:
+    decode = [*(view(f"d{number}", block_bytes=10**7, **others) for number in range(MAX_PAIRED + 2))]
+    found = ask(800, [view("p")], [*decode, view("dz", block_bytes=10**7, **better)])
+    assert (found[0].decode_worker, len(found)) == ("dz", MAX_PAIRED)
+
+
+@pytest.mark.parametrize(
+    ("max_total_tokens", "of_source", "reserve_share", "needed"),
+    [
+        (29, {}, 0.0, 7),  # the last token needs no slot
+        (30, {}, 0.0, 8),
+        (29, {"cached_tokens": 8}, 0.0, 5),
+        (29, {"cached_tokens": 8, "num_cached_blocks": 1}, 0.0, 6),
+        (29, {}, 0.1, 14),  # and 6.4 of 64
+    ],
+)
+def test_a_sequence_moves_only_where_its_blocks_up_to_its_end_are_free(
+    max_total_tokens: int, of_source: dict[str, int], reserve_share: float, needed: int
+) -> None:
+    for num_free, num_found in ((needed - 1, 0), (needed, 1)):
+        target = view("d", num_free_blocks=num_free, num_blocks=64, **of_source)
+        question = RoutingQuestion(12, [], [target], False, BLOCK)
+        found = move_target(question, IDLE, max_total_tokens, reserve_share)
+        assert (found is not None) == num_found
+
+
 views = st.builds(
     lambda queued, arriving, streams, cached, dispatched, room: (
         dict(
@@ -292,29 +325,6 @@ def test_more_work_never_makes_the_first_token_earlier(work: list[float], more: 
     before = pair(num_tokens, view("p", arriving=backlog(*work)), view("d"))
     after = pair(num_tokens, view("p", arriving=backlog(*work, more)), view("d"))
     assert after.first_token_s >= before.first_token_s - 1e-9
-
-
-def test_requests_follow_their_cached_prefix_unless_the_other_worker_is_less_busy() -> None:
-    """The decision test of Dynamo: each worker caches the blocks (A to G) that it gets, and its queue never empties."""
-    index, work = PrefixIndex(), {"a": [], "b": []}  # type: ignore[var-annotated]
-    one_block = replace(COST, step_s=0.0, token_s=0.01)
-
-    def route(*blocks: str) -> str:
-        names = [ord(block) for block in blocks]
-        matched = index.match(names)
-        options = [
-            view(name, BLOCK * matched.get(name, 0), cost=one_block, arriving=(sum(work[name]),)) for name in ("a", "b")
-        ]
-        worker = ask(BLOCK * len(blocks), options, [view("d")])[0].prefill_worker
-        assert worker is not None
-        work[worker].append(0.01 * BLOCK * (len(blocks) - matched.get(worker, 0)))
-        index.store(worker, names)
-        return worker
-
-    assert route("A", "B", "C", "D") == "a", "equal costs: the first by name"
-    assert route("E", "F") == "b", "worker a is busy"
-    assert route("A", "B", "C", "D", "G") == "a", "four blocks cached outweigh two blocks more queued"
-    assert route("A", "E") == "b", "one cached block does not"
 
 
 @pytest.mark.parametrize(

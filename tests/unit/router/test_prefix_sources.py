@@ -30,13 +30,14 @@ from router.routing.policy import (
     WorkerView,
 )
 from router.routing.source_trial import SourceTrial
-from tests.unit.router.driving_router import CONFIG, LAYOUT, SERVING, DrivenRouter, agent, transcripts
+from tests.unit.router.driving_router import LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
 READER = replace(IDLE, worker_id="P", reads_prefixes=True, block_bytes=BLOCK_BYTES, agent_name="P")
 OWNER = replace(READER, worker_id="S", agent_name="S")
 D = replace(IDLE, worker_id="D")
+WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLOCK, disk_bytes_per_s=1e9)
 PATH = PathStatus("S", PathState.FINE, bytes_per_s=1e9)  # a block in 1 ms; to compute it takes 4
 
 
@@ -72,18 +73,12 @@ def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
     assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
 
 
-def test_a_decode_worker_alone_reads_too() -> None:
-    reader = replace(READER, worker_id="D", agent_name="D", paths={"S": PATH})
-    question = RoutingQuestion(100, [], [(reader, 0)], False, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(AUTO).candidates(question)[0]
-    assert (found.prefill_worker, found.read.source, found.uncached_tokens) == (None, "S", 20)
-
-
-def test_the_last_token_of_a_prompt_is_not_read() -> None:
-    reader = replace(READER, paths={"S": PATH})
-    question = RoutingQuestion(80, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(NEVER).candidates(question)[0]
-    assert (found.read.num_tokens, found.uncached_tokens) == (76, 4)
+@pytest.mark.parametrize(("num_tokens", "num_read"), [(80, 76), (81, 80)])
+def test_the_last_token_of_a_prompt_is_not_read(num_tokens: int, num_read: int) -> None:
+    for reader in (replace(READER, paths={"S": PATH}), WITH_DISK):
+        question = RoutingQuestion(num_tokens, [(reader, 0)], [(D, 0)], True, BLOCK, 0.0, [(OWNER, 84)], {"P": 84})
+        found = SecondsPolicy(NEVER).candidates(question)[0]
+        assert (found.read.num_tokens, found.uncached_tokens) == (num_read, num_tokens - num_read)
 
 
 def test_pulls_that_the_router_knows_of_come_first() -> None:
@@ -178,22 +173,25 @@ def test_what_workers_report_of_their_paths_counts_until_they_report_less_or_lea
     assert p.view.machine == "A"
 
 
-@pytest.mark.parametrize("state", [PathState.UNREACHABLE, PathState.REFUSED])
-def test_no_prefix_is_read_without_a_path(state: PathState) -> None:
-    assert read_by(replace(READER, paths={"S": replace(PATH, state=state)})) is NO_READ
-
-
-def test_a_worker_that_cannot_read_or_whose_source_has_failed_computes() -> None:
-    assert read_by(replace(READER, reads_prefixes=False)) is NO_READ
-    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=10.0) is NO_READ
-    assert read_by(replace(READER, avoided_sources={"S": 20.0}), now=20.0).source == "S"
-
-
-def test_no_prefix_is_read_into_a_pool_without_room() -> None:
-    """The cached part of the prompt is of the free blocks, until the prompt holds it."""
-    reader = replace(READER, num_cached_blocks=10, num_free_blocks=20)
-    assert read_by(reader, cached=40).num_tokens == 40
-    assert read_by(replace(reader, num_free_blocks=19), cached=40) is NO_READ
+@pytest.mark.parametrize(
+    ("reader", "owner", "cached", "num_read"),
+    [
+        ({"paths": {"S": replace(PATH, state=PathState.UNREACHABLE)}}, {}, 0, 0),
+        ({"paths": {"S": replace(PATH, state=PathState.REFUSED)}}, {}, 0, 0),
+        ({"reads_prefixes": False}, {}, 0, 0),
+        ({"avoided_sources": {"S": 10.1}}, {}, 0, 0),
+        ({"avoided_sources": {"S": 10.0}}, {}, 0, 80),
+        ({"num_cached_blocks": 10, "num_free_blocks": 20}, {}, 40, 40),  # the cached part is of the free blocks
+        ({"num_cached_blocks": 10, "num_free_blocks": 19}, {}, 40, 0),
+        ({}, {"num_free_blocks": 20}, 0, 80),  # others wait for the blocks of its pool
+        ({}, {"num_free_blocks": 19}, 0, 0),
+    ],
+)
+def test_a_prefix_is_read_over_a_path_where_both_pools_have_room(
+    reader: dict[str, object], owner: dict[str, object], cached: int, num_read: int
+) -> None:
+    found = read_by(replace(READER, **reader), replace(OWNER, **owner), cached=cached, now=10.0)  # type: ignore[arg-type]
+    assert found.num_tokens == num_read
 
 
 def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_blocks() -> None:
@@ -209,11 +207,6 @@ def test_a_read_must_bring_the_first_token_sooner_than_a_hand_off_of_the_same_bl
     assert hand_off.transfer_s > 0.0, "the second token waits for the blocks"
     read = candidates(replace(OWNER, backlog=backlog(0.1), reported_at=10.0))[0]
     assert (read.prefill_worker, read.read.source) == (None, "S"), "the owner of the prefix is busy"
-
-
-def test_no_prefix_is_read_from_a_pool_whose_blocks_others_wait_for() -> None:
-    assert read_by(READER, replace(OWNER, num_free_blocks=20)).num_tokens == 80
-    assert read_by(READER, replace(OWNER, num_free_blocks=19)) is NO_READ
 
 
 # ---- the calls
@@ -252,6 +245,11 @@ a worker of a fleet whose config forbids it
   enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
   arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
 
+a worker of a fleet whose pools have blocks of different sizes
+  enter P block_size=8 token_s=0.001 gives_prefixes=1 -> peers P reader D; peers D owner P
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives a prompt=41 -> decode a#1 D from P/1; prefill a#1 P for D/1
+
 a worker that has failed the request
   enter P1 token_s=0.001 gives_prefixes=1 cached=40 -> peers P1 reader D; peers D owner P1
   arrives a prompt=41 -> decode a#1 D from P1/1; prefill a#1 P1 for D/1
@@ -270,8 +268,10 @@ a decode worker that computes the prompt takes blocks for all of it
 
 a prefill worker may read from the decode worker of the prompt
   reports S token_s=0.001 gives_prefixes=1
+  reports P token_s=0.01 gives_prefixes=1
+  # It may take half of the time that it saves.
   arrives a prompt=41 -> decode a#1 S from P/2; prefill a#1 P for S/2 reads 40 tokens of S/1
-                      -> offer a#1 S to P/1 1..40 within 0.054 s
+                      -> offer a#1 S to P/1 1..40 within 0.201 s
 """,
     SOURCE,
 )
@@ -305,10 +305,18 @@ it makes no offer and is not asked again
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
 
-it is gone and is not asked again
+it is gone and gets no call before its next report
+  reports S token_s=0.001 gives_prefixes=1
   prefix_refused b#1 S WorkerUnavailable
   reports P token_s=0.001 gives_prefixes=1
   arrives c prompt=41 -> decode c#1 D from P/5; prefill c#1 P for D/5
+
+it has started again and is asked again
+  prefix_refused b#1 S QueueFull
+  lost S              -> peers P left S
+  enter S token_s=0.001 gives_prefixes=1 cached=40 state=draining -> peers S owner P; peers P reader S
+  arrives c prompt=41 -> decode c#1 D from P/6; prefill c#1 P for D/6 reads 40 tokens of S/5
+                      -> offer c#1 S to P/5 1..40 within 0.058 s
 
 a call with it has failed and it is not asked again
   # For another reader, that says nothing.
@@ -355,13 +363,6 @@ def test_reads_and_hand_offs_take_their_links_once_for_each_router(num_routers: 
     assert links == pytest.approx([read_s, read_s + hand_off_s, read_s + hand_off_s])
 
 
-def test_without_reads_no_hand_off_is_timed() -> None:
-    router = DrivenRouter(replace(CONFIG, peer_prefixes="never"))
-    router.arrives("r")
-    assert router.of(events.StartPrefill)
-    assert all(record.link_until == 0.0 for record in router.machine.workers)
-
-
 def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
     trial, now, pauses = SourceTrial(), 0.0, []
     for _ in range(8):
@@ -379,13 +380,11 @@ def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None
 
 # ---- a disk
 
-WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLOCK, disk_bytes_per_s=1e9)
 
-
-def read_from_disk(worker: WorkerView, on_disk: int = 80, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
+def read_from_disk(worker: WorkerView, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
     """Of a prompt of 100 tokens, which a peer has, too."""
     sources = [(OWNER, 80)] if is_peer_near else []
-    question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": on_disk})
+    question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": 80})
     found = SecondsPolicy(NEVER).candidates(question)[0]
     return found.read
 
@@ -394,7 +393,6 @@ def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
     assert read_from_disk(WITH_DISK)[:3] == ("P", 80, pytest.approx(0.02 + DISK_READ_S))
     assert read_from_disk(WITH_DISK, cached=40)[:3] == ("P", 40, pytest.approx(0.01 + DISK_READ_S))
     assert read_from_disk(WITH_DISK, cached=80) is NO_READ
-    assert read_from_disk(WITH_DISK, on_disk=100).num_tokens == 96, "the last token is computed"
     assert read_from_disk(replace(WITH_DISK, disk_bytes_per_s=2e8)) is NO_READ  # 0.1 s for 0.08 s
     assert read_from_disk(replace(WITH_DISK, num_free_blocks=19)) is NO_READ
 

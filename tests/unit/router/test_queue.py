@@ -20,14 +20,6 @@ the other choices start beside the first one and go elsewhere if that worker fai
   tokens_from a#1 0 11                 -> decode b#1 D1; decode c#1 D1
   decode_error b#1 TransferFailed once -> decode b#2 D2 from P/2; prefill b#2 P for D2/2
 
-the other choices start after a first choice of one token
-  # The prefill worker ends it, and no decode worker ever speaks.
-  fleet P D
-  arrives a max_tokens=1 others=b -> decode a#1 D from P/1; prefill a#1 P for D/1
-  prefilled a#1 11 ends=length    -> deliver a 0: 11; cancel a#1; withdraw a#1 P/1
-                                  -> finish a length, disaggregated, 1 tokens
-                                  -> decode b#1 D
-
 a call is admitted or refused as a whole
   config max_in_flight_per_worker=1 max_queued=1
   fleet D
@@ -54,20 +46,6 @@ choices that follow are refused with the first that cannot be of use without the
   arrives d tenant=c following=2 -> refused QueueFull: 1 requests are queued, 2 follow this one, and max_queued is 3
   arrives d tenant=c following=1 ->
   arrives e tenant=e following=2 ->  # a tenant that has less than another
-
-the other choices stay held while the first one is retried
-  fleet D1 D2
-  arrives a others=b                   -> decode a#1 D1
-  decode_error a#1 TransferFailed once -> decode a#2 D2
-  tokens_from a#2 0 11                 -> deliver a 0: 11; decode b#1 D2
-
-the other choices fail with a first choice that is cancelled
-  fleet D
-  arrives a others=b,c -> decode a#1 D
-  cancelled a          -> cancel a#1; fail a RequestCancelled: cancelled by the client
-                       -> fail b RequestCancelled: cancelled by the client
-                       -> fail c RequestCancelled: cancelled by the client
-  counts               -> queued 0; in flight 0; deadlines 0
 
 the other choices fail with the last attempt of the first one
   fleet D
@@ -133,17 +111,11 @@ test_tenants = transcripts(
 a full queue gives up the newest request of the tenant with most
   arrives more tenant=flood  -> refused QueueFull: 3 requests are queued, and max_queued is 3
   arrives other tenant=quiet -> fail f3 QueueFull: 3 requests are queued, and max_queued is 3
+  arrives third tenant=third -> fail f2 QueueFull: 3 requests are queued, and max_queued is 3
   counts                     -> queued 3; in flight 1; deadlines 7
 
 a full queue gives up nothing for a request of lower priority
   arrives other tenant=quiet priority=1 -> refused QueueFull: 3 requests are queued, and max_queued is 3
-
-a stream that goes on is not behind the turns of tenants
-  tokens_from f0#1 0 11 12               -> deliver f0 0: 11 12
-  ends f0#1                              -> finish f0 length, local, 2 tokens; decode f1#1 D
-  arrives other tenant=quiet
-  tokens_from f1#1 0 11                  -> deliver f1 0: 11
-  decode_error f1#1 TransferFailed stale -> decode f1#2 D behind 11
 """,
     FLOODED,
 )
@@ -170,12 +142,6 @@ the decode worker computes a prompt that no prefill worker can hold
   enter P blocks=8
   enter D             -> peers D owner P; peers P reader D
   arrives r prompt=33 -> decode r#1 D
-
-a retry returns to the failed worker if no other can hold the request
-  enter small blocks=8
-  enter large
-  arrives r max_tokens=32 -> decode r#1 large
-  decode_error r#1 TransferFailed the peer is gone -> decode r#2 large
 
 a request that waits for a large pool lets shorter ones pass and goes first when it has room
   enter small blocks=8
@@ -253,12 +219,3 @@ def test_reports_tokens_and_later_requests_price_nothing_while_no_room_is_gained
     assert prices.call_count == 0
     assert [router.seen(action) for action in router.ends("runs#1")][1:] == ["decode waits#1 D"]
     assert prices.call_count == 2, "the first of the queue finds room, and the next one finds none"
-
-
-def test_a_request_that_is_first_in_the_queue_is_priced_even_if_the_one_before_found_no_room() -> None:
-    """The prefill worker is full. The second request avoids it, so the decode worker may serve that one alone."""
-    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), decode=("D1", "D2", "D3"))
-    for name in ("runs", "waits", "fails"):
-        router.arrives(name)
-    router.machine._requests["fails"].failed_workers = frozenset({"P"})
-    assert "decode fails#1 D2" in [router.seen(action) for action in router.cancelled("waits")]

@@ -173,7 +173,9 @@ def test_every_term_of_the_route_is_an_attribute_in_ms() -> None:
     route = CANDIDATE._replace(queue_s=0.1, prefill_s=0.2, transfer_s=0.04, room_wait_s=0.3, gap_s=0.002, num_streams=3)
     route = route._replace(evict_s=0.004)
     outcome = replace(OUTCOME, candidate=route, first_token_s=1.25)
-    assert route_attributes(outcome) == pytest.approx(
+    attributes = route_attributes(outcome)
+    assert attributes.keys() <= set(map(str, vars(Attribute).values())), "docs/traces.md lists them"
+    assert attributes == pytest.approx(
         {
             "tandem.route.queue_ms": 100.0, "tandem.route.prefill_ms": 200.0, "tandem.route.transfer_ms": 40.0,
             "tandem.route.room_wait_ms": 300.0, "tandem.route.gap_ms": 2.0, "tandem.route.num_streams": 3,

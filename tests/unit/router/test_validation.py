@@ -1,6 +1,7 @@
 """What each field of a request may hold: an error names the field and its limit.
 
-The limits of sampling parameters are in tests/unit/core/test_request_limits.py; one row here shows each on the wire.
+The limits of sampling parameters are in tests/unit/core/test_request_limits.py; the fields on the wire in
+tests/property/test_request_codec.py.
 Millions of ids are refused before any id is converted. A client may bring the start of an answer: each token is
 checked, and the text goes on behind the last one.
 """
@@ -99,12 +100,6 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (stop(stop_token_ids=range(65)), "stop_token_ids", "at most 64"),
     (stop(stop_token_ids=[10**6]), "stop_token_ids", "outside"),
     (sampled(temperature=math.nan), "temperature", "[0, 100]"),
-    (sampled(top_p=0.0), "top_p", "(0, 1]"),
-    (sampled(min_p=2.0), "min_p", "[0, 1]"),
-    (sampled(repetition_penalty=1e-38), "repetition_penalty", "[0.01, 100]"),
-    (sampled(presence_penalty=3.0), "presence_penalty", "[-2, 2]"),
-    (sampled(frequency_penalty=math.inf), "frequency_penalty", "[-2, 2]"),
-    (sampled(seed=2**63), "seed", "[0, "),
     (sampled(logit_bias=dict.fromkeys(range(2000), 1.0)), "logit_bias", "at most 1024"),
     (sampled(logit_bias={10**6: 1.0}), "logit_bias", "outside the vocabulary"),
     (sampled(logit_bias={1: math.nan}), "logit_bias", "[-100, 100]"),
@@ -184,6 +179,9 @@ def test_a_request_that_says_nothing_is_sampled_as_the_model_says(
     tokenizer.info = replace(tokenizer.info, default_sampling=OF_THE_MODEL)
     sampling = prepared(wire, tokenizer).choices[0].sampling
     assert {name: getattr(sampling, name) for name in OF_THE_MODEL} == OF_THE_MODEL | others
+    assert sampling.speculation
+    wire.speculation = False
+    assert not prepared(wire, tokenizer).choices[0].sampling.speculation
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from core.handoff import OwnerState, PullerState
 from core.paths import PeerJoined
 from router.operations.fleet_metrics import readings
 from router.requests.events import UpdatePeers
@@ -22,13 +23,6 @@ a joining worker and the other pool learn of each other, and of its loss
   enter P2 -> peers P2 reader D0 reader D1; peers D0 owner P2; peers D1 owner P2
   lost P2  -> peers D0 left P2; peers D1 left P2
 
-a worker lost by silence is announced again after its next snapshot
-  fleet P D
-  time 5
-  reports D
-  time 6  -> peers D left P
-  enter P -> peers P reader D; peers D owner P
-
 a worker learns of a peer that died while no router ran
   # A new router: "dead" was a worker of an earlier router, and may still join.
   fleet P D
@@ -44,19 +38,6 @@ a worker that is lost learns nothing more
   time 5
   reports P
   time 5 -> peers P left D
-
-a peer that joins late is kept
-  fleet P D
-  paths D P Plate
-  time 5
-  enter Plate -> peers Plate reader D; peers D owner Plate
-  reports P
-  reports D
-  time 9
-  reports P
-  reports D
-  reports Plate
-  time 9
 
 a worker learns of an absent peer that it reports later
   fleet P D
@@ -86,25 +67,10 @@ a load is the report and the calls that had not arrived
   decode_error b#1 WorkerUnavailable reset
   load D              -> D 0.09 s, 4 sequences, 64 blocks
 
-a call on the way counts once for each router with open calls
-  # Every router sees the same reports and chooses alike, and their calls on the way are unseen.
-  fleet D E
-  arrives a prompt=20 -> decode a#1 D
-  load D              -> D 0.02004 s, 1 sequences, 59 blocks
-  reports E num_calls=2 routers=second:9:1,third:5:1
-  load D E            -> D 0.06012 s, 1 sequences, 49 blocks; E 0 s, 2 sequences, 64 blocks
-  reports D backlog=0.007 num_calls=1 routers=second:8:1
-  load D              -> D 0.06712 s, 2 sequences, 49 blocks
-  # The second router has a call on D, the third none.
-  reports E
-  load D              -> D 0.04708 s, 2 sequences, 54 blocks
-  reports D backlog=0.02 num_calls=1 routers=router:1:1
-  load D              -> D 0.02 s, 1 sequences, 64 blocks
-
 a router whose worker is lost counts no more
-  fleet D E
+  fleet D
   arrives a prompt=20 -> decode a#1 D
-  reports E num_calls=2 routers=second:9:1
+  enter E routers=second:9:1
   load D              -> D 0.04008 s, 1 sequences, 54 blocks
   lost E
   load D              -> D 0.02004 s, 1 sequences, 59 blocks
@@ -148,6 +114,17 @@ def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     assert len(peers) > 30, "joining workers learn of different peers"
 
 
+def test_a_fleet_awaits_its_first_prefill_worker_and_no_later_one() -> None:
+    """Decode workers compute the prompts behind the loss of the last one."""
+    router = DrivenRouter(prefill=())
+    view = router.machine.view
+    view.begins_with_prefill = True
+    assert view.awaits_prefill
+    router.fleet("P")
+    router.lost("P")
+    assert not view.awaits_prefill
+
+
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,3 +141,17 @@ def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_som
     monkeypatch.setattr(view, "worker", worker_and_a_report_meanwhile)
     paths = [(labels["state"], value) for metric, value, labels in readings(view)() if metric is Metric.PATHS and value]
     assert paths == [("fine", 1)]
+
+
+def test_the_page_shows_transfers_by_side_and_state_and_what_strangers_sent() -> None:
+    router = DrivenRouter(prefill=(), decode=("D",))
+    counts = {OwnerState.OFFERED: 2, PullerState.READING: 3}
+    router.reports("D", transfers=counts, num_malformed_messages=4, num_dropped_messages=5)
+    found = [(metric, value, labels) for metric, value, labels in readings(router.machine.view)() if value]
+    transfers = {
+        (labels["side"], labels["state"]): value for metric, value, labels in found if metric is Metric.WORKER_TRANSFERS
+    }
+    assert transfers == {("offer", "offered"): 2, ("pull", "reading"): 3}
+    totals = {metric: value for metric, value, _ in found}
+    assert totals[Metric.WORKER_MALFORMED_MESSAGES] == 4
+    assert totals[Metric.WORKER_DROPPED_MESSAGES] == 5

@@ -194,6 +194,12 @@ def test_the_kv_of_a_long_prompt_delays_the_second_token() -> None:
     assert one.tpot_s == pytest.approx(10_000 * 1000 / 1e9 + 1e-4 + COST.step_s + COST.sequence_s + 1e-3, rel=0.01)
 
 
+def test_decode_workers_hold_equal_shares_of_the_kv() -> None:
+    used = fleet(4, num_decode=4, pool_tokens=40_000)
+    used.run([Job(10, 0, 3000)] * 40, [0.0037 * number for number in range(40)])
+    assert {worker.most_reserved for worker in used.decode} == {10 * (10 + 2999)}
+
+
 def test_the_coarse_workers_are_near_the_production_machines() -> None:
     workload = synthetic(Synthetic(200, prompt_tokens=2000, output_tokens=100))
     config = ReplayConfig(num_prefill=2, num_decode=2, rate=16.0)

@@ -18,7 +18,6 @@ from simulator.replay.replay_result import (
     ReplayResult,
     RequestRecord,
     goodput90,
-    imbalance,
     percentile,
     worst_tenth_mean,
 )
@@ -108,12 +107,9 @@ def test_a_result_travels_between_processes_and_becomes_json() -> None:
     assert "requests" not in figures.to_dict()
 
 
-def test_percentiles_and_imbalance_of_known_values() -> None:
+def test_percentiles_of_known_values() -> None:
     rising = tuple(float(value) for value in range(100))
     assert (percentile(rising, 50), percentile(rising, 99), percentile((), 50)) == (50.0, 99.0, 0.0)
-    assert imbalance((0.5, 0.5)) == 1.0
-    assert imbalance((1.0, 0.0)) == 2.0
-    assert imbalance((0.0, 0.0)) == 1.0
 
 
 def test_tbt10_is_the_mean_of_the_worst_tenth_and_at_least_of_one_gap() -> None:

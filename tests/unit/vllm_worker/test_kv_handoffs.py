@@ -27,7 +27,7 @@ from vllm_worker.engine import EngineTransfer
 from vllm_worker.kv.handoffs import Handoffs
 from vllm_worker.kv.hooks import CLASS_HOOKS, POOL_METHODS, RANK_HOOKS, SCHEDULER_HOOKS, unmet, unsupported
 from vllm_worker.kv.ledger import decode_holders
-from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, RequestEnd, encode_request
+from vllm_worker.kv.parameters import HOLDERS, LOST_MOVES, READ_BYTES, RequestEnd, encode_request
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 BLOCK_SIZE, NUM_BLOCKS, LEASE_S = 4, 16, 12.0
@@ -297,6 +297,8 @@ def test_every_block_comes_back_and_no_wrong_one_is_used(num_tokens: int, is_fli
     assert not world.owner.handoffs.num_lent
     if not is_flipping and not troubles & {"abort", "lose", "fail_read", "wait"}:
         assert world.reader.outcomes == {"r": True}
+        told = [world.reader.handoffs.step_stats()[READ_BYTES] for _ in range(2)]
+        assert told == [LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes, 0]
     if is_flipping:
         assert True not in world.reader.outcomes.values()
 

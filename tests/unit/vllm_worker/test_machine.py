@@ -44,6 +44,14 @@ a decode call and its hand-off may arrive in any order
   handoff 6
   decode b ticket=6           -> submit b reads kv
 
+from its hand-off to its first token a call waits for the transfer
+  decode a ticket=5
+  wait 1
+  handoff 5                   -> submit a reads kv
+  wait 2
+  output a 3                  -> tokens a 0: 3
+  output a 7 ends=stop        -> tokens a 1: 7; done a stop, queue 1, transfer 2
+
 tokens are numbered from the true prompt on
   decode a delivered=3        -> submit a
   output a 1 2                -> tokens a 3: 1, a 4: 2

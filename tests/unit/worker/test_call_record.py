@@ -44,29 +44,21 @@ def test_a_stage_without_a_step_has_no_batch() -> None:
     assert record.steps_in(Stage.PREFILL) == (0, 0.0), "it has not ended"
 
 
-def test_the_area_under_the_block_count() -> None:
+@pytest.mark.parametrize(
+    ("noted", "read_at", "area"),
+    [
+        ([(2, 10.0), (4, 13.0)], 17.0, 2 * 3 + 4 * 4),
+        ([(3, 0.0), (0, 2.0), (1, 10.0)], 11.0, 3 * 2 + 1),  # preempted, and computed again
+        ([], 5.0, 0.0),
+    ],
+)
+def test_the_area_under_the_block_count(noted: list[tuple[int, float]], read_at: float, area: float) -> None:
     meter = BlockMeter()
-    meter.note("a", 2, 10.0)
-    meter.note("a", 4, 13.0)
-    assert meter.read("a", 17.0) == 2 * 3 + 4 * 4
-    assert meter.read("a", 17.0) == 22, "reading changes nothing"
-
-
-def test_a_sequence_that_lost_its_blocks_costs_nothing_until_it_has_new_ones() -> None:
-    meter = BlockMeter()
-    meter.note("a", 3, 0.0)
-    meter.note("a", 0, 2.0)
-    meter.note("a", 1, 10.0)
-    assert meter.read("a", 11.0) == 3 * 2 + 1
-
-
-def test_an_unknown_and_a_forgotten_sequence_have_cost_nothing() -> None:
-    meter = BlockMeter()
-    assert meter.read("a", 5.0) == 0.0
-    meter.note("a", 3, 0.0)
+    for num_blocks, now in noted:
+        meter.note("a", num_blocks, now)
+    assert meter.read("a", read_at) == meter.read("a", read_at) == area
     meter.forget("a")
-    assert meter.read("a", 5.0) == 0.0
-    assert len(meter) == 0
+    assert (meter.read("a", read_at), len(meter)) == (0.0, 0)
 
 
 SIZES = ModelSizes(num_layer_weights=100, num_head_weights=10, weight_bytes=2.0, pair_flop=4.0, kv_bytes=8.0)
@@ -74,25 +66,19 @@ DECODES = StepWork(num_decodes=2, decode_context=30, prefill_tokens=0, attended_
 PROMPT = StepWork(num_decodes=0, decode_context=0, prefill_tokens=10, attended_pairs=50.0)
 
 
-def test_a_decode_computes_every_weight_for_each_sequence_and_attends_to_its_context() -> None:
+def test_a_decode_computes_and_reads_every_weight_and_a_prompt_those_of_the_layers_for_each_token() -> None:
     assert SIZES.flop(DECODES) == 2 * (100 + 10) * 2 + 4 * 30
-
-
-def test_a_prompt_computes_the_weights_of_the_layers_for_each_token() -> None:
     assert SIZES.flop(PROMPT) == 2 * 100 * 10 + 4 * 50
-
-
-def test_the_weights_are_read_once_and_the_kv_of_each_context() -> None:
-    assert SIZES.memory_bytes(DECODES) == 110 * 2 + 8 * (30 + 2)
+    assert SIZES.memory_bytes(DECODES) == 110 * 2 + 8 * (30 + 2), "the weights once, and the KV of each context"
     assert SIZES.memory_bytes(PROMPT) == 110 * 2 + 8 * (5 + 10)
 
 
 def test_steps_with_a_decode_are_counted_by_duration() -> None:
     stats = StepStats()
-    for seconds in (STEP_BOUNDS_S[0], STEP_BOUNDS_S[2], 100.0):
+    for seconds, counted in ((STEP_BOUNDS_S[0], (1,)), (STEP_BOUNDS_S[2], (1, 0, 1)), (100.0, (1, 0, 1, *[0] * 11, 1))):
         stats.record(DECODES, seconds)
+        assert stats.decode_steps == counted
     stats.record(PROMPT, 1.0)
-    assert stats.decode_steps == (1, 0, 1, *[0] * 11, 1)
     assert stats.seconds == pytest.approx(101.0 + STEP_BOUNDS_S[0] + STEP_BOUNDS_S[2])
     assert stats.decode_seconds == pytest.approx(stats.seconds - 1.0)
 
@@ -117,5 +103,6 @@ def test_the_sizes_of_a_model_are_its_number_of_weights() -> None:
 def test_without_sizes_or_a_peak_there_is_no_share(stats: StepStats) -> None:
     assert stats.decode_steps == ()
     stats.record(DECODES, 0.1)
-    assert (stats.flop > 0) == (stats.sizes is not None)
+    done = (SIZES.flop(DECODES), SIZES.memory_bytes(DECODES)) if stats.sizes else (0.0, 0.0)
+    assert (stats.flop, stats.memory_bytes) == done
     assert (stats.flop_use, stats.bandwidth_use) == (0.0, 0.0)

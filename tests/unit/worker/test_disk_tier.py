@@ -367,6 +367,7 @@ def test_the_price_is_that_of_this_disk_behind_the_reads_in_flight() -> None:
     replay.line("seek a 10")
     assert replay.tier.price_s(10) == READ_S + 12 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
     replay.post(BlocksRead(-1, 2, 2 * LAYOUT.block_bytes / 1e3, ReadEnd.COMPLETE))  # 1,000 bytes per second
+    assert replay.tier.counts.num_read == 2
     bytes_per_s = PRIOR_BYTES_PER_S + (1e3 - PRIOR_BYTES_PER_S) / 4
     assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / bytes_per_s
 
@@ -396,6 +397,12 @@ def test_after_the_pause_that_a_failure_brings_a_slow_disk_is_tried() -> None:
     assert replay.tier.price_s(10) == READ_S + 10 * LAYOUT.block_bytes / PRIOR_BYTES_PER_S
 
 
+def test_a_read_that_was_given_up_pauses_the_next_ones() -> None:
+    replay = TierReplay("decode", "keep 9", "seek a 10", "wait 0.1", "disk 0 end=late")
+    assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S - 1.0) is None
+    assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S) is not None
+
+
 def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_on() -> None:
     replay = TierReplay("decode")
     replay.tier._news.extend([GONE] * (2 * MAX_NEWS))
@@ -408,11 +415,12 @@ def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_o
 
 def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
     replay = TierReplay("decode", "keep 9")
-    for pauses in (1, 2, 4):
+    for pauses in (1, 2, 4, 0, 1):  # 0: a read succeeds
         replay.line("seek a 10")
-        replay.line(f"disk 0 end=failed read={replay.tier._next_read}")
+        end = f"disk 0 end=failed read={replay.tier._next_read}" if pauses else f"disk read={replay.tier._next_read}"
+        replay.line(end)
         replay.line("run")
-        assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses - 0.1) is None
+        assert not pauses or replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses - 0.1) is None
         assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses) is not None
         replay.evict()
         replay.later(FIRST_PAUSE_S * pauses)

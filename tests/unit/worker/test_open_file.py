@@ -10,14 +10,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from core.config import CacheConfig, EngineConfig, TandemConfig
+from core.config import CacheConfig
 from core.errors import ConfigError, TransportError
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import BlockPool
@@ -39,6 +41,7 @@ from worker.tier.events import (
     TierEvent,
     WriteBlocks,
 )
+from worker.tier.names import identity_of
 from worker.tier.opening import open_tier
 from worker.tier.slot_file import (
     DIRECTORY,
@@ -63,7 +66,7 @@ def test_a_file_is_its_users_alone_and_has_its_blocks_after_it_is_opened_again(t
     assert modes == [0o700, 0o600]
     SlotFile(opened, 3, 100, b"i" * 32).write(1, HEADER, memoryview(CONTENT))
     with pytest.raises(BlockingIOError):
-        OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE)
+        OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE, max_locked_s=0.0)
     OpenFile.locked(str(tmp_path / "kv"), "decode-1.kv", SIZE).close()
     opened.close()
     again = SlotFile(OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE), 3, 100, b"i" * 32)
@@ -92,7 +95,8 @@ def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) 
     for path in directory.iterdir():
         if path.name != "recent.kv":
             os.utime(path, (0.0, 0.0))
-    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)  # a start is a use
+    again = OpenFile.locked(str(tmp_path), "decode-0.kv", SIZE)
+    assert (directory / "decode-0.kv").stat().st_mtime > 0, "a start is a use"
     os.utime(directory / "open.kv", (0.0, 0.0))
     assert again.remove_unused(now) == ["past.kv"]
     assert {path.name for path in directory.iterdir()} == {"open.kv", "recent.kv", "decode-0.kv", "notes.txt"}
@@ -173,23 +177,58 @@ def test_a_directory_that_is_replaced_meanwhile_gives_and_loses_no_file(
     assert (victim / "past.kv").exists()
 
 
-def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir: .* with mode 0700"):
-        OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+def test_a_worker_without_a_file_takes_over_the_one_of_its_model_that_was_used_last(tmp_path: Path) -> None:
+    """A roll gives the services of a machine other names."""
+    names = ("older.kv", "newer.kv", "open.kv", "other model.kv", "own.kv")
+    used_at = {name: time.time() - 100 + index for index, name in enumerate(names)}
+    identity = identity_of(LAYOUT, "")
+    opened = {name: OpenFile.locked(str(tmp_path), name, SIZE) for name in names}
+    directory = tmp_path / DIRECTORY
+    for name, disk in opened.items():
+        owner = b"i" * 32 if name == "other model.kv" else identity
+        header = replace(HEADER, name=name.encode().ljust(32))
+        SlotFile(disk, 3, LAYOUT.block_bytes, owner).write(1, header, memoryview(bytes(LAYOUT.block_bytes)))
+        os.utime(directory / name, (used_at[name], used_at[name]))
+        if name != "open.kv":
+            disk.close()
+    os.mkfifo(directory / "pipe.kv", 0o600)
+    (directory / "link.kv").symlink_to(directory / "older.kv")
+    workers = [open_in_memory(tmp_path, worker)[1] for worker in ("own", "new", "next", "last")]
+    found = [[block.name.strip() for block in worker._file.scan().values()] for worker in workers]
+    assert found == [[b"own.kv"], [b"newer.kv"], [b"older.kv"], []]
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"own.kv", "new.kv", "next.kv", "last.kv", "open.kv", "other model.kv", "pipe.kv", "link.kv"}
+    assert all(worker.close(WAIT_S) for worker in workers)
+    opened["open.kv"].close()
 
 
-def test_a_directory_in_memory_that_others_may_read_is_named_by_its_option(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"\[cache\] host_dir: .* with mode 0700"):
-        open_in_memory(tmp_path)
+def test_workers_that_start_at_once_each_have_a_file_of_their_own(tmp_path: Path) -> None:
+    names = ["a.kv", "b.kv", *(f"new-{index}.kv" for index in range(6))]
+    for attempt in range(20):
+        place = tmp_path / str(attempt)
+        for name in ("a.kv", "b.kv", "left.kv"):
+            OpenFile.locked(str(place), name, SIZE).close()
+        start = partial(OpenFile.locked, str(place), max_bytes=SIZE, is_useful=lambda _: True)
+        with ThreadPoolExecutor(8) as pool:
+            opened = list(pool.map(lambda name, start=start: start(file_name=name), names))
+        inodes = [os.fstat(disk._descriptor).st_ino for disk in opened]
+        assert inodes == [(place / DIRECTORY / name).stat().st_ino for name in names]
+        assert len(set(inodes)) == 8
+        for disk in opened:
+            disk.close()
 
 
-def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"\[cache\] disk_dir: .* with mode 0700"):
-        OpenFile.locked(str(tmp_path), "w.kv", SIZE)
+@pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
+def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
+    tmp_path: Path, option: str, is_link: bool
+) -> None:
+    if is_link:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / DIRECTORY).mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=rf"\[cache\] {option}: .* with mode 0700"):
+        (open_on_disk if option == "disk_dir" else open_in_memory)(tmp_path)
 
 
 OTHERS: dict[str, Callable[[Path], object]] = {
@@ -235,34 +274,29 @@ def test_a_header_with_an_impossible_number_is_a_free_slot(tmp_path: Path) -> No
     file.close()
 
 
-def open_at(path: Path, disk_gb: float) -> object:
+def open_with(config: CacheConfig, worker: str = "w") -> Any:
     layout = KVLayout("m", "float32", 1, 1, 4, 4)
     memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
-    return open_tier(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)), "w", BlockPool(2), memory, lambda _: None)
-
-
-def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any:
-    layout = KVLayout("m", "float32", 1, 1, 4, 4)
-    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
-    config = CacheConfig(host_gb=host_gb, host_dir=str(path))
     return open_tier(config, worker, BlockPool(2), memory, lambda _: None)
 
 
-def test_a_file_in_memory_ends_with_its_worker_and_stays_for_the_next_process_of_one_that_fails(tmp_path: Path) -> None:
+def open_on_disk(path: Path, disk_gb: float = 0.001) -> Any:
+    return open_with(CacheConfig(disk_gb=disk_gb, disk_dir=str(path)))
+
+
+def open_in_memory(path: Path, worker: str = "w", host_gb: float = 0.001) -> Any:
+    return open_with(CacheConfig(host_gb=host_gb, host_dir=str(path)), worker)
+
+
+def test_a_file_in_memory_ends_with_its_worker_and_one_on_disk_or_of_a_worker_that_fails_stays(tmp_path: Path) -> None:
     path = tmp_path / DIRECTORY / "w.kv"
-    _, running = open_in_memory(tmp_path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert running.close(WAIT_S, starts_again=True)
-    assert path.exists()
-    _, running = open_in_memory(tmp_path)
-    assert running.close(WAIT_S)
-    assert not path.exists()
-
-
-def test_a_file_on_disk_outlives_its_worker(tmp_path: Path) -> None:
-    opened = cast(Any, open_at(tmp_path, 0.001))
-    assert opened[1].close(WAIT_S)
-    assert (tmp_path / DIRECTORY / "w.kv").exists()
+    for open_file, starts_again, stays in (
+        (open_on_disk, False, True), (open_in_memory, True, True), (open_in_memory, False, False)
+    ):  # fmt: skip
+        _, running = open_file(tmp_path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert running.close(WAIT_S, starts_again=starts_again)
+        assert path.exists() == stays
 
 
 def test_an_hour_after_its_last_use_a_file_in_memory_is_removed(tmp_path: Path) -> None:
@@ -296,27 +330,6 @@ def test_a_file_system_in_memory_without_a_limit_holds_any_size(
     assert running.close(WAIT_S)
 
 
-@pytest.mark.parametrize("name", ["disk_dir", "host_dir"])
-@pytest.mark.parametrize("place", ["kv", "./kv", " "])
-def test_a_directory_below_the_working_directory_of_a_worker_is_refused(name: str, place: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must begin with / or ~, is '{place}'"):
-        CacheConfig(**{name: place})  # type: ignore[arg-type]
-
-
-def test_one_worker_has_one_tier() -> None:
-    with pytest.raises(ConfigError, match="disk_gb and host_gb"):
-        CacheConfig(disk_gb=1.0, disk_dir="/d", host_gb=1.0)
-
-
-@pytest.mark.parametrize("cache", [CacheConfig(disk_gb=1.0, disk_dir="/d"), CacheConfig(host_gb=1.0)])
-def test_workers_with_vllm_have_none(cache: CacheConfig) -> None:
-    with pytest.raises(
-        ConfigError, match=r"\[cache\] (disk|host)_gb needs Tandem's own engine, \[engine\] name is vllm"
-    ):
-        TandemConfig(engine=EngineConfig(name="vllm"), cache=cache)
-    TandemConfig(engine=EngineConfig(device="cuda"), cache=cache)
-
-
 def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:
     place = opening._place_of(CacheConfig(host_gb=1.0))
     assert place is not None
@@ -343,12 +356,15 @@ def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
     opened.close()
 
 
-@pytest.mark.parametrize("disk_gb", [1e4, 1e300])
-def test_more_slots_than_a_table_should_have_are_refused(tmp_path: Path, disk_gb: float) -> None:
-    with pytest.raises(
-        ConfigError, match=r"disk_gb = .* more than 1,000,000 KV blocks of 128 bytes: set it to at most"
-    ):
-        open_at(tmp_path, disk_gb)
+TOO_MANY = "more than 1,000,000 KV blocks of 128 bytes: set it to at most"
+
+
+@pytest.mark.parametrize(("disk_gb", "complaint"), [(1e4, TOO_MANY), (1e300, TOO_MANY), (1e-6, "holds 0 KV blocks")])
+def test_more_slots_than_a_table_should_have_and_no_slot_are_refused(
+    tmp_path: Path, disk_gb: float, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"disk_gb = .* {complaint}"):
+        open_on_disk(tmp_path, disk_gb)
 
 
 def test_a_worker_whose_disk_does_not_answer_serves_without_it(
@@ -357,7 +373,7 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     answers = threading.Event()
     monkeypatch.setattr(opening, "MAX_OPEN_S", 0.0)
     monkeypatch.setattr(SlotFile, "scan", lambda *_: answers.wait() and {})
-    assert open_at(tmp_path, 0.001) is None
+    assert open_on_disk(tmp_path) is None
     assert f"serves without [cache] disk_dir = {tmp_path}: the disk has not answered within 0 s" in caplog.text
     answers.set()
     for thread in threading.enumerate():
@@ -373,7 +389,7 @@ def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(
         raise OSError("broken")
 
     monkeypatch.setattr(SlotFile, "scan", fail)
-    assert open_at(tmp_path, 0.001) is None
+    assert open_on_disk(tmp_path) is None
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
 
@@ -452,7 +468,8 @@ def test_a_read_that_was_given_up_writes_into_no_target() -> None:
     assert (event.read_id, event.num_read, event.end) == (-1, 0, ReadEnd.LATE)
     assert not any(driven.memory.block(1))
     driven.threads.perform(READ)
-    assert driven.next().end is ReadEnd.COMPLETE
+    event = driven.next()
+    assert (event.num_read, event.end) == (1, ReadEnd.COMPLETE)
     assert set(driven.memory.block(1)) == {1}
     assert driven.threads.close(WAIT_S)
 

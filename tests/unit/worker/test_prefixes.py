@@ -131,21 +131,20 @@ prompts with the same prefix wait for one read
   run                           -> tokens a 0: 10 11; tokens b 0: 14 15
                                 -> done a length, cached 8, read 8; done b length, cached 8, read 8
 
-a prompt with a longer prefix has a read of its own
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 14 prefix=12 ticket=8  -> want 8: 0..2
+the part that the worker has takes room from the rest
+  decode blocks=8
+  arrive b 4 max=1              -> first step b 0+4
+  run                           -> tokens b 0: 4; done b length
+  arrive r 8 first=60 max=2     -> first step r 0+8
+  seek a 26 prefix=24
+  blocks                        -> held 2
 
-prompts with one salt do not wait for the read of another
+a prompt that differs in length, salt, tokens or limit has a read of its own
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 salt=s -> want 8: 0 1
-
-a prompt with other tokens in the block has a read of its own
-  seek a 10 prefix=8            -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 first=2 -> want 8: 0 1
-
-no prompt waits longer than its own limit
-  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
-  seek b 10 prefix=8 ticket=8 limit=0.4 -> want 8: 0 1
+  seek longer 14 prefix=12 ticket=8 -> want 8: 0..2
+  seek salted 10 prefix=8 ticket=7 salt=s -> want 7: 0 1
+  seek other 10 prefix=8 ticket=6 first=2 -> want 6: 0 1
+  seek hurried 10 prefix=8 ticket=5 limit=0.4 -> want 5: 0 1
 
 the others compute when the call that reads is cancelled
   seek a 10 prefix=8            -> connect peer; want 9: 0 1
@@ -208,10 +207,10 @@ a read ends before a running sequence is preempted or asked to move
   decode blocks=9
   arrive r 4 first=60 max=16    -> first step r 0+4
   step                          -> step r 4+1; tokens r 0: 4
-  arrive q 8 first=80 max=12
+  arrive q 8 first=80 max=9
   step                          -> step r 5+1, q 0+7; tokens r 1: 5
   seek a 14 prefix=12 limit=9   -> connect peer; want 9: 0..2
-  step                          -> step r 6+1, q 7+1; tokens r 2: 6; ask to move q (room)
+  step                          -> step r 6+1, q 7+1; tokens r 2: 6
   step                          -> step r 7+1, q 8+1; tokens r 3: 7, q 0: 8
   step                          -> step r 8+1, q 9+1; tokens r 4: 8, q 1: 9; release 9 overloaded
   load                          -> serving; waiting 1; promised 4
@@ -255,6 +254,10 @@ a prefix is read before the prompt is computed and offered with it
   release 1
   blocks
 
+a source that is late costs its time
+  seek a 10 prefix=8 limit=0.5  -> connect peer; want 9: 0 1
+  wait 0.6                      -> first step a 0+8; release 9 deadline
+
 a full queue refuses a prompt with a source
   prefill max_waiting=1
   arrive b 8 first=40 ticket=2  -> first step b 0+8; connect peer
@@ -275,6 +278,11 @@ a read gives its blocks to prompts of higher rank
   seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
   arrive p 40 first=80 ticket=3 -> first step p 0+8; release 9 overloaded
   blocks                        -> held 2
+
+a read keeps its blocks if higher ranks have theirs
+  prefill blocks=11
+  seek a 42 prefix=40 priority=5 -> connect peer; want 9: 0..9
+  arrive p 4 first=80 ticket=3  -> first step p 0+4
 
 a prompt that stalls behind a read of higher rank gets its blocks before an offer is withdrawn
   prefill blocks=11
@@ -324,13 +332,11 @@ only what the reader lacks stays leased
   asked 9 12                    -> connect peer; ready 9:; digests 2; ready 9: 1 2 last
   blocks                        -> leased 2
 
-a prefix of other tokens is not offered
+a prefix of other tokens or with another salt is not offered
   asked 9 12 first=2            -> connect peer
   want 9 0..2                   -> ready 9: last
   release 9
-
-a prefix with another salt is not offered
-  asked 9 12 salt=s             -> connect peer
+  asked 8 12 salt=s
   blocks
 
 a reader that never comes keeps no block

@@ -27,6 +27,7 @@ from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.scheduling.ledger import BlockHolder, Claim, SequenceState
 from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad, size_class
+from prefill_worker.machine import PrefillDone
 from protos import codec, report_codec
 from tandem_client.stubs import worker_pb2
 from tests.support.worker_words import WorkerReplay
@@ -210,6 +211,7 @@ def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -
     worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (1, 5)
+    assert (load.batch_sequences, load.batch_tokens) == (2, 8)
     for _ in range(3):
         worker.step()
     load = worker.machine.load()
@@ -221,6 +223,9 @@ def test_a_prompt_that_a_prefill_worker_has_computed_is_no_sequence_in_decode() 
     worker.arrive("a", 9)  # a chunk of 8 tokens, and a token that looks like a decode
     assert worker.line("step") == ["step", "  -> step a 8+1", "  -> digests 2"]
     assert worker.machine.load().num_decoding == 0
+    worker.step()
+    (done,) = worker.of(PrefillDone)
+    assert (done.num_tokens, done.num_blocks) == (9, 3)
 
 
 def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.config import EngineConfig
@@ -20,21 +22,24 @@ SLOW = StepCost(step_s=0.3, sequence_s=0.02, context_s=1e-5, token_s=0.02, pair_
 class TimedRunner(FakeRunner):
     """A fake runner with a clock that each step moves by its cost."""
 
-    def __init__(self, cost: StepCost, num_blocks: int = 64, fails: bool = False) -> None:
+    def __init__(self, cost: StepCost, num_blocks: int = 64, error: Exception | None = None) -> None:
         tiny = FakeRunner.from_config(EngineConfig(model="fake:tiny", kv_memory_mb=1))
         super().__init__(tiny.info, tiny.layout, num_blocks)
         self.now = 100.0
         self.steps: list[StepPlan] = []
         self._cost = cost
-        self._fails = fails
+        self._error = error
 
     def submit(self, step: StepPlan) -> None:
         self.steps.append(step)
         super().submit(step)
 
     def collect(self) -> StepOutput:
-        if self._fails:
-            raise MemoryError("no memory")
+        if isinstance(self._error, OutOfDeviceMemory):
+            failed = {chunk.sequence.sequence_id: self._error for chunk in self.steps[-1].chunks}
+            return replace(super().collect(), failed=failed)
+        if self._error is not None:
+            raise self._error
         cold = 10.0 if len(self.steps) == 1 else 1.0
         self.now += cold * self._cost.seconds(work_of(self.steps[-1].chunks))
         return super().collect()
@@ -67,6 +72,7 @@ def test_every_step_writes_each_slot_once_inside_the_pool() -> None:
     runner = TimedRunner(FAST)
     warmed(runner)
     assert max(len(step.chunks) for step in runner.steps) == max(DECODES)
+    assert all(chunk.start for step in runner.steps[1:] for chunk in step.chunks), "each attends to a prompt"
     for step in runner.steps:
         slots = [
             (chunk.sequence.block_table[position // runner.layout.block_size], position % runner.layout.block_size)
@@ -84,22 +90,12 @@ def test_a_small_pool_or_context_shortens_the_warm_up(num_blocks: int, max_token
     warmed(runner, max_tokens)
     for chunk in (chunk for step in runner.steps for chunk in step.chunks):
         end = chunk.start + chunk.num_tokens
-        assert end <= max(max_tokens, 33)
+        assert end <= min(len(chunk.sequence.token_ids), max(max_tokens, 33))
         assert len(chunk.sequence.block_table) * runner.layout.block_size >= end
         assert max(chunk.sequence.block_table) < num_blocks
 
 
-def test_a_step_without_memory_fails_the_start_of_the_worker() -> None:
-    class Full(TimedRunner):
-        def collect(self) -> StepOutput:
-            output = super().collect()
-            failed = {chunk.sequence.sequence_id: OutOfDeviceMemory("no memory") for chunk in self.steps[-1].chunks}
-            return StepOutput(output.step_id, {}, failed)
-
-    with pytest.raises(OutOfDeviceMemory):
-        warmed(Full(FAST))
-
-
-def test_a_step_that_fails_fails_the_start_of_the_worker() -> None:
-    with pytest.raises(MemoryError):
-        warmed(TimedRunner(FAST, fails=True))
+@pytest.mark.parametrize("error", [MemoryError("no memory"), OutOfDeviceMemory("no memory")])
+def test_a_step_that_fails_or_a_sequence_without_memory_fails_the_start_of_the_worker(error: Exception) -> None:
+    with pytest.raises(type(error), match="no memory"):
+        warmed(TimedRunner(FAST, error=error))

@@ -19,11 +19,11 @@ from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
 from engine.gpu.step_arrays import GraphSize
 from engine.gpu.step_computer import StepComputer
-from engine.model import Model, ModelInputs
+from engine.model import ModelInputs
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
 from tests.support.drafts import compute_every_guess
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, Scarce, request
 from tests.unit.engine.one_ahead import OneAhead
 from text.grammars import GrammarReader
 from text.output_format import choice_grammar, json_schema_grammar, regex_grammar
@@ -54,6 +54,10 @@ ENDING = [
     written("json", 21, SCHEMA, max_tokens=20),
     written("choice", 9, choice_grammar(["yes", "no"]), min_tokens=8, **DRAWN),
 ]
+
+
+def more_than_any_prompt_alone(inputs: ModelInputs) -> bool:
+    return len(inputs.token_ids) > 50
 
 
 def gpu_runner(**options: Any) -> GpuRunner:
@@ -87,17 +91,9 @@ def test_steps_ahead_wait_for_their_masks(
     launches_ahead: bool, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random plans; now and then a step finds no memory, and is computed in parts."""
-    compute, refused = Model.compute, list[int]()
-
-    def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
-        if len(inputs.token_ids) > 50:  # more than any prompt alone
-            refused.append(len(inputs.token_ids))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return compute(model, inputs)
-
     monkeypatch.setattr(graphs, "MAX_ROWS", 0)  # a graph needs no memory
     runner = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=launches_ahead))
-    monkeypatch.setattr(Model, "compute", scarce)
+    scarce = Scarce(monkeypatch, more_than_any_prompt_alone)
     num_promised = 0
     for seed in range(3):
         driver = OneAhead(runner, random.Random(seed))
@@ -105,7 +101,7 @@ def test_steps_ahead_wait_for_their_masks(
         assert found == {wanted.request_id: expected[wanted.request_id] for wanted in ENDLESS}
         num_promised += driver.num_promised
     assert num_promised > 25
-    assert refused, "the memory was never scarce"
+    assert scarce.num_refused, "the memory was never scarce"
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -192,18 +188,10 @@ def test_guesses_change_no_token(with_graphs: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_step_with_drafts_that_finds_no_memory_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, refused = Model.compute, list[int]()
-
-    def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
-        if len(inputs.token_ids) > 50:  # more than any prompt alone
-            refused.append(len(inputs.token_ids))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return compute(model, inputs)
-
-    monkeypatch.setattr(Model, "compute", scarce)
+    scarce = Scarce(monkeypatch, more_than_any_prompt_alone)
     expected, found, _ = generate(monkeypatch, with_graphs=False)
     assert found == expected
-    assert refused, "the memory was never scarce"
+    assert scarce.num_refused, "the memory was never scarce"
 
 
 def test_drafts_beside_a_prompt_sample_more_rows_than_a_graph_of_few_sequences() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,10 @@ from engine.gpu.step_attention import fixed_splits
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool
 from engine.loading import ModelSetup
-from engine.model import Model, ModelInputs
+from engine.model import Model
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, Scarce, request
 from tests.unit.engine.one_ahead import OneAhead
 
 PROMPT = [(7 * index + 3) % 250 for index in range(90)]
@@ -152,24 +152,6 @@ def test_bfloat16_stays_near_float32(runner: GpuRunner) -> None:
 
 
 # ---- out of memory
-
-
-class Scarce:
-    """Replaces `Model.compute`: a step that meets `is_too_large` finds no memory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_too_large: Callable[[ModelInputs], bool]) -> None:
-        self.num_refused = 0
-        self.num_tokens: list[int] = []  # of the steps that were computed
-        compute = Model.compute
-
-        def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
-            if is_too_large(inputs):
-                self.num_refused += 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-            self.num_tokens.append(len(inputs.token_ids))
-            return compute(model, inputs)
-
-        monkeypatch.setattr(Model, "compute", scarce)
 
 
 def chunk(name: str, start: int, count: int, blocks: list[int], token_ids: list[int] = PROMPT) -> ScheduledChunk:

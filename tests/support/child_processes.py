@@ -1,12 +1,11 @@
-"""The processes that benchmarks start: measured programs that obey commands, and servers that only run.
+"""The processes that tests and benchmarks start: programs that obey commands, and servers that only run.
 
     ChildProcess    starts a program, sends it commands, reads its answers; `take_stdout` and `obey` are the other end
-    background      runs a server to the end of the block
     serving         runs a server from its ready line to the end of the block; `tandem` runs `tandem serve`
 
 Commands and answers are JSON, one a line: {"do": NAME, ...} calls a method with the other fields. The first answer says
 that the program is ready. A program ends with its standard input. This file needs the standard library alone, because
-vLLM's environment imports it, too. The tests use it for the processes of their fleets.
+vLLM's environment imports it, too.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class ChildProcess:
         self.name = name
         self._is_ready = False
         self._log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
-        pinned: list[str | Path] = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._process = subprocess.Popen(
-            [*pinned, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            [*pinned(core), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             cwd=directory, env=os.environ | dict(environment or {}),
         )  # fmt: skip
 
@@ -125,6 +123,10 @@ class ChildProcess:
             self._log.close()
 
 
+def pinned(core: int | None) -> list[str]:
+    return [] if core is None else ["taskset", "--cpu-list", str(core)]
+
+
 def end(process: subprocess.Popen[Any]) -> None:
     """Wait for a process that was asked to end; kill it after `STOP_TIMEOUT_S`, or when Ctrl-C breaks off the wait."""
     try:
@@ -183,28 +185,19 @@ async def obey_on_loop(target: Any, answers: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def background(command: Sequence[str | Path], environment: Mapping[str, str], core: int, log: IO[str]) -> Iterator[int]:
-    """Run a server on a core; yields its process id."""
-    pinned = ["taskset", "--cpu-list", str(core), *command]
-    process = subprocess.Popen(pinned, env=os.environ | environment, stdout=log, stderr=log)
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        end(process)
-
-
-@contextlib.contextmanager
-def serving(command: Sequence[str | Path], ready: str, environment: Mapping[str, str] = {}) -> Iterator[int]:
+def serving(
+    command: Sequence[str | Path], ready: str, environment: Mapping[str, str] = {}, core: int | None = None
+) -> Iterator[int]:
     """Run a server and its children from the line of output that the pattern `ready` finds to the end of the block;
-    yields its process id. Raises `RuntimeError` with the last lines if it does not start within `START_TIMEOUT_S`."""
+    empty = at once. Yields its process id. Raises `RuntimeError` with the last lines if it does not start within
+    `START_TIMEOUT_S`."""
     process = subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        process_group=0,
+        [*pinned(core), *command], env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, process_group=0,
     )  # fmt: skip
     last_lines: deque[str] = deque(maxlen=LAST_LINES)
     started = threading.Event()  # or the server has ended
-    is_ready = False
+    is_ready = not ready
 
     def follow() -> None:
         """Read to the end: a full pipe would stop the server."""
@@ -222,8 +215,7 @@ def serving(command: Sequence[str | Path], ready: str, environment: Mapping[str,
     with group_killed(process):  # an engine of vLLM must not keep the memory of the GPU
         reader.start()
         try:
-            started.wait(START_TIMEOUT_S)
-            if not is_ready:
+            if not (is_ready or (started.wait(START_TIMEOUT_S) and is_ready)):
                 raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
             yield process.pid
         finally:

@@ -1,10 +1,11 @@
 """Services, each a process of its own: a decode or prefill worker, a router, or a bare gRPC server.
 
-    benchmark or test: ServiceProcess  --commands-->  `python -m benchmarks.service ROLE`: HostedService
+    benchmark or test: ServiceProcess  --commands-->  `python -m tests.support.service_process ROLE`: HostedService
 
 Workers and routers start as in a fleet, in a `ServiceHost` on uvloop. Benchmarks replace the model alone: a step sleeps
-for `Role.step_s`, as on a GPU that leaves the cores to others. The process ends with its standard input, or with its
-service. vLLM's environment runs this program, too.
+for `Role.step_s`, as on a GPU that leaves the cores to others. A token that such a step samples tells when: its id
+counts units of 20 us on the clock that all processes of a machine share. The process ends with its standard input, or
+with its service. vLLM's environment runs this program, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import pickle
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,22 +27,26 @@ from typing import IO, Any, TextIO
 import grpc.aio
 import uvloop
 
-from benchmarks.processes import ChildProcess, obey_on_loop, take_stdout
-from benchmarks.sleeping_runner import SleepingRunner, token_id_at
 from core.config import TandemConfig, from_mapping
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
+from core.model_info import ModelInfo
 from core.service import Endpoint
+from core.step import SampledToken, StepOutput, StepPlan
 from engine import factory
+from engine.fake_runner import FakeRunner
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
 from runtime.named_function import load_function
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tests.support.child_processes import ChildProcess, obey_on_loop, take_stdout
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
 MAX_STREAMS = 1024
 MODEL = TandemConfig().engine.model
+UNITS_PER_S = 50_000
+FIRST_ID, NUM_IDS = 1_000, 40_000  # ordinary tokens of the default model; the ids repeat after 0.8 s
 Tables = dict[str, Any]  # of a config file
 CONFIG: Tables = {
     "engine": {"block_size": BLOCK_SIZE},
@@ -85,7 +91,7 @@ class ServiceProcess(ChildProcess):
         """`prefix`: of the command, such as `ip netns exec ...`."""
         self.role = role
         self.draining = False
-        command = [*prefix, python, "-m", "benchmarks.service", json.dumps(asdict(role))]
+        command = [*prefix, python, "-m", "tests.support.service_process", json.dumps(asdict(role))]
         super().__init__(f"{role.name}-{role.ordinal}", command, environment, ROOT, role.core, log)
 
     @functools.cached_property
@@ -136,6 +142,36 @@ def pinned_to(core: int) -> Iterator[None]:
 
 
 # ---- the process of a service
+
+
+def token_id_at(now: float) -> int:
+    return FIRST_ID + int(now * UNITS_PER_S) % NUM_IDS
+
+
+def age_s(token_id: int, now: float) -> float:
+    """Seconds since the token was sampled, if that was less than 0.8 s ago."""
+    return ((token_id_at(now) - token_id) % NUM_IDS) / UNITS_PER_S
+
+
+class SleepingRunner(FakeRunner):
+    """`FakeRunner` without its model: only the pool is real."""
+
+    def __init__(self, info: ModelInfo, num_blocks: int, layout: KVLayout, step_s: float, token_s: float = 0.0) -> None:
+        super().__init__(info, layout, num_blocks)
+        self._step_s, self._token_s = step_s, token_s
+        self._submitted: deque[StepPlan] = deque()
+
+    def submit(self, step: StepPlan) -> None:
+        self._submitted.append(step)
+
+    def collect(self) -> StepOutput:
+        step = self._submitted.popleft()
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+        time.sleep(self._step_s + num_prompt_tokens * self._token_s)
+        token = SampledToken(token_id_at(time.monotonic()))
+        return StepOutput(
+            step.step_id, {chunk.sequence.sequence_id: (token,) for chunk in step.chunks if chunk.samples}
+        )
 
 
 class BareServer(inference_pb2_grpc.InferenceServicer):

@@ -6,7 +6,7 @@
     smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM and Dynamo
 
 Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
-when it holds the file `complete`; an incomplete one is removed and installed again. benchmarks/clients.py installs each
+when it holds the file `complete`; an incomplete one is removed and installed again. tools/run_clients.py installs each
 client in the same way, into <cache>/tandem/clients.
 """
 
@@ -27,13 +27,13 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
-from benchmarks.hf_model import hf_config
 from cli.diagnosis.vllm_environment import TRANSFER_PACKAGES, VLLM_VERSION, WIRE_PACKAGES, default_model_dir, vllm_dir
 from engine.weights import load_weights
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
 from model_files.model_source import load_config, resolve_model
 from text.tokenizer_files import from_gguf
+from tools.hf_model import hf_config
 
 MODEL = "smollm2-135m"
 TORCH_VERSION = "2.13.0"

@@ -1,4 +1,5 @@
-"""A gRPC client that only counts: many streaming calls on few connections, for loads that a Python client cannot take.
+"""Clients that only count, for loads that a Python client cannot take: gRPC, many streaming calls on few connections,
+and HTTP, one stream of events on each.
 
 grpc.aio takes about 60 us to read one message, more than the router takes to send one. So the load client speaks the
 few frames of HTTP/2 (RFC 9113) that a server-streaming call needs, and leaves the messages packed:
@@ -11,12 +12,13 @@ The windows hold 2 GB for each connection, so no window has to be enlarged durin
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -28,6 +30,12 @@ INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 4, 5  # names of settings
 FRAME_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 18
 CONNECT_TIMEOUT_S = 5.0
+EVENT = b"data: {"  # begins each event but the last one, "data: [DONE]"
+END = b"\r\n0\r\n\r\n"  # of a response
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True, "temperature": 0,
+    "ignore_eos": True,
+}  # fmt: skip
 
 OnMessage = Callable[[int, bytes], None]  # (stream, message)
 
@@ -53,8 +61,7 @@ class Connection:
         self._unread = bytearray()
         self._parts: dict[int, bytearray] = {}  # by stream: the bytes of an incomplete message
         self.ended: set[int] = set()
-        self.socket = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = _connect(host, int(port))
         settings = struct.pack(">HIHI", INITIAL_WINDOW_SIZE, MAX_WINDOW, MAX_FRAME_SIZE, FRAME_BYTES)
         enlarge = struct.pack(">I", MAX_WINDOW - DEFAULT_WINDOW)
         self.socket.sendall(PREFACE + _frame(SETTINGS, 0, 0, settings) + _frame(WINDOW_UPDATE, 0, 0, enlarge))
@@ -112,8 +119,47 @@ class Connection:
         if start < len(data):
             self._parts[stream] = bytearray(data[start:])
 
-    def close(self) -> None:
-        self.socket.close()
+
+class Refused(RuntimeError):
+    """The server answered a request of the load with an error."""
+
+
+class HttpStream:
+    """Streamed answers of OpenAI's API, on a connection of its own: counts events and ends in their bytes.
+
+    `tokens_again`: as soon as an answer ends, ask again for so many tokens; 0 = no more. `times`: where to note the
+    arrival of each event. Raises `Refused`, or `LoadFailed` if the server closes the connection.
+    """
+
+    def __init__(self, port: int, model: str, tokens_again: int = 0, times: list[float] | None = None) -> None:
+        self.num_events = self.num_ended = 0
+        self._times, self._tokens_again = times, tokens_again
+        self._body = CHAT | {"model": model}
+        self._tail = b""
+        self.socket = _connect("127.0.0.1", port)
+
+    def send(self, max_tokens: int) -> None:
+        body = json.dumps(self._body | {"max_tokens": max_tokens}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    def receive(self) -> None:
+        received = self.socket.recv(RECEIVE_BYTES)
+        if not received:
+            raise LoadFailed("the server closed a connection")
+        data = self._tail + received
+        if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
+            raise Refused(f"the server refuses the load: {data[:500].decode(errors='replace')}")
+        num_events = data.count(EVENT)
+        self.num_events += num_events
+        if self._times is not None:
+            self._times += [time.monotonic()] * num_events
+        # The end of the data may hold the start of an event or of the response's end, but no whole event.
+        ended = END in data
+        self._tail = b"" if ended else data[-(len(EVENT) - 1) :]
+        self.num_ended += ended
+        if ended and self._tokens_again:
+            self.send(self._tokens_again)
 
 
 def receive_for(readers: Sequence[Reader], seconds: float, enough: Callable[[], bool] = lambda: False) -> float:
@@ -129,6 +175,12 @@ def receive_for(readers: Sequence[Reader], seconds: float, enough: Callable[[], 
     finally:
         selector.close()
     return time.perf_counter() - start
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    found = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

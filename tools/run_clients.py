@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import install_peers
-from benchmarks.install_peers import make_environment
-from benchmarks.processes import tandem
 from benchmarks.report import Line, Report, parser_of
 from model_files.catalogue import default_cache_dir
+from tests.support.child_processes import tandem
+from tools import install_peers
+from tools.install_peers import make_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT_DIR = Path("build/clients").absolute()
