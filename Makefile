@@ -13,7 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
-setup: $(if $(filter command,$(origin BIN)),,$(INSTALLED))  ## Create .venv with the pinned dependencies; with BIN=..., nothing
+# An environment that the caller names by BIN is the caller's to install.
+setup: $(if $(filter .venv/bin,$(BIN)),$(INSTALLED))  ## Create .venv with the pinned dependencies
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -26,6 +26,7 @@ from cli.flags import (
     fill_request,
     with_flags,
 )  # fmt: skip
+from cli.output_files import check_output
 from cli.screens.terminal import SHOWN, print_line
 from core.errors import TandemError
 from core.plain_text import escaped
@@ -68,7 +69,8 @@ def _line_of(error: Exception) -> str:
         return "the given text is not UTF-8"
     if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":
         if "API key" in str(error):
-            return f"{error} (this command: set TANDEM_API_KEY)"
+            or_token = ", or give the config file with the token by --config" if "token" in str(error) else ""
+            return f"{error} (this command: set TANDEM_API_KEY{or_token})"
         return f"{error}; give the config file with the token in [security] by --config"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
@@ -254,7 +256,9 @@ def advise(
 
 @app.command()
 def calibrate(
-    output: Annotated[Path, typer.Argument(help="File to write, for `tandem simulate --costs`.")] = Path("costs.json"),
+    output: Annotated[
+        Path, typer.Argument(help="File to write, for --costs of `tandem advise` and `simulate`.")
+    ] = Path("costs.json"),
     longest_prompt: Annotated[int, typer.Option(min=16, max=2**24, help="Tokens of the longest prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=2, max=2**24, help="Tokens of a measured output.")] = 32,
     largest_batch: Annotated[
@@ -273,18 +277,21 @@ def calibrate(
     backend: Annotated[str, typer.Option(help="With --from-points: the server, such as trtllm.")] = "",
     tp_size: Annotated[int, typer.Option(help="With --from-points: tensor parallelism; 0 = any.")] = 0,
     kv_token_bytes: Annotated[
-        int, typer.Option(min=0, max=2**31, help="With --from-points: KV bytes of one token.")
+        int, typer.Option(min=0, max=2**31, help="KV bytes of one token. (default: those seen to move)")
     ] = 0,
     timeout: Timeout = 300.0,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
+    """Measure a fleet that serves nobody else. Write the costs of its steps and paths for `advise` and `simulate`."""
     from cli.commands import calibrate as calibration
-    from cli.output_files import check_output
 
     check_output("output", output)
-    if from_points is not None:
+    if from_points is None:
+        for option, value in (("model", model), ("system", system), ("backend", backend), ("tp-size", tp_size)):
+            if value:
+                raise typer.BadParameter("only with --from-points", param_hint=f"--{option}")
+    else:
         if not kv_token_bytes:
             raise typer.BadParameter("--from-points needs it", param_hint="--kv-token-bytes")
         filters = (model, system, backend, tp_size)
@@ -295,7 +302,7 @@ def calibrate(
 
     plan = LoadPlan(longest_prompt, output_tokens, largest_batch, requests, seed, timeout)
     client = client_of(router, find_credentials(config, router))
-    calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
+    calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill, kv_token_bytes)), output, console)
 
 
 @app.command()
@@ -320,11 +327,10 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings into this file.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write JUnit's XML into this file.")] = None,
 ) -> None:
-    """Check any split stack with OpenAI's API: tokens, errors, faults. Exit code: 0, or 3 to 5 by severity."""
+    """Check any split stack with OpenAI's API: tokens, errors, faults. Exit code: 0, or 3 to 5 by the worst failure."""
     import secrets
 
     from cli.commands.check import run_check
-    from cli.output_files import check_output
     from conformance.check import CheckPlan
     from conformance.http_exchange import Endpoint
 

@@ -34,15 +34,19 @@ def bound_from(control: Sequence[tuple[Record, Record]]) -> Bound:
     if measured is None:  # texts alone are compared
         return Bound(bound_of(0.0), "no log-probabilities")
     if measured > MAX_NOISE:
-        return Bound(None, f"the reference differs from itself by {measured:.2f}")
-    return Bound(bound_of(measured), f"the control has noise {measured:.3f}")
+        return Bound(None, f"the reference differs from itself by {measured:.2f} nats")
+    return Bound(bound_of(measured), f"the control has noise of {measured:.3f} nats")
 
 
 def judge_tokens(question: Question, pairs: Sequence[tuple[Record, Record]], bound: Bound, note: str = "") -> Finding:
-    """Of (expected, found); answers that are not good, or empty, are left to other questions."""
+    """Of (expected, found); answers that are not good, or have nothing to compare, are left to other questions."""
     if bound.value is None:
         return question.not_shown(bound.source)
-    whole = [(one, other) for one, other in pairs if all(r.is_good and not r.answer.is_empty for r in (one, other))]
+    whole = [
+        (one, other)
+        for one, other in pairs
+        if all(record.is_good and (record.answer.text or record.answer.tokens) for record in (one, other))
+    ]
     compared = [(compare(one.answer, other.answer, bound.value), other) for one, other in whole]
     wrong = [(comparison, record) for comparison, record in compared if comparison.match is Match.OTHER]
     if wrong:
@@ -57,8 +61,11 @@ def judge_tokens(question: Question, pairs: Sequence[tuple[Record, Record]], bou
             f"{counts[Match.UNJUDGED]} texts differ, and no log-probabilities came to judge them by"
         )
     if not judged and any(one.answer.tokens for one, _ in whole):
-        return question.not_shown(f"no margin exceeds {bound.value:.2f} ({bound.source})")
-    why = f"{len(whole)} answers, {judged} tokens with a margin beyond {bound.value:.2f} ({bound.source})"
+        return question.not_shown(f"no margin exceeds {bound.value:.2f} nats ({bound.source})")
+    shown = (
+        f"{judged} tokens with a margin beyond {bound.value:.2f} nats" if judged else "compared by their texts alone"
+    )
+    why = f"{len(whole)} answers, {shown} ({bound.source})"
     return question.holds(why + f", {counts[Match.TIE]} ties" * bool(counts[Match.TIE]) + note)
 
 

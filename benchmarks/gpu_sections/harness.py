@@ -10,7 +10,6 @@ device are the same. This module imports no torch: a process that holds the devi
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.report import commit_of, replace_file
+from tests.support.child_processes import group_killed
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = frozenset({"build", "deploy", "docs", "examples", "simulator", "tools"})  # folders
@@ -159,16 +159,13 @@ def run_child(run: Run, name: str, allowed_s: float, log: IO[str]) -> Result:
         [*command, "--rehearse"] if run.rehearse else command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,  # its children end with it
     )  # fmt: skip
-    try:
-        if code := child.wait(max(allowed_s, 0.0)):
-            error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            status = "failed"
-    except subprocess.TimeoutExpired:
-        status, error = "out of time", f"killed after {allowed_s:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    with group_killed(child):
+        try:
+            if code := child.wait(max(allowed_s, 0.0)):
+                error = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                status = "failed"
+        except subprocess.TimeoutExpired:
+            status, error = "out of time", f"killed after {allowed_s:.0f} s"
     written = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"lines": []}
     return written | {"name": name, "status": status, "error": error, "seconds": time.monotonic() - start}
 

@@ -1,4 +1,4 @@
-"""`tandem calibrate`: writes the costs for `tandem simulate --costs`, from a live fleet or from public points."""
+"""`tandem calibrate`: writes costs for `tandem advise` and `simulate`, from a live fleet or from public points."""
 
 from __future__ import annotations
 
@@ -42,13 +42,19 @@ class Calibration:
     comparison: Comparison
     workers: tuple[MeasuredWorker, ...]
     num_checked: int
+    assumed: tuple[str, ...]  # sentences, of what the fleet did not show
 
 
-async def calibrate(connection: AsyncClient, plan: LoadPlan, local_prefill: str) -> Calibration:
+async def calibrate(
+    connection: AsyncClient, plan: LoadPlan, local_prefill: str, kv_token_bytes: int = 0
+) -> Calibration:
     """Load the fleet, and compare what it does with a simulation from the costs that its workers have fitted.
 
-    Raises `CallFailed`, and `ConfigError` for a fleet that cannot be calibrated.
+    `kv_token_bytes`: 0 = those that the answers show. Raises `CallFailed`, and `ConfigError` for a fleet that cannot be
+    calibrated.
     """
+    base = ReplayConfig().router
+    router = RouterConfig(max_in_flight_per_worker=base.max_in_flight_per_worker, local_prefill=local_prefill)
     async with connection as client:
         model = await client.model()
         if plan.longest_prompt + max(plan.output_tokens, BATCH_OUTPUT_TOKENS) > model.context_length:
@@ -66,9 +72,19 @@ async def calibrate(connection: AsyncClient, plan: LoadPlan, local_prefill: str)
         checked = await load.check(rate)
         workers = workers_of(await client.fleet())
         costs = _costs(model.name, workers, fitted_on)
-    comparison = _compare(checked, costs, num_prefill, num_decode, local_prefill)
+    assumed = []
+    if not any(worker.paths for worker in workers):
+        assumed.append(f"No path was measured: a link is taken to move {costs.link.bytes_per_s / 1e9:.3g} GB/s.")
+    if kv_token_bytes:
+        costs = replace(costs, token_bytes=kv_token_bytes)
+    elif not any(request.transferred_bytes for request in fitted_on):
+        assumed.append(
+            f"No answer names bytes that moved: a token is taken to have {costs.token_bytes:,} bytes of KV, as in "
+            "Llama-3.1-8B. Give those of your model by --kv-token-bytes."
+        )
+    comparison = _compare(checked, costs, num_prefill, num_decode, router)
     with_errors = replace(costs, median_error=comparison.median_error, largest_error=comparison.largest_error)
-    return Calibration(with_errors, comparison, tuple(workers), len(checked))
+    return Calibration(with_errors, comparison, tuple(workers), len(checked), tuple(assumed))
 
 
 def _costs(model: str, workers: Sequence[MeasuredWorker], requests: Sequence[MeasuredRequest]) -> Costs:
@@ -89,14 +105,14 @@ def _light_rate(costs: Costs, plan: LoadPlan, num_prefill: int, num_decode: int)
 
 
 def _compare(
-    checked: Sequence[MeasuredRequest], costs: Costs, num_prefill: int, num_decode: int, local_prefill: str
+    checked: Sequence[MeasuredRequest], costs: Costs, num_prefill: int, num_decode: int, router: RouterConfig
 ) -> Comparison:
     base = ReplayConfig()
     config = replace(
         base,
         num_prefill=num_prefill,
         num_decode=num_decode,
-        router=RouterConfig(max_in_flight_per_worker=base.router.max_in_flight_per_worker, local_prefill=local_prefill),
+        router=router,
         scheduler=SchedulerConfig(
             max_batched_tokens=costs.max_step_tokens,
             max_running=min(base.scheduler.max_running, costs.max_step_tokens),
@@ -114,13 +130,19 @@ def workers_of(fleet: GetFleetResponse) -> list[MeasuredWorker]:
             is_prefill=worker.role == worker_pb2.WORKER_ROLE_PREFILL,
             cost=_step_cost(worker.load.step_cost),
             max_step_tokens=worker.load.max_step_tokens,
-            paths=tuple(
-                LinkCost(path.bytes_per_s, path.latency_ms / 1e3) for path in worker.load.paths if path.bytes_per_s > 0
-            ),
+            paths=_paths(worker.load),
         )
         for worker in fleet.workers
         if worker.state == worker_pb2.WORKER_STATE_SERVING
     ]
+
+
+def _paths(load: worker_pb2.LoadReport) -> tuple[LinkCost, ...]:
+    """A worker with vLLM inside measures none of them, and counts what it has read."""
+    found = [LinkCost(path.bytes_per_s, path.latency_ms / 1e3) for path in load.paths if path.bytes_per_s > 0]
+    if not found and load.transferred_bytes and load.transfer_seconds:
+        found.append(LinkCost(load.transferred_bytes / load.transfer_seconds, RDMA_400G.latency_s))
+    return tuple(found)
 
 
 def _step_cost(wire: worker_pb2.StepCost) -> StepCost:
@@ -137,6 +159,8 @@ def report(found: Calibration, output: Path, console: Console) -> None:
         f"Paths move {found.costs.link.bytes_per_s / 1e9:.3g} GB/s.",
         highlight=False,
     )  # fmt: skip
+    for sentence in found.assumed:
+        print_line(console, sentence)
     _write(output, found.costs, console)
 
 
@@ -205,4 +229,4 @@ def calibrate_from_points(
 
 def _write(output: Path, costs: Costs, console: Console) -> None:
     write_costs(output, costs)
-    print_line(console, f"wrote {output}; use it with `tandem simulate --costs {output}`")
+    print_line(console, f"wrote {output}; use it with `tandem advise` or `tandem simulate` and --costs {output}")

@@ -26,7 +26,7 @@ async def run_check(plan: CheckPlan, console: Console, json_file: Path | None, j
         findings.append(finding)
         show(finding, console)
     counts = Counter(finding.outcome for finding in findings)
-    print_line(console, ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome))
+    print_line(console, ", ".join(f"{outcome.value}: {counts[outcome]}" for outcome in Outcome))
     for file, form in ((json_file, as_json), (junit_file, as_junit)):
         if file is not None:
             file.write_text(form(plan.stack.url, findings), encoding="utf-8")

@@ -74,7 +74,7 @@ def _table(advice: Advice) -> Table:
     table.add_column("beyond it")
     rows = sorted(advice.candidates, key=lambda one: (one.is_bound, one.low is None, -one.goodput))
     for one in rows[:MAX_ROWS]:
-        band = "" if one.low is None else f"{one.low:.3g} to {one.high:.3g}"
+        band = "" if one.low is None else f"{one.low:.3g} to {one.high:.3g}/s"
         table.add_row(str(one.shape), f"{'below ' if one.is_bound else ''}{one.goodput:.3g}/s", band, limit_of(one))
     if len(rows) > MAX_ROWS:
         table.caption = f"and {len(rows) - MAX_ROWS} more with less"
@@ -84,6 +84,8 @@ def _table(advice: Advice) -> Table:
 def limit_of(one: Candidate) -> str:
     """What requests miss first at a higher rate, and the resource behind it."""
     trial = one.beyond
+    if not one.goodput:
+        return f"at any load, {'first tokens are late' if trial.late_share >= trial.slow_share else 'tokens are slow'}"
     if one.shape.is_split:
         is_late = trial.late_share > trial.slow_share
         if is_late or (trial.late_share == trial.slow_share and trial.busy[0] > trial.busy[1]):

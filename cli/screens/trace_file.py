@@ -42,6 +42,7 @@ def traces_in_file(path: Path, limit: int) -> list[cluster_pb2.RequestSummary]:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Skips the torn line of a full disk."""
+    found: set[bool] = set()  # whether a line is a span
     try:
         with path.open() as lines:
             for line in lines:
@@ -49,11 +50,15 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                     span = json.loads(line)
                 except ValueError:
                     continue
-                if isinstance(span, dict) and span.keys() >= {"name", "context", "start_time", "end_time"}:
+                is_span = isinstance(span, dict) and span.keys() >= {"name", "context", "start_time", "end_time"}
+                found.add(is_span)
+                if is_span:
                     yield span
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--file: cannot read {path}: {reason}") from error
+    if found == {False}:
+        raise ConfigError(f"--file: {path} must have a span in each line, as [telemetry] trace_file writes them")
 
 
 def _trace_id(span: dict[str, Any]) -> str:

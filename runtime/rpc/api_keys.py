@@ -77,6 +77,8 @@ class ApiKeys:
             return
         if self._token and method in CONTROL_METHODS:
             raise Unauthenticated("this call needs the cluster's token")
+        if operates and presented_key(metadata) is None:
+            raise Unauthenticated("this call needs an API key of an operator, or the cluster's token")
         key = self.find(metadata)
         if operates and key is not None and not key.operator:
             raise PermissionDenied(f"the API key {key.name!r} is not the key of an operator")

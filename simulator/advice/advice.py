@@ -118,7 +118,10 @@ def advise(
 ) -> Advice:
     """`on_progress` gets the number of trials so far. Raises `AdviceRefused`."""
     if len(load.jobs) < MIN_REQUESTS:
-        raise AdviceRefused(f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed")
+        raise AdviceRefused(
+            f"{load.name} has {len(load.jobs)} requests, at least {MIN_REQUESTS} are needed: give a longer log, or let "
+            "--requests read more of it"
+        )
     group = group_of(num_gpus)
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in load.jobs)
     width = max((width for width in model.widths if width <= group), default=1)

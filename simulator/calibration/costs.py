@@ -103,12 +103,16 @@ def read_costs(name: str) -> Costs:
     if name in BUILT_IN:
         return BUILT_IN[name]
     path = Path(name)
+    if not path.exists():
+        raise ValueError(f"{name}: neither a file of costs nor built-in costs, which are {', '.join(BUILT_IN)}")
     with open_regular(path) as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{path}: longer than {MAX_FILE_BYTES:,} bytes")
     try:
         return _costs(json.loads(content.decode("utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON at line {error.lineno}: {error.msg}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -141,8 +141,10 @@ def _read(path: Path) -> list[tuple[Group, Point]]:
             try:
                 if row["mode"] == MODE:
                     found.append((_group(row), _point(row)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {rows.line_num}: {error!r}") from error
+            except KeyError as error:
+                raise ValueError(f"{path}, line {rows.line_num}: {error.args[0]} is missing") from error
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
     return found
 
 

@@ -58,4 +58,5 @@ class ReplayConfig:
                 raise ValueError(f"{name} must not be negative, is {getattr(self, name):g}")
         for name in ("prefill_pool_tokens", "decode_pool_tokens"):
             if getattr(self, name) < self.layout.block_size:
-                raise ValueError(f"{name} must be at least one block ({self.layout.block_size} tokens)")
+                least = self.layout.block_size
+                raise ValueError(f"{name} must be at least one block, {least} tokens, is {getattr(self, name)}")

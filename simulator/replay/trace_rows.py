@@ -22,6 +22,7 @@ MAX_BLOCKS = 4_000_000
 # Limit: tokens of a prompt or an output in a log or trace; beyond: `ValueError` that names line and field
 MAX_TOKENS = 4_000_000
 MAX_TIME_S = 1e11  # of an arrival
+KINDS: Mapping[object, str] = {int: "a whole number", float: "a number"}  # of values, by their parser
 
 Row = Mapping[str, object]
 
@@ -32,8 +33,10 @@ def json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON at column {error.pos + 1}: {error.msg}") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, is {line.strip()!r:.40}")
         yield where, row
@@ -87,7 +90,8 @@ def number(where: str, row: Row, field: str, parse: Callable[[str], _T]) -> _T:
     try:
         value = parse(str(row[field]))
     except ValueError as error:
-        raise ValueError(f"{where}: {field} is {row[field]!r:.40}") from error
+        kind = KINDS.get(parse, "a time, in seconds or as ISO 8601 has it")
+        raise ValueError(f"{where}: {field} must be {kind}, is {row[field]!r:.40}") from error
     if not math.isfinite(value):
         raise ValueError(f"{where}: {field} must be finite, is {row[field]!r:.40}")
     return value

@@ -13,6 +13,7 @@ NO_FORMAT = (
     "must have usage (a log of calls), hash_ids (a trace of Mooncake), session (a trace of agents) or "
     f"schema {SCHEMA} (a trace of Dynamo)"
 )
+AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 NO_DIVISOR = "divisors are for published traces: logs of calls and traces of Dynamo have the lengths of their model"
 
 
@@ -25,9 +26,11 @@ def read_workload(
     seed: int = 0,
 ) -> Workload:
     """The first `limit` requests. Raises `ValueError` naming file, line and field, and `OSError`."""
-    if path.name.removesuffix(".gz").endswith(".csv"):
-        return azure(path, limit, divisor, output_divisor)
     first = next((line for _, line in lines(path, 1)), "")
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        if missing := [name for name in AZURE_FIELDS if name not in first]:
+            raise ValueError(f"{path}, line 1: {', '.join(missing)} must be there: a .csv is read as a trace of Azure")
+        return azure(path, limit, divisor, output_divisor)
     is_dynamo = f'"{SCHEMA}"' in first
     if '"session"' in first and not is_dynamo:
         return agent_sessions(path, sessions_per_s, seed, limit, divisor, output_divisor)

@@ -179,8 +179,12 @@ class Synthetic:
             raise ValueError(f"spread must be in [0, 1], is {self.spread:g}")
         if self.num_groups < 0 or (self.num_groups == 0) != (self.prefix_tokens == 0):
             raise ValueError("num_groups and prefix_tokens must be set together, or both be 0")
-        if not 0 <= self.prefix_tokens < self.prompt_tokens * (1 - self.spread) + 1:
-            raise ValueError(f"prefix_tokens must be less than the shortest prompt, is {self.prefix_tokens}")
+        shortest = math.ceil(self.prompt_tokens * (1 - self.spread))
+        if not 0 <= self.prefix_tokens <= shortest:
+            raise ValueError(
+                f"prefix_tokens must be in [0, {shortest:,}], the length of the shortest prompt, is "
+                f"{self.prefix_tokens:,}"
+            )
 
 
 def synthetic(config: Synthetic, seed: int = 0) -> Workload:

@@ -74,8 +74,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_without_a_key_a_client_learns_the_model_and_nothing_else(deployment: Deployment) -> None:
     async with client(deployment) as nobody:
         assert (await nobody.model()).name
-        for call in (nobody.complete([1, 2], max_tokens=2), nobody.fleet(), nobody.explain(GenerateRequest(text="hi"))):
-            with pytest.raises(CallFailed, match="this call needs an API key") as failed:
+        token = "this call needs an API key of an operator, or the cluster's token"
+        for call, says in (
+            (nobody.complete([1, 2], max_tokens=2), "this call needs an API key: send"),
+            (nobody.fleet(), token),
+            (nobody.explain(GenerateRequest(text="hi")), token),
+        ):
+            with pytest.raises(CallFailed, match=says) as failed:
                 await call
             assert failed.value.code is grpc.StatusCode.UNAUTHENTICATED
             assert not failed.value.retryable

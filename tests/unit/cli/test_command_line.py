@@ -144,6 +144,12 @@ def test_a_call_without_the_token_is_an_error_that_names_the_option(
     assert (code, shown) == (1, "error: no token; give the config file with the token in [security] by --config\n")
 
 
+@pytest.mark.parametrize("option", ["--json", "--junit"])
+def test_a_check_whose_findings_cannot_be_written_does_not_begin(option: str, tandem: Tandem) -> None:
+    ended = tandem("check", "http://127.0.0.1:1", option, "/nowhere/found")
+    assert ended == (1, "", f"error: {option}: the directory of /nowhere/found does not exist\n")
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
 def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
     assert tandem("generate", "x", "--timeout", seconds).code == 2

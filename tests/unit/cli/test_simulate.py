@@ -10,13 +10,15 @@ from typing import cast
 
 import pytest
 
+from cli.commands.calibrate import workers_of
 from cli.commands.calibration_load import CalibrationLoad, LoadPlan
 from cli.commands.simulate import parse_sweep
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
 from tandem_client import AsyncClient
-from tandem_client.stubs import inference_pb2
+from tandem_client.stubs import inference_pb2, worker_pb2
+from tandem_client.stubs.cluster_pb2 import GetFleetResponse
 from tests.unit.cli.conftest import Tandem
 
 SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
@@ -94,7 +96,13 @@ def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..
     ("arguments", "message"),
     [
         (["--workload", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: No such file or directory"),
-        (["--costs", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["--costs", "pyproject.toml"], "pyproject.toml: not JSON at line 1"),
+        (["--costs", "h100"], "h100: neither a file of costs nor built-in costs, which are h100-8b, "),
+        (
+            ["--workload", "tests/data/h100_llama_8b_points.csv"],
+            "line 1: TIMESTAMP, ContextTokens, GeneratedTokens must",
+        ),
+        (["--decode-pool-tokens", "9"], "--decode-pool-tokens must be at least one block, 64 tokens, is 9"),
         (["--plot", "chart.gif"], "chart.gif: a chart ends in .png or .svg"),
         (["--json", "/nowhere/result.json"], "the directory of /nowhere/result.json does not exist"),
         (["--rate", "nan"], "--rate must be a finite number"),
@@ -134,6 +142,8 @@ def test_without_matplotlib_a_chart_names_the_extra(monkeypatch: pytest.MonkeyPa
         (["--from-points", "/nowhere.csv", "--kv-token-bytes", "4"], 1, "No such file or directory"),
         (["--from-points", "/nowhere.csv"], 2, "--kv-token-bytes"),
         (["--requests", "0"], 2, "must be int in [1,"),
+        (["--longest-prompt", "4"], 2, "must be int in [16,"),
+        (["--system", "h100_sxm"], 2, "Invalid value for --system: only with --from-points"),
         (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
     ],
 )
@@ -257,3 +267,14 @@ async def test_no_request_of_a_calibration_takes_drafts() -> None:
     await load.check(rate=1e6)
     assert len(recorder.requests) == 2 * (2 + 1 + 2) + 3
     assert all(request.HasField("speculation") and not request.speculation for request in recorder.requests)
+
+
+def test_a_worker_without_measured_paths_has_the_speed_of_what_it_has_read() -> None:
+    fleet = GetFleetResponse()
+    for load in (
+        worker_pb2.LoadReport(transferred_bytes=6_000, transfer_seconds=2.0),
+        worker_pb2.LoadReport(transferred_bytes=6_000, transfer_seconds=2.0, paths=[{"bytes_per_s": 7.0}]),
+        worker_pb2.LoadReport(),
+    ):
+        fleet.workers.add(state=worker_pb2.WORKER_STATE_SERVING).load.CopyFrom(load)
+    assert [[path.bytes_per_s for path in worker.paths] for worker in workers_of(fleet)] == [[3_000.0], [7.0], []]

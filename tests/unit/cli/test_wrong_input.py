@@ -93,3 +93,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(line: str, tan
         ended = tandem(*(str(file) if word == "FILE" else word for word in line.split()))
         assert ended.code == 1
         assert reason in ended.err
+
+
+def test_a_file_without_a_span_is_no_trace_and_an_empty_one_has_no_request(tandem: Tandem, tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    file.write_text("")
+    assert tandem("trace", "--file", str(file)).code in (0, None)
+    file.write_text('{"x": 1}\n')
+    ended = tandem("trace", "--file", str(file))
+    assert (ended.code, ended.err.count("must have a span in each line")) == (1, 1)

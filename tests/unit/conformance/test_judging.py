@@ -112,6 +112,10 @@ def test_tokens_are_not_shown_where_nothing_could_be_judged() -> None:
     assert judge_tokens(QUESTION, [pair], Bound(None, "wild")).outcome is Outcome.NOT_SHOWN
     assert judge_tokens(QUESTION, [(record(), record("", status=500))], BOUND).outcome is Outcome.NOT_SHOWN
     assert judge_tokens(QUESTION, [(record(tokens=[]), record("abd", tokens=[]))], BOUND).outcome is Outcome.NOT_SHOWN
+    counted_alone = record("", tokens=[])  # its usage says that it has tokens
+    assert judge_tokens(QUESTION, [(counted_alone, counted_alone)], BOUND).outcome is Outcome.NOT_SHOWN
+    texts = judge_tokens(QUESTION, [(record(tokens=[]), record(tokens=[]))], BOUND)
+    assert (texts.outcome, "compared by their texts alone" in texts.why) == (Outcome.HOLDS, True)
     failed = judge_tokens(QUESTION, [(record("abc"), record("xyz")), (record("xyz"), record("xyz"))], BOUND)
     assert failed.outcome is Outcome.FAILS
     assert failed.why.startswith("1 of 2 answers; the first: token 0 is ")

@@ -2,8 +2,12 @@
 
 import pytest
 
+from core.cost.step_cost import StepWork
 from decode_worker import room
-from tests.support.worker_words import transcripts
+from tests.support.driven_worker import LAYOUT
+from tests.support.worker_words import WorkerReplay, transcripts
+
+num_steps_of_move = room._num_steps_of_move
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +68,12 @@ a reader without room takes nothing, and the worker preempts
 """,
     CROWDED,
 )
+
+
+def test_a_move_takes_half_a_second_and_the_time_of_its_bytes() -> None:
+    worker = WorkerReplay("decode", "arrive a 8 max=40", "step")
+    transfers, (sequence,) = worker.machine.transfers, worker.core.scheduler.running
+    num_bytes, step = len(sequence.block_table) * LAYOUT.block_bytes, StepWork(1, 8, 0, 0.0)
+    transfers.counters.num_bytes_read, transfers.counters.read_seconds = num_bytes, 3.0
+    expected = int(3.5 / max(worker.core.costs.cost.seconds(step), room.MIN_STEP_S)) + 1
+    assert num_steps_of_move(worker.core, transfers, sequence, step) == expected

@@ -22,6 +22,7 @@ from kv_transfer.protocol.events import (
     PeerLost,
     ProbeFailed,
     ProbePath,
+    PullCompleted,
     ReadFinished,
     SendMessage,
     StartRead,
@@ -185,6 +186,7 @@ def test_one_slow_hand_off_does_not_make_a_path_slow_and_three_do() -> None:
         reader.hand_off(1e9)
     assert reader.path().state is PathState.FINE
     reader.hand_off(1e9)
+    assert [done.stats.lane for done in reader.of(PullCompleted)] == [Lane.SHARED_MEMORY.value] * 3
     assert reader.logged() == [PathState.SLOW]
     reader.hand_off(5e9)
     assert reader.logged() == [PathState.FINE]

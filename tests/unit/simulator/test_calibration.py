@@ -146,7 +146,7 @@ def test_a_malformed_file_is_named(tmp_path: Path, change: Callable[[dict[str, A
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"cheap", "Expecting value"),
+        (b"cheap", "not JSON at line 1: Expecting value"),
         (b"[" * 100_000, "recursion"),
         (b"\xff", "invalid start byte"),
         (b" " * (MAX_FILE_BYTES + 1), "longer than 1,000,000 bytes"),

@@ -67,10 +67,10 @@ def test_the_lengths_of_azure_are_divided_and_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (("374", "many"), "line 3: ContextTokens is 'many'"),
+        (("374", "many"), "line 3: ContextTokens must be a whole number, is 'many'"),
         ((",16\n", "\n"), "line 4: GeneratedTokens is missing"),
         (("TIMESTAMP", "TIME"), "line 2: TIMESTAMP is missing"),
-        (("2023-11-16 18:15:46", "yesterday"), "line 3: TIMESTAMP is 'yesterday"),
+        (("2023-11-16 18:15:46", "yesterday"), "line 3: TIMESTAMP must be a time, in seconds or .*, is 'yesterday"),
     ],
 )
 def test_a_malformed_row_of_azure_is_named(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
@@ -129,8 +129,8 @@ def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
         ({"hash_ids": [0]}, "too few"),
         ({"hash_ids": [0, "1", 2]}, "hash_ids must be a list of integers"),
         ({"session": None}, "session is missing"),
-        ({"timestamp": "late"}, "timestamp is 'late'"),
-        ({"output_length": []}, "output_length is"),
+        ({"timestamp": "late"}, "timestamp must be a number, is 'late'"),
+        ({"output_length": []}, "output_length must be a whole number, is"),
         ({"timestamp": -1}, "timestamp must be in "),
         ({"timestamp": 1e300}, "timestamp must be in "),
     ],
@@ -178,7 +178,10 @@ def test_the_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
         ({"rate": 0.0}, "rate must be positive"),
         ({"spread": 1.5}, "spread must be in"),
         ({"num_groups": 2}, "must be set together"),
-        ({"num_groups": 2, "prefix_tokens": 2000}, "prefix_tokens must be less"),
+        (
+            {"num_groups": 2, "prefix_tokens": 2000},
+            r"prefix_tokens must be in \[0, [\d,]+\], the length of the shortest prompt, is 2,000",
+        ),
         ({"rate": math.inf}, "rate must be positive and finite, is inf"),
         ({"prompt_tokens": 10**9}, "prompt_tokens must be at most 4,000,000, is 1,000,000,000"),
         ({"num_requests": 10**9}, "num_requests x prompt_tokens must be at most 1,000,000,000"),
