@@ -215,8 +215,7 @@ def serving(
     with group_killed(process):  # an engine of vLLM must not keep the memory of the GPU
         reader.start()
         try:
-            started.wait(START_TIMEOUT_S)
-            if not is_ready:
+            if not (is_ready or (started.wait(START_TIMEOUT_S) and is_ready)):
                 raise RuntimeError(f"the server did not start: {' | '.join(last_lines)}")
             yield process.pid
         finally:
