@@ -45,13 +45,6 @@ def test_a_prefix_that_was_leased_outlives_its_tails() -> None:
     assert match(pool, [1, 2, 3]) == blocks[:2]
 
 
-def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
-    pool = BlockPool(4)
-    cached(pool, [1, 2])
-    pool.allocate(2)
-    assert pool.registered_hashes() == [1, 2]
-
-
 def test_evicted_blocks_are_allocated_in_order_among_the_free_blocks() -> None:
     pool = BlockPool(6)
     assert cached(pool, [1, 2, 3]) == [0, 1, 2]

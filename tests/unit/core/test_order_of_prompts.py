@@ -40,15 +40,6 @@ def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
     assert passed == [True] * 5 + [False] * 5, "the prompt of 40 tokens may take twice as long as alone"
 
 
-def test_a_cached_prefix_is_no_work() -> None:
-    driven = Driven(num_blocks=64, budget=8, max_running=2)
-    driven.add("before", range(1, 41), max_tokens=1)
-    driven.run_until_idle()
-    driven.add("medium", range(101, 117), max_tokens=1)
-    driven.add("cached", [*range(1, 41), 50, 51], arrival=1, max_tokens=1)
-    assert order_of_ends(driven) == ["cached", "medium"]
-
-
 def test_the_reported_work_has_no_cached_prefix_and_all_that_is_not_computed() -> None:
     driven = Driven(num_blocks=64, budget=8, max_running=1)
     driven.add("before", range(1, 41), max_tokens=1)

@@ -36,13 +36,6 @@ def test_a_step_without_decodes_takes_the_whole_token_budget() -> None:
     assert [driven.step() for _ in range(3)] == [{"long": 256}, {"long": 256}, {"long": 88, "next": 168}]
 
 
-def test_beside_a_decode_a_prompt_gets_the_tokens_that_fit_into_the_limit() -> None:
-    driven = decoding()
-    driven.add("long", range(1, 601), arrival=1)
-    assert driven.step() == {"stream": 1, "long": 69}, "at its admission"
-    assert driven.step() == {"stream": 1, "long": 69}, "while it runs"
-
-
 def test_the_prompts_of_a_step_share_the_limit_in_their_order() -> None:
     driven = decoding()
     driven.add("second", range(1, 101), arrival=2)
@@ -65,15 +58,6 @@ def test_a_pulled_sequence_counts_as_a_decode_of_the_step_that_admits_it() -> No
     assert driven.step() == {"long": 256}
     driven.add_pulled("pulled", [21, 22, 23], arrival=2)
     assert driven.step() == {"long": 65, "pulled": 1}, "it attends to 4 tokens"
-
-
-def test_pulled_sequences_get_the_token_budget_before_prompts() -> None:
-    driven = Driven(num_blocks=64, budget=8, max_running=8)
-    driven.add("long", range(1, 61), arrival=1)
-    assert driven.step() == {"long": 8}
-    for index in range(3):
-        driven.add_pulled(f"p{index}", [21 + index], arrival=2 + index)
-    assert driven.step() == {"long": 5, "p0": 1, "p1": 1, "p2": 1}
 
 
 def test_the_last_token_of_a_prompt_is_no_decode_that_a_client_waits_for() -> None:

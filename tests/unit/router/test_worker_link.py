@@ -25,7 +25,9 @@ from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.step import SampledToken
 from protos import report_codec
 from router.links.token_stream import decode_step_tokens
+from router.links.worker_link import _decode_finished
 from router.requests.events import (
+    DecodeResult,
     DecodeReturned,
     HandOver,
     OfferPrefix,
@@ -39,6 +41,7 @@ from router.requests.events import (
     WorkerLost,
     WorkerReported,
 )
+from runtime.tracing.span_names import SpanName
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
 from tests.support.waiting import until
@@ -115,6 +118,16 @@ async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWork
     refused = await worker.event()
     assert isinstance(refused, PrefixRefused)
     assert (refused.dispatch_id, refused.worker_id) == ("r#1", worker.link.endpoint.service_id)
+
+
+def test_the_times_of_a_worker_are_seconds() -> None:
+    stage = worker_pb2.StageSpan(name=SpanName.DECODE_QUEUE.value, start_ms=5000, duration_ms=6000)
+    times: Any = {"queue_ms": 1000, "prefill_ms": 2000, "transfer_ms": 3000, "transfer_exposed_ms": 4000}
+    stop = inference_pb2.FINISH_REASON_STOP
+    found = _decode_finished(worker_pb2.DecodeFinished(finish_reason=stop, num_tokens=3, stages=[stage], **times))
+    assert isinstance(found, DecodeResult)
+    assert (found.queue_s, found.prefill_s, found.transfer_s, found.transfer_exposed_s) == (1, 2, 3, 4)
+    assert [(each.start_s, each.duration_s) for each in found.stages] == [(5, 6)]
 
 
 # ---- changes of peers
