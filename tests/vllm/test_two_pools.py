@@ -78,13 +78,20 @@ async def test_a_pair_shakes_hands_before_its_first_hand_off(workers: Workers) -
     assert reader.num_handshakes() == 0
     async with routed([owner, reader], local_prefill="never") as (client, router):
         await until(lambda: reader.num_handshakes() == 1, "they have shaken hands", 30.0)
-        for worker in (owner, reader):  # which appears in no figure
+
+        def record_of(worker: VllmProcess) -> WorkerRecord:
             record = router._shell.view.worker(worker.endpoint.service_id)
             assert record is not None
+            return record
+
+        for worker in (owner, reader):  # which appears in no figure
+            record = record_of(worker)
             assert (record.load.num_calls, record.load.num_sampled_tokens, record.load.ledger[Column.HELD]) == (0, 0, 0)
         answer = await client.complete(PROMPTS[0], TIMEOUT_S, max_tokens=4)
         assert answer.path == "disaggregated"
         assert reader.num_handshakes() == 1
+        await until(lambda: record_of(reader).load.transferred_bytes > 0, "what it has read is counted", 30.0)
+        assert record_of(owner).load.transferred_bytes == 0
 
 
 async def test_forty_prompts_have_the_tokens_of_one_engine(workers: Workers) -> None:
