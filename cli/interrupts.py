@@ -3,11 +3,13 @@
 before the loop runs    KeyboardInterrupt, then `close`
 while the task runs     the first one cancels the task, the second one ends the process
 afterwards              the process ends
+while Python ends       nothing
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
@@ -82,12 +84,19 @@ def run_interruptible(
 def interruptible(close: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the body by `KeyboardInterrupt`. `close` follows any end; another one ends the process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    atexit.register(_ignore_stops)  # the first to be registered is the last to be called
     try:
         yield
     finally:
         for number in STOPS:
             signal.signal(number, _exit_at_once)
         close()
+
+
+def _ignore_stops() -> None:
+    """While Python ends, a signal has its default action again, unless it is ignored: SIGTERM gave exit code -15."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_at_once(*_: object) -> None:

@@ -173,7 +173,8 @@ class Cluster:
         if self._entered_ray:
             import ray
 
-            ray.shutdown()
+            with _signals_held_back():
+                ray.shutdown()
         if self._head is not None:
             self._head.close()
 
@@ -225,7 +226,8 @@ def _about_token() -> str:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM, which crash a Ray that joins, and restore their handlers afterwards."""
+    """Hold back Ctrl-C and SIGTERM, which crash a Ray that joins, and restore their handlers afterwards: Ray replaces
+    those of SIGTERM when it joins, and takes them away when it leaves."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), [signal.getsignal(n) for n in numbers]
     try:

@@ -11,7 +11,7 @@ import pytest
 from cli.exit_codes import INTERRUPTED
 
 SERVE = """
-import sys, time
+import os, sys, time
 import cli.commands.serve, fleet.ray.cluster
 from cli.interrupts import run_interruptible
 from cli.main import run
@@ -19,7 +19,13 @@ from cli.main import run
 class Cluster:
     def close(self):
         print("closing", flush=True)
-        time.sleep(TIMEOUT_S)
+        if phase != "ends":
+            time.sleep(TIMEOUT_S)
+
+class Slow:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ending\\n")
+        sleep(1.0)
 
 async def drained():
     pass
@@ -31,6 +37,7 @@ def wait_for_ray():
 fleet.ray.cluster.begin = lambda _: Cluster()
 phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
 cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print)
+slow = Slow() if phase == "ends" else None
 run()
 """
 TIMEOUT_S = 60.0
@@ -51,3 +58,13 @@ def test_a_signal_outside_the_loop_closes_ray_and_another_one_ends_the_process(
         assert "closing\n" in iter(serve.stdout.readline, "")
         serve.send_signal(number)
         assert serve.wait(TIMEOUT_S / 2) == INTERRUPTED
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_while_python_ends_changes_no_exit_code(number: signal.Signals) -> None:
+    program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
+    with subprocess.Popen([sys.executable, "-c", program, "ends"], stdout=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        assert "ending\n" in iter(serve.stdout.readline, "")
+        serve.send_signal(number)
+        assert serve.wait(TIMEOUT_S / 2) == 0

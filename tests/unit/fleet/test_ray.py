@@ -22,6 +22,7 @@ from fleet.law.claims import Claim, Claims, GpuUse
 from fleet.law.events import Member, SlotId
 from fleet.ray import hosts, supervisor_control
 from fleet.ray.calls import await_actor
+from fleet.ray.cluster import Cluster
 from fleet.ray.head import RayHead
 from fleet.ray.hosts import HostActor, RayHost
 from fleet.ray.supervisor_control import SupervisorControl
@@ -111,6 +112,19 @@ async def test_an_actor_that_ray_kills_for_memory_is_dead() -> None:
 
     with pytest.raises(HostDied, match="short of memory"):
         await await_actor(call())
+
+
+def test_a_ray_that_leaves_keeps_no_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's shutdown gives SIGTERM its default action. A second one then ended `tandem serve` while Ray closed."""
+    before, cluster = signal.getsignal(signal.SIGTERM), Cluster("somewhere:1")
+    cluster._entered_ray = True
+    monkeypatch.setattr("ray.shutdown", lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        cluster.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # Prints the process id of its child in place of an address.
