@@ -42,7 +42,7 @@ async def three_machines(transport: str) -> AsyncIterator[tuple[Machines, Fleet]
     with Machines.made() as machines:
         async with machines.reachable() as reach:
             sizes = {"prefill": 1, "decode": 1}
-            async with Fleet.start(config, sizes, STEP_S, machines.site_of, reach) as fleet:
+            async with Fleet.start(config, sizes, STEP_S, site_of=machines.site_of, reach=reach) as fleet:
                 yield machines, fleet
 
 
