@@ -5,7 +5,7 @@
     dynamo      R3 b: one H100 beside 1P1D with ten requests at once, from Dynamo's guide
     vllm        R3 a: two replicas beside 1P1D at 3.6 requests/s
     splitwise   R2: six clusters within one power budget
-    live        two fleets of this machine, predicted and then measured: 12 minutes, so only where it is named
+    live        two fleets and vLLM on this machine, predicted and then measured: 22 minutes, so only where it is named
 
 Each is one table, misses included.
 """

@@ -1,4 +1,4 @@
-"""Does a prediction of `tandem advise` hold on this machine? `python -m benchmarks.advise --parts live`, in 20 minutes.
+"""Does a prediction of `tandem advise` hold on this machine? `python -m benchmarks.advise --parts live`, in 22 minutes.
 
 `tandem calibrate` measures one prefill and one decode worker, and one worker with vLLM inside on both cores. The coarse
 workers of `tandem advise` then predict each rate for both shapes of two such workers, and for vLLM alone, from the same
