@@ -133,6 +133,8 @@ def apply(
         raise typer.BadParameter("a file, options, --restart or --stop")
     if len(given) == 1 and "=" not in given[0]:
         file = Path(given[0])
+        if not file.exists():
+            raise typer.BadParameter(f"{given[0]!r} is neither a file nor TABLE.OPTION=VALUE")
         new = load_config(file, {})
         credentials = find_credentials(config or file, router)
         if note := check_token_stays(new.security, credentials):

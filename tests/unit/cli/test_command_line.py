@@ -150,6 +150,11 @@ def test_a_check_whose_findings_cannot_be_written_does_not_begin(option: str, ta
     assert ended == (1, "", f"error: {option}: the directory of /nowhere/found does not exist\n")
 
 
+def test_an_option_without_a_value_is_not_taken_for_a_file(tandem: Tandem) -> None:
+    ended = tandem("apply", "router.max_queued")
+    assert (ended.code, "'router.max_queued' is neither a file nor TABLE.OPTION=VALUE" in ended.err) == (2, True)
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
 def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
     assert tandem("generate", "x", "--timeout", seconds).code == 2
