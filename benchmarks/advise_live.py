@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -77,7 +77,7 @@ def live(report: Report) -> None:
         budget = its_costs.max_step_tokens
         shape = Shape(num_prefill, 1, budget, num_decode) if num_prefill else Shape(num_decode, 1, budget)
         model = CostModel({1: its_costs}, kv_mb * 2**20 // its_costs.token_bytes)
-        predicted = partial(_predicted, model, shape, trace, limits)
+        predicted = cache(partial(_predicted, model, shape, trace, limits))
         expected = _goodput(_swept(predicted))
         for kind, config in configs.items():
             with started(name, limits, config) as system:

@@ -148,7 +148,7 @@ class WorkerCore:
     ) -> Sequence:
         """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
-        Raises `InvalidRequest` if the worker has a sequence with this id, or the request an adapter.
+        Raises `InvalidRequest` if the worker has a sequence with this id, or if the request names an adapter.
         """
         if request.adapter:
             raise InvalidRequest("model", "the engine of this worker has no adapters; workers with `--engine vllm` do")

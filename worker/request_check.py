@@ -1,5 +1,5 @@
-"""What a worker checks of a new sequence before the sequence reaches its machine. The router may be faulty: a token id
-outside the vocabulary would fail a step, and with it every sequence of the step."""
+"""A worker checks each new sequence before its machine gets the sequence. The router may be faulty: a token id outside
+the vocabulary would fail a step, and with it every sequence of the step."""
 
 from __future__ import annotations
 

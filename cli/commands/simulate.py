@@ -40,9 +40,8 @@ FLAG_OF = {flag.parameter: f"--{flag.name}" for flag in SIMULATE_FLAGS} | {
     "num_prefill": "--prefill", "num_decode": "--decode", "num_routers": "--routers",
     "prompt_tokens": "--input-tokens", "num_groups": "--prefix-groups",
 }  # fmt: skip
-REQUIRED = re.compile(
-    rf"\b(?:{'|'.join(FLAG_OF)})(?= must| and prefix_tokens must)"
-)  # names in the errors of the parts
+# The names of options in the errors of the parts that they make.
+NAME_IN_ERROR = re.compile(rf"\b(?:{'|'.join(FLAG_OF)})(?= must| and prefix_tokens must)")
 
 
 def simulate(options: Mapping[str, Any], console: Console) -> None:
@@ -56,7 +55,7 @@ def simulate(options: Mapping[str, Any], console: Console) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     except (ValueError, ConfigError) as error:
-        raise ConfigError(REQUIRED.sub(lambda found: FLAG_OF[found[0]], str(error))) from error
+        raise ConfigError(NAME_IN_ERROR.sub(lambda found: FLAG_OF[found[0]], str(error))) from error
     if axes:
         _sweep(workload, config, axes, options, console)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -116,6 +118,20 @@ def test_a_part_that_fails_is_a_row_and_the_parts_after_it_run(tmp_path: Path, m
     assert "| broken | failed: RuntimeError: no luck |" in Path("build/bench/trial.md").read_text()
 
 
+@contextlib.contextmanager
+def tool_and_its_server(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """A program that starts a server and prints its process id. Both have ended after the block."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as tool:
+        assert tool.stdout is not None
+        server = psutil.Process(int(tool.stdout.readline()))
+        try:
+            yield tool, server
+        finally:
+            tool.kill()
+            if server.is_running():
+                server.kill()
+
+
 BLOCKED_STACK = """
 import contextlib, sys, time
 from tests.support.child_processes import serving
@@ -138,17 +154,10 @@ check_matrix.main()
 def test_a_signal_leaves_no_server_of_the_matrix_behind(number: signal.Signals) -> None:
     """While the stack starts and the loop is blocked."""
     command = [sys.executable, "-c", BLOCKED_STACK]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as tool:
-        assert tool.stdout is not None
-        server = psutil.Process(int(tool.stdout.readline()))
-        try:
-            tool.send_signal(number)
-            assert tool.wait(TIMEOUT_S) == -signal.SIGINT
-            assert not server.is_running()
-        finally:
-            tool.kill()
-            if server.is_running():
-                server.kill()
+    with tool_and_its_server(command) as (tool, server):
+        tool.send_signal(number)
+        assert tool.wait(TIMEOUT_S) == -signal.SIGINT
+        assert not server.is_running()
 
 
 STUBBORN = """
@@ -183,18 +192,11 @@ else:
 def test_a_second_ctrl_c_leaves_no_server_behind_that_does_not_end(kind: str, tmp_path: Path) -> None:
     told = tmp_path / "told"
     command = [sys.executable, "-c", STUBBORN, kind, str(told)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as tool:
-        assert tool.stdout is not None
-        server = psutil.Process(int(tool.stdout.readline()))
-        try:
-            tool.send_signal(signal.SIGINT)
-            limit = time.monotonic() + TIMEOUT_S
-            while not told.exists() and time.monotonic() < limit:
-                time.sleep(0.01)
-            tool.send_signal(signal.SIGINT)
-            assert tool.wait(TIMEOUT_S) == -signal.SIGINT
-            assert not server.is_running()
-        finally:
-            tool.kill()
-            if server.is_running():
-                server.kill()
+    with tool_and_its_server(command) as (tool, server):
+        tool.send_signal(signal.SIGINT)
+        limit = time.monotonic() + TIMEOUT_S
+        while not told.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        tool.send_signal(signal.SIGINT)
+        assert tool.wait(TIMEOUT_S) == -signal.SIGINT
+        assert not server.is_running()

@@ -105,7 +105,7 @@ EngineTransferEvent = Command | AgentEvent | Tick
 class EngineTransfers:
     """`outcomes`, `caught_up`, `ended_offers` and `claims` are for the engine's thread, like the queues of `blocks`."""
 
-    def __init__(self, config: TransferConfig, address: AgentAddress, vocab_size: int = 1 << 32) -> None:
+    def __init__(self, config: TransferConfig, address: AgentAddress, vocab_size: int) -> None:
         self.blocks = LentBlocks()
         self.transfers = TransferMachine(config, self.blocks, address, vocab_size)
         self.outcomes: deque[PullEnded] = deque()

@@ -117,9 +117,9 @@ class OpenFile:
         """
         directory = _open_directory(place, option)
         try:
-            descriptor = _taken_over(file_name, directory, is_useful) or _open_locked(
-                file_name, directory, max_locked_s
-            )
+            descriptor = _taken_over(file_name, directory, is_useful)
+            if descriptor is None:
+                descriptor = _open_locked(file_name, directory, max_locked_s)
         except OSError:
             os.close(directory)
             raise

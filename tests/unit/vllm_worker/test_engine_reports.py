@@ -1,4 +1,4 @@
-"""What vLLM's statistics of a step become."""
+"""`step_of` makes an `EngineStep` of vLLM's statistics of a step."""
 
 from __future__ import annotations
 

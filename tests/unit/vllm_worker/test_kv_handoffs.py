@@ -85,7 +85,7 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self.name, self.failure, self.pool = name, "", Pool()
-        self.machine = EngineTransfers(TransferConfig(lease_s=LEASE_S, max_blocks_per_read=1), ADDRESSES[name])
+        self.machine = EngineTransfers(TransferConfig(lease_s=LEASE_S, max_blocks_per_read=1), ADDRESSES[name], 1 << 32)
         self.handoffs = Handoffs(self, BLOCK_SIZE)
         self.handoffs.bind(self.pool, block_hashes)
         self.commands: deque[Command] = deque()
