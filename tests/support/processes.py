@@ -23,7 +23,6 @@ from core.config import TandemConfig
 from core.service import Endpoint
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import SLACK_S
-from tests.support.faults import LEASE_S
 from tests.support.service_process import Role, ServiceProcess
 from tests.support.waiting import until
 
@@ -190,8 +189,9 @@ class Fleet:
 
     # ---- ledgers
 
-    async def settle(self, within_s: float = LEASE_S + SLACK_S) -> None:
-        """Wait until every live worker reports no held, leased or incoming block and no live transfer."""
+    async def settle(self, within_s: float | None = None) -> None:
+        """Wait until every live worker reports no held, leased or incoming block and no live transfer. By default, at
+        most for a lease."""
 
         def left() -> dict[str, str]:
             return {
@@ -200,4 +200,12 @@ class Fleet:
                 if service.alive and (service.busy_blocks or service.load.num_transfers)
             }
 
+        within_s = self.config.transfer.lease_s + SLACK_S if within_s is None else within_s
         await until(lambda: not left(), lambda: f"blocks are still in use: {left()}", within_s)
+
+    # ---- for a test that fails
+
+    async def failures_of(self, request_id: str) -> str:
+        """What ended the failed attempts of a request, as its trace tells it."""
+        trace = await self.cluster.GetTrace(cluster_pb2.GetTraceRequest(id=request_id))
+        return "; ".join(f"{s.start_ms:.0f} ms {s.name} on {s.process}: {s.error}" for s in trace.spans if s.error)
