@@ -91,8 +91,9 @@ def _comment(lines: list[str], index: int) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    """The number that an expression of numbers gives, in `live(...)` or not."""
-    return float(eval(ast.unparse(node), {"__builtins__": {}, "live": lambda value: value}))
+    """The number that an expression of numbers gives, in `option(...)` and `live(...)` that of the default."""
+    default = node.args[0] if isinstance(node, ast.Call) else node
+    return float(eval(ast.unparse(default), {"__builtins__": {}}))
 
 
 def draw() -> str:

@@ -2,7 +2,7 @@
 
 Names end in their unit. Defaults suit a laptop. `tandem serve --config` reads the same names from TOML, one table for
 each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them. `live(...)` marks the options that running
-services take (core/config/live.py); core/config/changes.py says how a fleet takes each of the others.
+services take; core/config/changes.py says how a fleet takes each of the others.
 """
 
 from core.config.cache import CacheConfig
@@ -24,7 +24,7 @@ from core.config.front import (
     RouterConfig,
     ServedModelConfig,
 )
-from core.config.live import live_options, with_live
+from core.config.options import live_options, with_live
 from core.config.planner import PlannerConfig
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
 from core.config.text import TOKEN, TOKEN_STAYS, ConfigText

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.requirements import require, require_finite_floats
+from core.config.options import check_options, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class CacheConfig:
     host_dir: str = ""  # directory in memory; empty = /dev/shm/tandem-UID, with the number of the user
 
     def __post_init__(self) -> None:
-        require_finite_floats(self)
+        check_options(self)
         require(not (self.disk_gb and self.host_gb), "disk_gb and host_gb: a worker has one tier below its pool")
         require(not self.disk_gb or bool(self.disk_dir.strip()), "disk_gb needs disk_dir, a directory on a local disk")
         for name in ("disk_dir", "host_dir"):  # `tandem serve` has another working directory

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 
 from core.config.front import RouterConfig
-from core.config.live import live_options
+from core.config.options import live_options
 from core.config.tables import ARRAYS, TandemConfig
 from core.config.worker import SchedulerConfig, WorkerConfig
 from core.errors import shortened

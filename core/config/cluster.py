@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from core.config.live import live
-from core.config.requirements import require, require_finite_floats, require_given, require_positive
+from core.config.options import check_options, live, option, require
 
 MIN_TOKEN_CHARS = 16
 MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
@@ -19,8 +17,8 @@ class ClusterConfig:
     num_prefill: int = 1  # prefill workers to start
     num_decode: int = 1  # decode workers to start
     num_routers: int = 1  # routers to start; those of one machine share its port
-    prefill_resource: str = "prefill"  # each prefill worker takes 1 of this Ray resource
-    decode_resource: str = "decode"  # each decode worker takes 1 of this Ray resource
+    prefill_resource: str = option("prefill", given=True)  # each prefill worker takes 1 of this Ray resource
+    decode_resource: str = option("decode", given=True)  # each decode worker takes 1 of this Ray resource
     router_resource: str = ""  # each router takes 1 of this; empty = routers run on the machine of `tandem serve`
     prefill_gpus: float = 1.0  # GPUs of each prefill worker: 1, a fraction to share one GPU, 0 = run on the CPU
     decode_gpus: float = 1.0  # GPUs of each decode worker, likewise; both apply if engine.device is not cpu
@@ -29,20 +27,16 @@ class ClusterConfig:
     prefill_memory_mb: int = 0  # memory that Ray sets aside for each prefill worker; 0 = none. Ray does not enforce it
     decode_memory_mb: int = 0  # ... for each decode worker
     router_memory_mb: int = 0  # ... for each router
-    max_workers: int = 256  # workers of each role, and routers; beyond: `Scale` refuses
+    max_workers: int = option(256, least=1)  # workers of each role, and routers; beyond: `Scale` refuses
     # Limit: time of a start on its machine; beyond: killed, and started again after a pause
-    start_timeout_s: float = live(120.0)
+    start_timeout_s: float = live(120.0, positive=True)
     # Limit: life of services of a joined cluster without `tandem serve`; 0 = none; beyond: they end
     adoption_timeout_s: float = 600.0
-    restart_backoff_s: float = live(1.0)  # pause after a failed start, doubled for each further one, up to 30 s
+    # Pause after a failed start, doubled for each further one, up to 30 s
+    restart_backoff_s: float = live(1.0, positive=True)
 
     def __post_init__(self) -> None:
-        require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
-        require_finite_floats(self)
-        require(
-            self.adoption_timeout_s >= 0, f"adoption_timeout_s must be 0 (none) or more, is {self.adoption_timeout_s:g}"
-        )
-        require_given(self, "prefill_resource", "decode_resource")
+        check_options(self)
         for name in ("num_prefill", "num_decode"):
             value = getattr(self, name)
             require(0 <= value <= self.max_workers, f"{name} must be in [0, {self.max_workers}], is {value}")
@@ -50,8 +44,6 @@ class ClusterConfig:
             1 <= self.num_routers <= self.max_workers,
             f"num_routers must be in [1, {self.max_workers}] (max_workers), is {self.num_routers}",
         )
-        for name in ("prefill_memory_mb", "decode_memory_mb", "router_memory_mb"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 (none) or more, is {getattr(self, name)}")
         self._check_gpus()
 
     def _check_gpus(self) -> None:
@@ -72,23 +64,18 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    otlp_endpoint: str = ""  # collector of spans, e.g. http://localhost:4317; empty = no export
+    # Collector of spans, e.g. http://localhost:4317; empty = no export
+    otlp_endpoint: str = option("", pattern=r"(https?://)?[^/\s]+:\d+/?", form="http://host:port or https://host:port")
     trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
-    metrics_port: int = 0  # port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
+    # Port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
+    metrics_port: int = option(0, most=65535)
     service_namespace: str = "tandem"  # attribute of every span that tells deployments apart
-    trace_sample_ratio: float = 1.0  # share of the requests whose trace is exported, if the caller does not decide
+    # Share of the requests whose trace is exported, if the caller does not decide
+    trace_sample_ratio: float = option(1.0, most=1)
     trace_slow_ms: float = 10_000.0  # a request that takes longer, or fails, is exported even if it is not sampled
 
     def __post_init__(self) -> None:
-        require(
-            re.fullmatch(r"((https?://)?[^/\s]+:\d+/?)?", self.otlp_endpoint) is not None,
-            f"otlp_endpoint must be http://host:port or https://host:port, is {self.otlp_endpoint!r}",
-        )
-        require(0 <= self.metrics_port <= 65535, f"metrics_port must be in [0, 65535], is {self.metrics_port}")
-        require_finite_floats(self)
-        ratio = self.trace_sample_ratio
-        require(0.0 <= ratio <= 1.0, f"trace_sample_ratio must be in [0, 1], is {ratio:g}")
-        require(self.trace_slow_ms >= 0.0, f"trace_slow_ms must be 0 or more, is {self.trace_slow_ms:g}")
+        check_options(self)
 
 
 def is_token(text: str) -> bool:
@@ -99,7 +86,7 @@ def is_token(text: str) -> bool:
 class SecurityConfig:
     """Credentials (docs/security.md). Each machine reads the files itself; the token travels with the config."""
 
-    cluster_token: str = field(default="", repr=False)  # secret that workers require of routers, routers of operators
+    cluster_token: str = option("", secret=True)  # secret that workers require of routers, routers of operators
     cluster_token_file: str = ""  # file with this token; without either option, `tandem serve` makes a token
     tls_cert: str = ""  # PEM file: certificate of this machine; with it, every gRPC connection uses TLS
     tls_key: str = ""  # PEM file: private key of the certificate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -10,19 +9,13 @@ from typing import Any
 from core.config.cache import CacheConfig
 from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
 from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
+from core.config.options import LARGEST_FLOAT, require, rule_in_words, shown, written
 from core.config.planner import PlannerConfig
-from core.config.requirements import require
 from core.config.transfer import TransferConfig
 from core.config.vllm import VllmConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 from core.errors import ConfigError, shortened
 from core.plain_text import escaped
-
-# Message fields and options of gRPC hold no larger whole number. Milliseconds of the other still fit 64 bits.
-LARGEST_INT = 2**31 - 1  # an option that is a whole number; beyond: `ConfigError`
-LARGEST_FLOAT = 1e15  # an option that is another number; beyond: `ConfigError`
-# gRPC ends a call with a longer time limit at once, and threads wait no longer than 9.2e9 s.
-LARGEST_TIME_S = 1e9  # an option that is a time in seconds; beyond: `ConfigError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +103,14 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
     parts: dict[str, object] = {}
     for table, options in tables.items():
         if table not in known_tables:
-            raise ConfigError(f"[{_shown(table)}] is not a table of the config; known: {', '.join(known_tables)}")
+            raise ConfigError(f"[{_name(table)}] is not a table of the config; known: {', '.join(known_tables)}")
         if table in ARRAYS:
             if not (isinstance(options, list) and all(isinstance(entry, dict) for entry in options)):
                 raise ConfigError(f"{table} must be an array of tables ([[{table}]] and its options below)")
             parts[table] = tuple(_part(f"[[{table}]]", ARRAYS[table], entry) for entry in options)
             continue
         if not isinstance(options, dict):
-            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {_repr(options)}")
+            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {written(options)}")
         parts[table] = _part(f"[{table}]", known_tables[table].default_factory, options)
     return TandemConfig(**parts)  # type: ignore[arg-type]
 
@@ -128,57 +121,34 @@ def _part(where: str, part: Any, options: Mapping[str, object]) -> Any:
     values = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"{where} {_shown(name)} is not an option; known: {', '.join(sorted(known))}")
-        values[name] = _value(part, f"{where} {name}", known[name], value)
+            raise ConfigError(f"{where} {_name(name)} is not an option; known: {', '.join(sorted(known))}")
+        values[name] = _value(f"{where} {name}", known[name], value)
     try:
         return part(**values)
     except ConfigError as error:
         raise ConfigError(f"{where} {error}") from error
 
 
-def _limit(part: Any, option: str, odd: object) -> str:
-    """The words of `part` for what the option must be, from its refusal of an odd value; empty if it takes that."""
-    try:
-        part(**{option: odd})
-    except ConfigError as error:
-        found = re.match(rf"{option} must be (.+?)(?:, is |: |$)", str(error))
-        return found[1] if found else ""
-    return ""
-
-
-def _value(part: Any, option: str, known: Field[Any], value: object) -> object:
+def _value(option: str, known: Field[Any], value: object) -> object:
     """The value in the type of the option, within what services, messages and `tandem config` can hold."""
     wanted: Any = type(known.default)
-    found = _repr(value) if known.repr else "something else"  # never print a secret
     if wanted is tuple:
         if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-            raise ConfigError(f"{option} must be an array of strings, is {found}")
+            raise ConfigError(f"{option} must be an array of strings, is {shown(known, value)}")
         value = tuple(value)
     elif not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
         wanted is float and type(value) is int
     ):
-        limit = _limit(part, known.name, {str: "\0", int: -LARGEST_INT, float: -1.0}.get(wanted, known.default))
-        raise ConfigError(f"{option} must be {wanted.__name__}{limit and f', {limit}'}, is {found}")
+        rule = rule_in_words(known)
+        raise ConfigError(f"{option} must be {wanted.__name__}{rule and f', {rule}'}, is {shown(known, value)}")
     if isinstance(value, str | tuple):
         try:
             "".join(value).encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{option} must be Unicode text without surrogates, is {found}") from error
-    elif isinstance(value, int | float):
-        is_time = known.name.endswith("_s") and not known.name.endswith("_per_s")
-        largest = LARGEST_INT if wanted is int else LARGEST_TIME_S if is_time else LARGEST_FLOAT
-        if abs(value) > largest:  # NaN is not: the part refuses it
-            limit = _limit(part, known.name, wanted(largest if value > 0 else -largest))
-            raise ConfigError(f"{option} must be {limit or f'in [-{largest:.16g}, {largest:.16g}]'}, is {found}")
-    return float(value) if wanted is float else value  # type: ignore[arg-type]
+            raise ConfigError(f"{option} must be Unicode text without surrogates, is {shown(known, value)}") from error
+    # A larger whole number, of which Python may make no float, stays as it is: its option refuses it.
+    return float(value) if wanted is float and abs(value) <= LARGEST_FLOAT else value  # type: ignore[arg-type]
 
 
-def _repr(value: object) -> str:
-    try:
-        return shortened(repr(value))
-    except (ValueError, RecursionError):  # more digits or levels than Python writes
-        return f"{type(value).__name__} of a size that cannot be shown"
-
-
-def _shown(name: str) -> str:
+def _name(name: str) -> str:
     return escaped(shortened(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from core.config.requirements import require, require_finite_floats, require_positive
+from core.config.options import check_options, option, require
 
 # What Tandem sets itself, by vLLM's name -> the option that sets it.
 OWN_ARGUMENTS = {
@@ -37,18 +37,17 @@ class VllmConfig:
     python: str = ""  # interpreter of vLLM's environment; empty = the one that `make vllm` installs
     args: tuple[str, ...] = ()  # of vLLM's engine, as on the command line of `vllm serve`
     adapters: tuple[str, ...] = ()  # LoRA adapters as NAME=DIRECTORY; requests name one in place of the model
-    tensor_parallel: int = 1  # GPUs of each worker, on one machine
+    tensor_parallel: int = option(1, least=1)  # GPUs of each worker, on one machine
     # Limit: a prefill worker keeps the KV of a prompt so long for its decode worker; beyond: the KV is freed
-    lease_s: float = 30.0
-    connector: str = "nixl"  # moves the KV: nixl (of vLLM, verified by digests) or tandem (as of our engine)
+    lease_s: float = option(30.0, positive=True)
+    # Moves the KV: nixl (of vLLM, verified by digests) or tandem (as of our engine)
+    connector: str = option("nixl", choices=CONNECTORS)
     verify_every: int = 1  # with nixl, decode workers verify the KV of each n-th prompt by digests; 0 = none
-    start_timeout_s: float = 600.0  # ... in place of [cluster] start_timeout_s, if that is shorter
+    # ... in place of [cluster] start_timeout_s, if that is shorter
+    start_timeout_s: float = option(600.0, positive=True)
 
     def __post_init__(self) -> None:
-        require_positive(self, "tensor_parallel", "lease_s", "start_timeout_s")
-        require_finite_floats(self)
-        require(self.connector in CONNECTORS, f"connector must be {' or '.join(CONNECTORS)}: {self.connector}")
-        require(self.verify_every >= 0, f"verify_every must not be negative: {self.verify_every}")
+        check_options(self)
         for argument in self.args:
             name = _own_argument(argument)
             require(not name, f"args: Tandem sets --{name} itself; use {OWN_ARGUMENTS.get(name)}")

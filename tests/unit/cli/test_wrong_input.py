@@ -30,9 +30,13 @@ NAMED = [
     ("status --router a:65536", "router: must be host:port, with a port in [1, 65535], is 'a:65536'"),
     ("role decode-0 nonsense", "'role': must be prefill or decode, is 'nonsense'"),
     ("events --limit 1001", "'--limit': must be int in [1, 1000], is '1001'"),
-    ("serve --prefill two", "--prefill: [cluster] num_prefill must be int, in [0, 256], is 'two'"),
-    ("serve --prefill 99999999999", "--prefill: [cluster] num_prefill must be in [0, 256], is 99999999999"),
-    ("serve --slo-itl-ms x", "--slo-itl-ms: [scheduler] slo_itl_ms must be float, more than 0 and finite, is 'x'"),
+    ("serve --prefill two", "--prefill: [cluster] num_prefill must be int, in [0, 2147483647], is 'two'"),
+    ("serve --prefill 99999999999", "--prefill: [cluster] num_prefill must be in [0, 2147483647], is 99999999999"),
+    ("serve --prefill 257", "--prefill: [cluster] num_prefill must be in [0, 256], is 257"),
+    (
+        "serve --slo-itl-ms x",
+        "--slo-itl-ms: [scheduler] slo_itl_ms must be float, more than 0 and at most 1000000000000000, is 'x'",
+    ),
 ]
 
 
