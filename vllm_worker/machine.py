@@ -233,8 +233,6 @@ class VllmMachine:
         self._handoffs.refuse(call.transfer_id)
         if len(self._calls) >= self.limits.max_calls:
             raise QueueFull(f"{self.limits.max_calls} requests are open already (max_waiting + max_running)")
-        if request.max_total_tokens > self.info.context_length:
-            raise InvalidRequest("max_tokens", f"the engine holds {self.info.context_length} tokens of a sequence")
         record = CallRecord(self.load.num_waiting, self.load.num_queued_tokens)
         self.open_calls.open(request.request_id, event.call, event.deadline, record, now)
         self._calls[request.request_id] = call

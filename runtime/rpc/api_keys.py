@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Collection
-from typing import Any
 
 from core.config import ApiKeyConfig
 from core.errors import PermissionDenied, Unauthenticated
-from runtime.rpc.security import CONTROL_METHODS, OPEN_METHODS, OPERATOR_METHODS, TOKEN_KEY
+from runtime.rpc.security import CONTROL_METHODS, OPEN_METHODS, OPERATOR_METHODS, Metadata, has_token, without_token
 
 KEY_BYTES = 32
 KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by mistake
@@ -23,8 +21,6 @@ AUTHORIZATION = "authorization"
 SCHEME = "bearer "
 CLIENT = "tandem-client"  # metadata: the network of the client of an HTTP server, which calls for it
 FOLLOWING = "tandem-following-calls"  # metadata: the number of calls that the same HTTP request makes after this one
-
-Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
 
 
 def new_key() -> str:
@@ -50,7 +46,7 @@ class ApiKeys:
     def __init__(self, keys: tuple[ApiKeyConfig, ...], cluster_token: str = "") -> None:
         """`cluster_token`: also opens the methods of operators; empty = no token does."""
         self._keys = keys
-        self._token = cluster_token.encode()
+        self._token = cluster_token
 
     def find(self, metadata: Metadata) -> ApiKeyConfig | None:
         """The key of a call. Raises `Unauthenticated`."""
@@ -73,19 +69,15 @@ class ApiKeys:
         if not self._keys or method.startswith(OPEN_METHODS):
             return
         operates = method.startswith(OPERATOR_METHODS)
-        if operates and self._has_token(metadata):
+        if operates and has_token(metadata, self._token):
             return
         if self._token and method in CONTROL_METHODS:
-            raise Unauthenticated("this call needs the cluster's token")
+            raise without_token(metadata)
         if operates and presented_key(metadata) is None:
-            raise Unauthenticated("this call needs an API key of an operator, or the cluster's token")
+            raise without_token(metadata, "an API key of an operator, or the cluster's token")
         key = self.find(metadata)
         if operates and key is not None and not key.operator:
             raise PermissionDenied(f"the API key {key.name!r} is not the key of an operator")
-
-    def _has_token(self, metadata: Metadata) -> bool:
-        tokens = [_as_text(value).encode() for name, value in metadata if name == TOKEN_KEY]
-        return bool(self._token) and len(tokens) == 1 and hmac.compare_digest(tokens[0], self._token)
 
 
 def _as_text(value: str | bytes) -> str:

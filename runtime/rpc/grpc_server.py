@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from core.errors import (
 )
 from core.service import join_address
 from runtime.rpc.api_keys import ApiKeys
-from runtime.rpc.security import OPEN, TOKEN_KEY, Credentials, ServerRules
+from runtime.rpc.security import OPEN, Credentials, ServerRules, has_token, without_token
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
 
@@ -128,17 +127,15 @@ class ClusterTokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-
 
     def __init__(self, token: str, protected: tuple[str, ...]) -> None:
         """`protected`: prefixes of full method names, e.g. "/tandem.v1.Worker/"."""
-        self._token = token.encode()
+        self._token = token
         self._protected = protected
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._protected):
             return handler
-        tokens = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
-        if len(tokens) == 1 and hmac.compare_digest(_as_bytes(tokens[0]), self._token):
-            return handler
-        return _refusing(handler, Unauthenticated("this call needs the cluster's token"))
+        metadata = list(handler_call_details.invocation_metadata)
+        return handler if has_token(metadata, self._token) else _refusing(handler, without_token(metadata))
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # a generic class in the stubs alone
@@ -177,10 +174,6 @@ def _refusing(handler: Any, error: TandemError) -> Any:
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
     return make(refuse)
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
 
 
 class GrpcServer:

@@ -13,16 +13,39 @@ constant time. No log and no `repr` shows a token or a key.
 
 from __future__ import annotations
 
+import hmac
 import ssl
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from core.config import TOKEN_RULE, ApiKeyConfig, SecurityConfig, is_token
-from core.errors import ConfigError
+from core.errors import ConfigError, Unauthenticated
 
 TOKEN_KEY = "tandem-cluster-token"
+
+Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
+
+
+def has_token(metadata: Metadata, token: str) -> bool:
+    """Whether a call has `token`, once, as its token of the cluster. No call has an empty token."""
+    tokens = _tokens(metadata)
+    return bool(token) and len(tokens) == 1 and hmac.compare_digest(tokens[0], token.encode())
+
+
+def without_token(metadata: Metadata, needs: str = "the cluster's token") -> Unauthenticated:
+    """The refusal of a call without the token of the cluster: it has none, or another one."""
+    return Unauthenticated(
+        "this call has another token than this cluster" if _tokens(metadata) else f"this call needs {needs}"
+    )
+
+
+def _tokens(metadata: Metadata) -> list[bytes]:
+    values = [value for name, value in metadata if name == TOKEN_KEY]
+    return [value.encode() if isinstance(value, str) else value for value in values]
 
 
 @dataclass(frozen=True, slots=True)

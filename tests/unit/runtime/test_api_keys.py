@@ -73,6 +73,13 @@ def test_what_each_caller_may_call(
     assert outcome(keys, method, [(TOKEN_KEY, TOKEN)]) is token
 
 
+@pytest.mark.parametrize("method", [GET_FLEET, SCALE])
+def test_the_refusal_of_a_token_tells_a_missing_from_a_wrong_one(method: str) -> None:
+    for metadata, says in (([], "needs .*the cluster's token"), ([(TOKEN_KEY, "x" * 16)], "has another token")):
+        with pytest.raises(Unauthenticated, match=says):
+            ApiKeys(KEYS, TOKEN).check(method, metadata)
+
+
 def test_without_keys_every_call_passes() -> None:
     assert all(outcome(ApiKeys((), TOKEN), method, []) is None for method, *_ in TABLE)
 

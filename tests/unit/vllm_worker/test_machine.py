@@ -119,7 +119,6 @@ a refused call changes nothing
   machine max_waiting=2
   decode a                    -> submit a
   decode a                    -> refused InvalidRequest: request_id: a is being served already
-  decode b num_tokens=60      -> refused InvalidRequest: max_tokens: the engine holds 64 tokens of a sequence
   decode b ticket=5
   decode c                    -> refused QueueFull: 2 requests are open already (max_waiting + max_running)
   load                        -> serving; waiting 1; queued tokens 6; calls 2; of the router 2; backlog 3; free 100
