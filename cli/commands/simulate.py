@@ -31,6 +31,8 @@ from simulator.replay.workloads import Synthetic, Workload, synthetic
 
 SYNTHETIC = "synthetic"
 ARRIVALS = ("trace", "poisson", "gamma")
+OF_SYNTHETIC = ("burstiness", "input_tokens", "output_tokens", "spread", "prefix_groups", "prefix_tokens")
+OF_FILES = ("divisor", "output_divisor", "session_rate")
 NUM_SYNTHETIC = 1000
 MAX_IN_FLIGHT = 1024  # of one worker
 AXES = (*WHOLE, "rate")
@@ -174,9 +176,21 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
     check_output("--json", options["json"])
     if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
         raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
+    _check_used(options)
     for name in ("seeds", "processes", "requests"):
         if options[name] is not None and options[name] < 1:
             raise ConfigError(f"--{name} must be at least 1, is {options[name]}")
+
+
+def _check_used(options: Mapping[str, Any]) -> None:
+    """Refuses options that the workload does not use."""
+    is_synthetic = options["workload"] == SYNTHETIC
+    needs = dict.fromkeys(OF_FILES, "a file as --workload") if is_synthetic else {}
+    needs |= {} if is_synthetic else dict.fromkeys(OF_SYNTHETIC, "synthetic requests")
+    needs |= {} if options["arrivals"] == "gamma" else {"burstiness": "--arrivals gamma"}
+    for flag in SIMULATE_FLAGS:
+        if flag.parameter in needs and options[flag.parameter] != flag.default:
+            raise ConfigError(f"--{flag.name} needs {needs[flag.parameter]}")
 
 
 def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
