@@ -183,6 +183,43 @@ async def test_a_call_of_any_kind_needs_a_key(
     assert (echo.num_calls, [error.code for error in refusals]) == (1, [ErrorCode.UNAUTHENTICATED])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_that_cannot_be_decoded_has_an_error_with_a_type_and_no_line_of_the_log(
+    kind: str, echo: Echo, caplog: pytest.LogCaptureFixture
+) -> None:
+    def register_decoding(echo: Any, server: grpc.aio.Server) -> None:
+        decodes: dict[str, Any] = {
+            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+            "response_serializer": health_pb2.HealthCheckRequest.SerializeToString,
+        }
+        handlers = {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind), **decodes)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def call(channel: grpc.Channel, message: bytes) -> bytes:
+        made = getattr(channel, kind)(f"/{SERVICE}/{kind}")
+        answered = made(iter([message]) if kind.startswith("stream") else message, timeout=10.0)
+        return next(answered) if kind.endswith("_stream") else answered  # type: ignore[no-any-return]
+
+    def compare(address: str) -> None:
+        with grpc.insecure_channel(address) as channel:
+            assert call(channel, good := health_pb2.HealthCheckRequest(service="a").SerializeToString()) == good
+            for odd in (b"\xff", b"\x0a\x01\xff"):
+                with pytest.raises(grpc.RpcError, match=r"request: Error parsing message with type 'grpc") as caught:
+                    call(channel, odd)
+                refused: Any = caught.value
+                assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert dict(refused.trailing_metadata())[FIELD_KEY] == "request"
+
+    server = server_at("127.0.0.1")
+    server.add(register_decoding, echo, SERVICE)
+    address = await server.start()
+    try:
+        await asyncio.to_thread(compare, address)
+    finally:
+        await server.stop(0.0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize(
     ("tokens", "accepted"),
     [
