@@ -68,6 +68,8 @@ KEEPALIVE_TIMEOUT_S = 5.0  # the answer to this ping; beyond: the connection bre
 MAX_PENDING_CALLS = 20_000  # calls that the server has not started; beyond: gRPC cancels calls
 # By default 30 s: a router that a burst keeps busy for longer would lose the calls at its end, without a retry hint.
 MAX_PENDING_S = 3600  # a call that the server has not started; beyond: gRPC cancels it
+# A client may open calls and send no message: 20 KB each, for as long as the connection lives.
+MAX_OPEN_CALLS = 65_536  # calls of a gRPC server, health checks included; beyond: RESOURCE_EXHAUSTED
 ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client does not read; beyond: it stays there
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
@@ -210,7 +212,9 @@ class GrpcServer:
             keys = ApiKeys(rules.api_keys, credentials.token)
             interceptors.append(ApiKeyInterceptor(keys, lambda error: self.on_refused(error)))
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
-        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_OPEN_CALLS
+        )
         self._handlers: Any = CheckedHandlers(self._server, abort)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._handlers)
