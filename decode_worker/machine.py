@@ -226,10 +226,13 @@ class DecodeMachine:
             if targets is None:
                 self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
-                num_tokens, num_known = sequence.num_tokens, None
+                num_tokens, num_known, num_new = sequence.num_tokens, None, 1
                 if pull.is_growing:
                     num_tokens, num_known = pull.num_positions * self.core.scheduler.block_size, num_tokens
-                asked = self.transfers.puller.start(pull.transfer_id, positions, now, num_tokens, num_known)
+                    num_new = sequence.max_num_tokens - sequence.num_tokens
+                asked = self.transfers.puller.start(
+                    pull.transfer_id, positions, now, num_tokens, num_known, max_new_tokens=num_new
+                )
                 actions += self._apply_results(asked, now)
             else:
                 actions += self._apply_results(self.transfers.puller.add_targets(pull.transfer_id, targets, now), now)

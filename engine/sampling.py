@@ -284,6 +284,8 @@ def filtered_distribution(adjusted: np.ndarray, sampling: SamplingParams) -> tup
     the renormalized result of the previous filter. The most likely token always stays.
     # float [vocab] -> int64 [n], float64 [n]
     """
+    if not np.isfinite(adjusted.max()):  # of a model that overflows: a valid id, though perhaps no right token
+        return np.array([adjusted.argmax()]), np.ones(1)
     weights = np.exp((adjusted.astype(np.float64) - adjusted.max()) / sampling.temperature)
     if not sampling.top_k and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         return np.arange(len(adjusted)), weights

@@ -30,6 +30,7 @@ def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
         raise InvalidRequest("layout", str(error)) from error
 
 
+ADDRESS_SPACE = 1 << 64  # bytes; nixl ends with an exception of its own behind them
 _LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s", "gpu")
 
 
@@ -57,7 +58,7 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
     location = Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS})
     if not (0.0 <= location.memory_bytes_per_s < math.inf and 0.0 <= location.link_bytes_per_s < math.inf):
         raise InvalidRequest("agent.location", f"speeds must be finite and 0 or more, are in {location}")
-    return AgentAddress(
+    address = AgentAddress(
         name=wire.name,
         incarnation=wire.incarnation,
         metadata=wire.metadata,
@@ -70,3 +71,6 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         device=wire.device if wire.HasField("device") else None,
         protocol_version=wire.protocol_version,
     )
+    if (end := address.pool_base + address.num_bytes) > ADDRESS_SPACE:
+        raise InvalidRequest("agent.pool_base", f"the pool must end below {ADDRESS_SPACE:#x}, ends at {end:#x}")
+    return address

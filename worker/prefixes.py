@@ -107,7 +107,8 @@ class Prefixes:
         num_spare_blocks = max(0, num_spare_blocks)
         actions = self._transfers.offer(event.transfer_id, event.reader, now + event.limit_s, now, is_of_cache=True)
         full: list[FullBlock] = []
-        extend_full_blocks(full, event.token_ids, own.block_size, root_hash(event.cache_salt))
+        most = pool.num_blocks * own.block_size  # tokens here; no event hashes more, whatever a router asks for
+        extend_full_blocks(full, event.token_ids[:most], own.block_size, root_hash(event.cache_salt))
         given: list[int] = []
         for found in pool.match_prefix(full, event.cache_salt):
             num_spare_blocks -= pool.column_of(found.block) is Column.CACHED

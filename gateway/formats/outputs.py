@@ -10,7 +10,7 @@ from typing import Any
 from tandem_client.stubs.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Finished, TokenLogprobs
 
 FINISH_REASONS = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
-MIN_LOGPROB = -9999.0  # JSON has no infinity
+MIN_LOGPROB = -9999.0  # JSON has no infinity, and no NaN: `max` takes its first argument in place of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     """`logprobs.content` of a chat completion."""
 
     def entry(token: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": token_text(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token)}
+        return {"token": token_text(token), "logprob": max(MIN_LOGPROB, logprob), "bytes": list(token)}
 
     return [
         entry(found.token, found.logprob) | {"top_logprobs": [entry(top.token, top.logprob) for top in found.top]}
@@ -71,9 +71,9 @@ class CompletionLogprobs:
         for found in entries:
             text = token_text(found.token)
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(found.logprob, MIN_LOGPROB))
-            top = {token_text(item.token): max(item.logprob, MIN_LOGPROB) for item in found.top}
-            columns["top_logprobs"].append(top | {text: max(found.logprob, MIN_LOGPROB)})
+            columns["token_logprobs"].append(max(MIN_LOGPROB, found.logprob))
+            top = {token_text(item.token): max(MIN_LOGPROB, item.logprob) for item in found.top}
+            columns["top_logprobs"].append(top | {text: max(MIN_LOGPROB, found.logprob)})
             columns["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(found.token))
         return columns

@@ -31,6 +31,7 @@ class Pull:
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
     num_known_tokens: int | None = None  # of a sequence that grows during the pull; None: it does not
+    max_new_tokens: int = 1  # that the last READY may bring
     may_be_short: bool = False  # the owner may end with the first of the wanted blocks only
     num_pieces: int = 0  # of the longest sequence that fits: piece numbers are smaller
     ending: PullFailed | None = None  # the result that follows the end of the reads, once the pull has failed

@@ -103,9 +103,10 @@ class Puller:
         num_tokens: int | None = None,
         num_known_tokens: int | None = None,
         *,
+        max_new_tokens: int = 1,
         may_be_short: bool = False,
     ) -> Actions:
-        """Ask the owner for these positions. Without positions, the pull gets only the tokens.
+        """Ask the owner for these positions. Without positions, the pull gets only tokens, `max_new_tokens` at most.
 
         `num_tokens`, the length of the sequence, gives the number of pieces where the owner's blocks are smaller than
         ours: the owner may have no blocks for the end of our last one. A sequence that grows during the pull has
@@ -113,7 +114,8 @@ class Puller:
         only the first of the blocks, and the pull completes with those.
         """
         pull = self.pulls[transfer_id]
-        pull.num_known_tokens, pull.may_be_short = num_known_tokens, may_be_short
+        pull.num_known_tokens, pull.max_new_tokens = num_known_tokens, max_new_tokens
+        pull.may_be_short = may_be_short
         parts = pull.plan.target_parts
         pull.wanted = frozenset(position * parts + part for position in positions for part in range(parts))
         if num_tokens is not None:
@@ -164,6 +166,9 @@ class Puller:
                 return self._fail(pull, AbortReason.READ_FAILED, "the owner ended twice, with other tokens", now)
             if (token_id := max(ready.token_ids, default=0)) >= self._vocab_size:
                 detail = f"the owner sent token id {token_id}, outside the vocabulary [0, {self._vocab_size})"
+                return self._fail(pull, AbortReason.READ_FAILED, detail, now)
+            if (num_new := len(ready.token_ids)) > pull.max_new_tokens:
+                detail = f"the owner sent {num_new} tokens, at most {pull.max_new_tokens}"
                 return self._fail(pull, AbortReason.READ_FAILED, detail, now)
             pull.all_announced, pull.token_ids = True, ready.token_ids
             if not pull.end_growth(ready.token_ids):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from core.errors import (
     ConfigError,
@@ -32,6 +32,7 @@ from core.errors import (
 )
 from core.service import join_address
 from runtime.rpc.api_keys import ApiKeys
+from runtime.rpc.checked_handlers import CheckedHandlers
 from runtime.rpc.security import OPEN, Credentials, ServerRules, has_token, without_token
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
@@ -66,6 +67,8 @@ KEEPALIVE_TIMEOUT_S = 5.0  # the answer to this ping; beyond: the connection bre
 MAX_PENDING_CALLS = 20_000  # calls that the server has not started; beyond: gRPC cancels calls
 # By default 30 s: a router that a burst keeps busy for longer would lose the calls at its end, without a retry hint.
 MAX_PENDING_S = 3600  # a call that the server has not started; beyond: gRPC cancels it
+# A client may open calls and send no message: 20 KB each, for as long as the connection lives.
+MAX_OPEN_CALLS = 65_536  # calls of a gRPC server, health checks included; beyond: RESOURCE_EXHAUSTED
 ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client does not read; beyond: it stays there
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
@@ -202,20 +205,25 @@ class GrpcServer:
             keys = ApiKeys(rules.api_keys, credentials.token)
             interceptors.append(ApiKeyInterceptor(keys, lambda error: self.on_refused(error)))
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
-        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_OPEN_CALLS
+        )
+        self._handlers: Any = CheckedHandlers(self._server, abort)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._handlers)
         self._names: list[str] = []
         self._stops: list[asyncio.Task[None]] = []  # a later one may have less grace
 
     def add(self, register: Callable[[Any, Any], None], servicer: object, full_name: str) -> None:
         """`register` is the generated function add_..._to_server; `full_name` is e.g. "tandem.v1.Inference"."""
-        register(servicer, self._server)
+        register(servicer, self._handlers)
         self._names.append(full_name)
 
     async def start(self) -> str:
         """Bind and serve. Returns host:port. Raises `ConfigError` if the address cannot be bound."""
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        described = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # as for health
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, self._handlers)
         where = join_address(self._host, self._port)
         try:
             bound = (

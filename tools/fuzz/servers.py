@@ -173,7 +173,8 @@ def grpc_calls(world: Servers, rng: random.Random, count: int) -> list[Callable[
             odd: Message = _with_odd_tokens(good, rng)
         else:
             odd = changed_message(good, rng) if rng.random() < 0.6 else drawn_message(method.input_type, rng)
-        sends.append(partial(_call, channel, method, odd.SerializeToString()))
+        payload = odd.SerializeToString()
+        sends.append(partial(_call, channel, method, changed_bytes(payload, rng) if rng.random() < 0.1 else payload))
     return sends
 
 

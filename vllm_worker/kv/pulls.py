@@ -176,21 +176,22 @@ class EnginePulls:
     def _take_tokens(self, pull: Pull, token_ids: tuple[int, ...]) -> None:
         """Make tokens of the owner a part of the prompt, so that the next step samples behind them.
 
-        A token that ends the output is sampled again, and ends the request. The statistics of the request tell the
-        worker how many tokens are taken, and those of this step tell the tokens: the owner may die before it has sent
-        them.
+        A token that ends the output is sampled again, and ends the request. So is a token that the owner has not sent.
+        The statistics of the request tell the worker how many tokens are taken, and those of this step tell the tokens:
+        the owner may die before it has sent them.
         """
         request = pull.request
         num_tokens, sampling = request.num_prompt_tokens, request.sampling_params
-        ends = request.max_tokens <= len(token_ids) or token_ids[-1] in (sampling.stop_token_ids or ())
-        num_taken = 0 if ends else len(token_ids)
+        stop_token_ids = sampling.stop_token_ids or ()
+        is_again = not token_ids or request.max_tokens <= len(token_ids) or token_ids[-1] in stop_token_ids
+        num_taken = 0 if is_again else len(token_ids)
         num_cached = num_tokens - 1 + num_taken
         request.prefill_stats.set(
             num_prompt_tokens=max(num_tokens, num_cached),
             num_local_cached_tokens=pull.num_local_tokens,
             num_external_cached_tokens=num_cached - pull.num_local_tokens,
         )
-        if ends:
+        if is_again:
             return
         request.prompt_token_ids.extend(token_ids)
         request._all_token_ids.extend(token_ids)

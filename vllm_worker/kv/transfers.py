@@ -207,8 +207,10 @@ class EngineTransfers:
             return []
         self._targets[transfer_id] = tuple(targets.values())
         self.blocks.begin_incoming(targets.values())
+        most, known = given.num_tokens, given.num_known_tokens
+        num_new = 1 if most is None or known is None else most - known
         actions = puller.start(
-            transfer_id, targets, now, given.num_tokens, given.num_known_tokens, may_be_short=given.may_be_short
+            transfer_id, targets, now, most, known, max_new_tokens=num_new, may_be_short=given.may_be_short
         )
         if transfer_id in puller.pulls:
             actions += puller.add_targets(transfer_id, targets, now)

@@ -62,7 +62,7 @@ class _Pause:
     num_in_row: int = 0
 
     def fail(self, now: float) -> None:
-        self.until = now + min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self.num_in_row)
+        self.until = now + min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.num_in_row, 16))
         self.num_in_row += 1
 
     def succeed(self) -> None:

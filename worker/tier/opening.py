@@ -129,19 +129,18 @@ def _open_file(place: _Place, worker: str, num_slots: int, block_bytes: int, ide
         place.directory, f"{worker}.kv", max_bytes, place.directory_option, lambda disk: slots_of(disk).has_blocks()
     )
     file = slots_of(disk)
-    if place.in_memory and disk.capacity_bytes < max_bytes:
-        file.remove()
-        file.close()
-        raise ConfigError(
-            f"[cache] {place.option} = {place.gigabytes:g} is more than {place.directory} holds "
-            f"({round(disk.capacity_bytes / 1e9, 3):g}); in a container, --shm-size is the size of /dev/shm"
-        )
-    if removed := disk.remove_unused(time.time(), place.max_unused_s):
-        logger.info("%s removed files that no worker has used for long: %s", worker, ", ".join(removed))
-    late_at = time.monotonic() + MAX_SCAN_S
     try:
+        if place.in_memory and disk.capacity_bytes < max_bytes:
+            file.remove()
+            raise ConfigError(
+                f"[cache] {place.option} = {place.gigabytes:g} is more than {place.directory} holds "
+                f"({round(disk.capacity_bytes / 1e9, 3):g}); in a container, --shm-size is the size of /dev/shm"
+            )
+        if removed := disk.remove_unused(time.time(), place.max_unused_s):
+            logger.info("%s removed files that no worker has used for long: %s", worker, ", ".join(removed))
+        late_at = time.monotonic() + MAX_SCAN_S
         return file, file.scan(lambda: time.monotonic() >= late_at)
-    except OSError:
+    except (OSError, ConfigError):
         file.close()  # else this process would hold the lock without a tier
         raise
 

@@ -204,7 +204,8 @@ def _open_directory(place: str, option: str) -> int:
 def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) -> int | None:
     """The descriptor of another worker's file, which has got this name; None if one has it already, or none is useful.
 
-    Both workers of a race end with a file of their own: who comes later finds no file, or a locked one.
+    Both workers of a race end with a file of their own: who comes later finds no file, or a locked one. Another fleet
+    of this user may have a worker of this name, so the name is a link at first: a rename would replace its file.
     """
 
     def last_used(other: str) -> float:
@@ -221,8 +222,12 @@ def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) ->
             descriptor = _lock(other, directory, os.O_RDWR)
             try:
                 if is_useful(OpenFile(descriptor, directory, other)):
-                    os.rename(other, name, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.link(other, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+                    os.unlink(other, dir_fd=directory)
                     return descriptor
+            except FileExistsError:
+                os.close(descriptor)
+                return None
             except OSError:
                 os.close(descriptor)
                 raise

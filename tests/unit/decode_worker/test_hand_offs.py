@@ -88,6 +88,13 @@ a hand-off without a first token fails and releases its blocks
                               -> path peer fine
   blocks
 
+a hand-off with more than the first token fails
+  arrive a 8 ticket=1         -> connect peer; want 1: 0 1
+  ready 1 0 1 tokens=20,21
+          -> release 1 read_failed
+          -> fail a TransferFailed: the KV hand-off failed: read_failed (the owner sent 2 tokens, at most 1)
+  blocks
+
 block-seconds count from the reservation of each block
   arrive a 8 max=2 ticket=1   -> connect peer; want 1: 0 1
   later 5

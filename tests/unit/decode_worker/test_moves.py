@@ -187,6 +187,14 @@ a target takes no cached block with the newest token
   run                         -> tokens before 0: 12; done before length
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 2..12
 
+a target takes no more tokens than the client asked for
+  decode blocks=32
+  arrive a 9 max=3 known=1 ticket=1 -> connect peer; want 1: 0..2
+  ready 1 0..2 tokens=12,13,14
+          -> release 1 read_failed
+          -> fail a TransferFailed: the KV hand-off failed: read_failed (the owner sent 3 tokens, at most 2)
+  blocks
+
 a target that knows all tokens computes the newest one
   decode blocks=32
   arrive a 10 max=40 known=2 ticket=1 -> connect peer; want 1: 0..12

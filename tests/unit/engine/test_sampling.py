@@ -174,6 +174,14 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert {choose(logits, chunk(params(seed=seed))) for seed in range(200)} == {1, 3}
 
 
+@pytest.mark.parametrize("options", [{}, *FILTERS], ids=str)
+@pytest.mark.parametrize("row", [[0.0, np.nan, 2.0], [-np.inf] * 3, [0.0, np.inf, 2.0]])
+def test_the_logits_of_a_model_that_overflows_draw_a_token(row: list[float], options: dict[str, float]) -> None:
+    """An exception would end vLLM, with every request of the step."""
+    logits, sampling = np.array(row, dtype=np.float32), params(**options)
+    assert {draw(logits, sampling, key) for draw in (draw_token, QuickDraw()) for key in range(5)} == {logits.argmax()}
+
+
 def test_bias_and_penalties_follow_their_formulas() -> None:
     logits = np.array([2.0, -2.0, 4.0, -4.0, 1.0], dtype=np.float32)
     sampling = params(

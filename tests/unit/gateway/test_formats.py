@@ -334,11 +334,12 @@ async def test_a_long_object_is_sent_in_pieces() -> None:
     assert len(json.loads(b"".join(part["body"] for part in parts))["choices"][0]["logprobs"]["content"]) == 1000
 
 
-def test_an_impossible_token_has_a_number_that_json_knows() -> None:
-    entry = TokenLogprobs(logprob=-0.5, token=b"a", top=[Logprob(logprob=float("-inf"), token=b"b")])
-    (found,) = chat_logprobs([entry])
-    assert found["top_logprobs"][0]["logprob"] == -9999.0
-    json.dumps(found, allow_nan=False)
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+def test_an_impossible_token_has_a_number_that_json_knows(logprob: float) -> None:
+    entry = TokenLogprobs(logprob=logprob, token=b"a", top=[Logprob(logprob=logprob, token=b"b")])
+    (found,), columns = chat_logprobs([entry]), CompletionLogprobs(0).take([entry])
+    assert found["logprob"] == found["top_logprobs"][0]["logprob"] == columns["token_logprobs"][0] == -9999.0
+    json.dumps([found, columns], allow_nan=False)
 
 
 def test_a_response_fails_with_an_error_event() -> None:

@@ -77,7 +77,9 @@ class PairReplay(Replay):
     def grow(self, num_blocks: int) -> None:
         puller = self.both.puller
         self.both.reserve_pull()
-        self.both.act(puller, puller.machine.puller.start(ID, range(num_blocks), self.both.now(puller), 20, 10))
+        self.both.act(
+            puller, puller.machine.puller.start(ID, range(num_blocks), self.both.now(puller), 20, 10, max_new_tokens=20)
+        )
 
     def place(self) -> None:
         self.both.add_targets(self.both.puller.targets(self.both.puller.needed.pop(ID, [])))

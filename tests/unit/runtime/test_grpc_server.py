@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig
 from core.errors import ConfigError, DeadlineExceeded, ErrorCode, TandemError
+from runtime.rpc import grpc_server
 from runtime.rpc.api_keys import hash_of
 from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, ClusterTokenInterceptor, GrpcServer, abort, open_channel
 from runtime.rpc.security import OPEN, TOKEN_KEY, ServerRules
@@ -181,6 +182,67 @@ async def test_a_call_of_any_kind_needs_a_key(
     pairs = refused.trailing_metadata()
     assert (dict(pairs)[RETRYABLE_KEY], FIELD_KEY in dict(pairs)) == ("false", False)
     assert (echo.num_calls, [error.code for error in refusals]) == (1, [ErrorCode.UNAUTHENTICATED])
+
+
+async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_OPEN_CALLS", 2)
+    server = server_at("127.0.0.1")
+    server.add(register, echo, SERVICE)
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        make = channel.stream_stream(f"/{SERVICE}/stream_stream")
+        first, second = make(), make()
+        for call in (first, second):
+            await call.write(b"hello")
+            assert await call.read() == b"hello"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"hello")
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        async with asyncio.timeout(30.0):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"hello") == b"hello"
+                    break
+    await server.stop(0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_that_cannot_be_decoded_has_an_error_with_a_type_and_no_line_of_the_log(
+    kind: str, echo: Echo, caplog: pytest.LogCaptureFixture
+) -> None:
+    def register_decoding(echo: Any, server: grpc.aio.Server) -> None:
+        decodes: dict[str, Any] = {
+            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+            "response_serializer": health_pb2.HealthCheckRequest.SerializeToString,
+        }
+        handlers = {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind), **decodes)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def call(channel: grpc.Channel, message: bytes) -> bytes:
+        made = getattr(channel, kind)(f"/{SERVICE}/{kind}")
+        answered = made(iter([message]) if kind.startswith("stream") else message, timeout=10.0)
+        return next(answered) if kind.endswith("_stream") else answered  # type: ignore[no-any-return]
+
+    def compare(address: str) -> None:
+        with grpc.insecure_channel(address) as channel:
+            assert call(channel, good := health_pb2.HealthCheckRequest(service="a").SerializeToString()) == good
+            for odd in (b"\xff", b"\x0a\x01\xff"):
+                with pytest.raises(grpc.RpcError, match=r"request: Error parsing message with type 'grpc") as caught:
+                    call(channel, odd)
+                refused: Any = caught.value
+                assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert dict(refused.trailing_metadata())[FIELD_KEY] == "request"
+
+    server = server_at("127.0.0.1")
+    server.add(register_decoding, echo, SERVICE)
+    address = await server.start()
+    try:
+        await asyncio.to_thread(compare, address)
+    finally:
+        await server.stop(0.0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -390,6 +390,20 @@ def test_a_request_moves_with_its_tokens_or_stays(num_tokens: int, is_flipping: 
         assert True not in world.reader.outcomes.values()
 
 
+@pytest.mark.parametrize("token_ids", [(), (9,), (9, 9)])
+def test_an_owner_that_sends_no_first_token_or_more_ends_no_engine(token_ids: tuple[int, ...]) -> None:
+    world = World(num_tokens=8, is_flipping=False)
+    for engine in (world.owner, world.reader):
+        world.begin(engine)
+    for _ in range(2):
+        world.step_owner()
+        world.step_reader()
+        exchange(world, lambda ready: replace(ready, token_ids=token_ids if ready.last else ()))
+    world.step_reader()
+    assert world.reader.outcomes == {"r": len(token_ids) <= 1}
+    assert world.requests["reader"].num_prompt_tokens == 8
+
+
 def caught_up() -> tuple[MovingWorld, Any]:
     """A move whose reader has all full blocks, and the request of the owner."""
     world = moving()
@@ -422,11 +436,12 @@ def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
     assert world.reader.outcomes == {"r": False}
 
 
-def exchange(world: World) -> None:
-    """All commands, messages and reads. Neither engine makes a step."""
+def exchange(world: World, change: Callable[[Ready], Ready] = lambda ready: ready) -> None:
+    """All commands, messages and reads. Neither engine makes a step. `change`: what a READY says."""
     for _ in range(20):
         world.transfer(world.owner)
         world.transfer(world.reader)
+        world.mail = deque((a, b, change(mail) if isinstance(mail, Ready) else mail) for a, b, mail in world.mail)
         world.deliver()
         world.end_read()
 

@@ -424,3 +424,13 @@ def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
         assert replay.tier.limit_s(1, 60.0, replay.now + FIRST_PAUSE_S * pauses) is not None
         replay.evict()
         replay.later(FIRST_PAUSE_S * pauses)
+
+
+def test_a_disk_that_has_failed_for_weeks_is_still_tried_and_ends_no_worker() -> None:
+    replay = TierReplay("decode", "keep 9")
+    tier = replay.tier
+    for _ in range(2_000):
+        tier.read(read_id := tier.new_read_id(), [], [], 1.0, replay.now)
+        tier.on_read(BlocksRead(read_id, 0, 0.0, ReadEnd.FAILED), replay.now)
+    assert tier.limit_s(1, 60.0, replay.now + MAX_PAUSE_S - 1.0) is None
+    assert tier.limit_s(1, 60.0, replay.now + MAX_PAUSE_S) is not None

@@ -218,6 +218,22 @@ def test_workers_that_start_at_once_each_have_a_file_of_their_own(tmp_path: Path
             disk.close()
 
 
+def test_a_worker_that_takes_a_file_over_replaces_none_of_another_fleet(tmp_path: Path) -> None:
+    """Both fleets have a worker of this name, and start at once."""
+    OpenFile.locked(str(tmp_path), "left.kv", SIZE).close()
+    path, begun = tmp_path / DIRECTORY / "w.kv", list[OpenFile]()
+
+    def is_useful(_: Any) -> bool:
+        begun.append(OpenFile.locked(str(tmp_path), "w.kv", SIZE))
+        return True
+
+    with pytest.raises(BlockingIOError):
+        OpenFile.locked(str(tmp_path), "w.kv", SIZE, is_useful=is_useful, max_locked_s=0.0)
+    assert os.fstat(begun[0]._descriptor).st_ino == path.stat().st_ino
+    begun[0].close()
+    OpenFile.locked(str(tmp_path), "left.kv", SIZE).close()
+
+
 @pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
 def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
     tmp_path: Path, option: str, is_link: bool
@@ -382,13 +398,14 @@ def test_a_worker_whose_disk_does_not_answer_serves_without_it(
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 
 
-def test_a_worker_whose_file_cannot_be_read_keeps_no_lock_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "name"), [(SlotFile, "scan"), (OpenFile, "remove_unused")])
+def test_a_worker_whose_disk_fails_at_its_start_keeps_no_lock_on_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError("broken")
 
-    monkeypatch.setattr(SlotFile, "scan", fail)
+    monkeypatch.setattr(kind, name, fail)
     assert open_on_disk(tmp_path) is None
     OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from core.block_hash import extend_full_blocks
 from core.handoff import PrefixSource
 from decode_worker.events import DecodeArrived, DecodeDone
 from kv_transfer.protocol import puller
@@ -54,6 +55,18 @@ def test_a_read_takes_no_more_blocks_than_a_want_can_list(monkeypatch: pytest.Mo
     replay = PrefixReplay()
     replay.line("decode")
     assert replay.line("seek a 18 prefix=16")[-1] == "  -> want 9: 0 1"
+
+
+def test_an_ask_for_a_prefix_hashes_no_more_tokens_than_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(blocks: list[Any], token_ids: Sequence[int], *others: Any) -> None:
+        hashed.append(len(token_ids))
+        extend_full_blocks(blocks, token_ids, *others)
+
+    monkeypatch.setattr(prefixes, "extend_full_blocks", counted)
+    PrefixReplay("decode blocks=8", "asked 9 1000")
+    assert hashed == [8 * LAYOUT.block_size]
 
 
 def transcripts(text: str, setup: str) -> Callable[[str], None]:

@@ -1,0 +1,79 @@
+"""Handlers that end a call whose message cannot be decoded with a typed error.
+
+gRPC itself answers UNKNOWN, and logs a traceback for each such message: no client may fill a log.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from core.errors import InvalidRequest, TandemError
+
+Abort = Callable[[Any, TandemError], Awaitable[NoReturn]]
+
+
+class CheckedHandlers:
+    """Takes the place of a server where generated code registers a servicer."""
+
+    def __init__(self, server: grpc.aio.Server, abort: Abort) -> None:
+        self._server, self._abort = server, abort
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        self._server.add_generic_rpc_handlers([_CheckedHandler(handler, self._abort) for handler in handlers])
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """They are those of the generic handler of this service."""
+
+
+class _CheckedHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # a generic class in the stubs alone
+    def __init__(self, handler: Any, abort: Abort) -> None:
+        self._handler, self._abort = handler, abort
+        self._checked: dict[str, Any] = {}  # by method
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = handler_call_details.method
+        if method not in self._checked:
+            if (found := self._handler.service(handler_call_details)) is None:
+                return None
+            self._checked[method] = checked(found, self._abort)
+        return self._checked[method]
+
+
+def checked(handler: Any, abort: Abort) -> Any:
+    """A handler of the same kind, which decodes by itself."""
+    decode = handler.request_deserializer
+    if decode is None:
+        return handler
+
+    async def read(message: bytes, context: Any) -> Any:
+        try:
+            return decode(message)
+        except DecodeError as error:
+            await abort(context, InvalidRequest("request", str(error)))
+
+    async def read_all(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield await read(message, context)
+
+    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+    behave = getattr(handler, kind)
+
+    async def argument(raw: Any, context: Any) -> Any:
+        return read_all(raw, context) if handler.request_streaming else await read(raw, context)
+
+    async def answer(raw: Any, context: Any) -> Any:
+        return await behave(await argument(raw, context), context)
+
+    async def answer_all(raw: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in behave(await argument(raw, context), context):
+            yield response
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(
+        answer_all if inspect.isasyncgenfunction(behave) else answer, response_serializer=handler.response_serializer
+    )
