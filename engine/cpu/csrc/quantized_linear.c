@@ -284,10 +284,13 @@ INLINE float weight_at(const struct quantized_matrix *matrix, int64_t row, int64
     return (float)(word >> (8 * byte + four % 2 * 4) & 0xf) * scale + minimum;
 }
 
-/* outputs: [num_ids, matrix->num_columns]; row i = row ids[i] of the matrix. Every id must be a row of the matrix. */
-EXPORT void tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
-                                  void *outputs, int is_bf16) {
-    for (int64_t i = 0; i < num_ids; i++)
+/* outputs: [num_ids, matrix->num_columns]; row i = row ids[i] of the matrix. Returns 0, or 1 if an id is not a row. */
+EXPORT int tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
+                                 void *outputs, int is_bf16) {
+    for (int64_t i = 0; i < num_ids; i++) {
+        if (ids[i] < 0 || ids[i] >= matrix->num_rows) return 1;
         for (int64_t column = 0; column < matrix->num_columns; column++)
             store_one(outputs, i * matrix->num_columns + column, is_bf16, weight_at(matrix, ids[i], column));
+    }
+    return 0;
 }

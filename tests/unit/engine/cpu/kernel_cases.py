@@ -241,7 +241,8 @@ def rounded(inputs: torch.Tensor, fused: bool) -> torch.Tensor:
     """
     values = F.pad(inputs.float(), (0, -inputs.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     largest = values.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    # Torch would compute 127.0 / largest as 127.0 * (1 / largest), which rounds twice.
+    factor = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     scaled = (values.double() * factor.double()).round().float() if fused else (values * factor).round()
     return (scaled * largest / 127.0).flatten(1)[:, : inputs.shape[1]]
 
