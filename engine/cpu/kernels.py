@@ -31,7 +31,7 @@ class KVCacheStruct(ctypes.Structure):
 
 
 class PagedBatchStruct(ctypes.Structure):
-    """`struct paged_batch` of kv_cache.h: pointers to int32 arrays."""
+    """`struct paged_batch` of kv_cache.h: pointers to arrays, int64 for `first_block`, int32 for the others."""
 
     _fields_ = (
         ("num_sequences", _I64),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
+from engine.block_tables import StepTables
+from engine.cpu.attention import _PagedBatch
 from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
 from tests.support.c_kernels import need_kernels
-from tests.unit.engine.cpu.kernel_cases import matrix_of
+from tests.unit.engine.cpu.kernel_cases import AttentionCase, matrix_of
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 
@@ -54,3 +57,14 @@ def test_inputs_that_do_not_fit_a_quantized_matrix_are_refused(inputs: torch.Ten
     multiply = NativeQuantizedLinear(need_kernels(), 1).prepare(matrix_of(torch.randn(50, 33), 8, FLOAT), None)
     with pytest.raises(AssertionError):
         multiply(inputs)
+
+
+def test_the_places_of_block_tables_do_not_overflow_in_a_large_array() -> None:
+    case = AttentionCase(1, "float32", 64)
+    large = np.broadcast_to(np.int32(0), (1 << 17, 1 << 15))  # of 16 GB, if it had its own memory
+    rows_of_chunks = np.arange(len(case.chunks)) + (1 << 17) - len(case.chunks)
+    tables = StepTables(large, rows_of_chunks, np.ones(len(case.chunks), np.int32))
+    decodes = case.batch.num_tokens == 1
+    places = _PagedBatch(case.batch, tables, decodes)._arrays["first_block"]
+    assert places.dtype == np.int64
+    assert places.tolist() == [row << 15 for row in rows_of_chunks[decodes].tolist()]
